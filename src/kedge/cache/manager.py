@@ -1,27 +1,62 @@
-"""One owner for every block: free, cached in the tree, in flight between the tiers, or leased (see `leases`).
+"""One owner for every block: free, cached in the tree, in flight between the tiers, or leased by a request.
 
 A lease never holds a block that is still loading. A scheduler asks `demand` for what is on the host, lets others go
 first while it loads, and admits (which looks again, then locks) once there is nothing to wait for; or at any time,
 and then the rest is recomputed. Without a host tier and without labels this is a plain prefix cache.
+
+| block of a lease    | owner | read by  | at `finish`                                       |
+|---------------------|-------|----------|---------------------------------------------------|
+| exact hit           | tree  | anybody  | stays cached, its lock goes                       |
+| committed           | tree  | anybody  | stays cached, its lock goes                       |
+| exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
+| translated, partial | lease | its own  | freed, or kept for its exact beginning            |
+| borrowed            | both  | both     | freed with the last lease that holds it           |
+
+Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
+fixed prompt that ends within a block, that block may enter the tree for its beginning (see `partial_blocks`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kedge.cache.copies import BlockFiles, Copier, CopyBeginning, Direction
-from kedge.cache.counters import CacheStats
-from kedge.cache.demands import Demands, Readiness, Status
-from kedge.cache.leases import Lease, Leases
-from kedge.cache.node import LabelKey, Tier, TreeNode
-from kedge.cache.prefetch import Prefetcher
+from kedge.cache.counters import CacheStats, Reason
+from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
+from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
+from kedge.cache.partial_blocks import Beginning, PartialBlocks
 from kedge.cache.tiers import Tiers
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy, lru
+from kedge.policies.prefetch import may_replace
 from kedge.settings import TierSettings
-from kedge.types import Namespace, RequestId, TenantId
+from kedge.types import Namespace, RequestId, Source, Span, TenantId
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A request's blocks in prompt order, fixed in place until it ends. The first `exact_tokens` tokens hold KV."""
+
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    exact_tokens: int
+    spans: tuple[Span, ...] = ()
+    """The exact tokens by source: `HOST` where a request had to wait for their load, else `DEVICE`."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """A lease's inside: `node` is locked and ends `shared`, its tokens in the tree; `own` blocks belong to it."""
+
+    lease: Lease
+    namespace: Namespace
+    node: TreeNode
+    shared: tuple[int, ...]
+    own: set[int]
+
 
 Changes = Mapping[Any, tuple[float, float] | None]
 """Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
@@ -66,7 +101,10 @@ class CacheManager:
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._prefetcher = Prefetcher(self.tiers, self._probability)
-        self._leases = Leases(self.tiers, copy_beginning)
+        self._partial = PartialBlocks(self._tree, copy_beginning)
+        self._held: dict[RequestId, Holding] = {}
+        self._borrowers: Counter[int] = Counter()
+        """The blocks that several leases own, and how many own them besides one"""
         self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
@@ -78,7 +116,15 @@ class CacheManager:
 
     def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
         """Return where the longest exact prefix of `tokens` is, in both tiers. A pure look-up."""
-        return self._demands.status(namespace, tokens)
+        walk = self._tree.walk(namespace, tokens)
+        if walk is None:
+            return Status(Readiness.READY, 0, 0)
+        nodes = walk.node.path_down()
+        device = sum(len(node.blocks[DEVICE]) for node in nodes)
+        if walk.node.blocks[DEVICE]:
+            device -= walk.node.size - walk.used
+        on_device = device * self.block_size
+        return Status(readiness_of(nodes), on_device, self._tree.index.tokens_in(walk.length) - on_device)
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
         """Load what is on the host of the longest exact prefix of `tokens`, or join the loads that are under way.
@@ -112,7 +158,24 @@ class CacheManager:
         Raises `OutOfBlocks`, having changed nothing, if eviction could not make room now; `PlanError` if the request
         holds a lease or `total_tokens` is less than may be reused.
         """
-        lease = self._leases.admit(request_id, namespace, tokens, exact_limit, total_tokens, steps)
+        self._require_none(request_id)
+        reusable = tokens[: max(0, exact_limit)]
+        if total_tokens < len(reusable):
+            raise PlanError("total_tokens", total_tokens, f"{len(reusable)} tokens may be reused")
+        node, hit = self._tree.lock(namespace, reusable)
+        shared = tuple(reusable[: len(hit) * self.block_size])
+        try:
+            begun = self._partial.find(node, reusable[len(shared) :])
+            new, copied = self._begin(begun, self._blocks_for(total_tokens) - len(hit), hit, steps)
+        except BaseException:
+            self._tree.unlock(node)
+            raise
+        self._tree.touch(node)
+        exact = len(shared) + copied
+        if exact_limit > 0:
+            self.tiers.counters.lookup(exact, len(tokens) - exact, copied)
+        lease = Lease(request_id, (*hit, *new), exact, extended(self._count_hit(node), copied))
+        self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         self._demands.withdraw(request_id)
         return lease
 
@@ -120,15 +183,24 @@ class CacheManager:
         """Grow a lease to `total_tokens`; new blocks follow the old ones. No change if it is that long already. `steps`
         as for `admit`. Raises `OutOfBlocks`, having changed nothing, or `PlanError` without a lease.
         """
-        return self._leases.extend(request_id, total_tokens, steps)
+        held = self._holding(request_id)
+        missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
+        if missing > 0:
+            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND, steps)
+            held.own.update(new)
+            held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
+        return held.lease
 
     def hand_over(self, request_id: RequestId, heir: RequestId) -> Lease:
         """Give a lease to the request `heir`, which demands nothing more. Raises `PlanError` without a lease, or where
         the heir holds one.
         """
-        lease = self._leases.hand_over(request_id, heir)
+        self._require_none(heir)
+        held = self._holding(request_id)
+        held.lease = replace(held.lease, request_id=heir)
+        self._held[heir] = self._held.pop(request_id)
         self._demands.withdraw(heir)
-        return lease
+        return held.lease
 
     def borrow(self, request_id: RequestId, other: RequestId, places: Sequence[int]) -> Lease:
         """Let a lease hold these blocks of another one, in place of its own at the same places, which are freed.
@@ -136,7 +208,20 @@ class CacheManager:
         Neither may write to them any more, nor share them by the tree; they are freed with the last lease that holds
         them. Raises `PlanError`, having changed nothing, without both leases, or for a block that is cached.
         """
-        return self._leases.borrow(request_id, other, places)
+        held, lender = self._holding(request_id), self._holding(other)
+        blocks, its = list(held.lease.blocks), lender.lease.blocks
+        if any(not 0 <= place < min(len(blocks), len(its)) for place in places):
+            raise PlanError("places", places, "one of the leases has no block there")
+        mine, theirs = {blocks[place] for place in places}, {its[place] for place in places}
+        if not (mine <= held.own and theirs <= lender.own):
+            raise PlanError("places", places, "a block there is cached")
+        for place in places:
+            blocks[place] = its[place]
+        self._borrowers.update(theirs)
+        self._free(mine)
+        held.own = held.own - mine | theirs
+        held.lease = replace(held.lease, blocks=tuple(blocks))
+        return held.lease
 
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
         """Share the first `len(exact_tokens)` tokens of a running lease, whose KV is final and exact (full blocks).
@@ -144,7 +229,13 @@ class CacheManager:
         The lease keeps its blocks, also those that the tree holds twice: these are freed when it ends. Raises
         `PlanError` without a lease, or where `exact_tokens` does not fit it.
         """
-        self._leases.commit_prefix(request_id, exact_tokens)
+        held = self._holding(request_id)
+        full = self._full_tokens(held, exact_tokens)
+        if len(full) > len(held.shared):
+            node = self._share(held, full)
+            self._tree.lock_path(node)
+            self._tree.unlock(held.node)
+            held.node, held.shared = node, full
 
     def finish(self, request_id: RequestId, exact_tokens: Sequence[int], fixed: int = 0) -> None:
         """End a lease. Its first `len(exact_tokens)` tokens are exact, identical to dense prefill, and enter the tree
@@ -152,12 +243,18 @@ class CacheManager:
 
         Raises `PlanError` without a lease, or where `exact_tokens` does not fit it.
         """
-        self._leases.finish(request_id, exact_tokens, fixed)
+        held = self._holding(request_id)
+        full = self._full_tokens(held, exact_tokens)
+        if full:
+            self._share(held, full)
+        if rest := exact_tokens[len(full) : fixed]:
+            self._keep_beginning(held, full, rest)
+        self._end(held)
         self._prefetcher.due = True
 
     def abort(self, request_id: RequestId) -> None:
         """End a lease; what it had not committed is freed. Raises `PlanError` without a lease."""
-        self._leases.abort(request_id)
+        self._end(self._holding(request_id))
         self._prefetcher.due = True
 
     # the workflow ---------------------------------------------------------------------------------------------
@@ -241,7 +338,7 @@ class CacheManager:
     def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Evict from now on by `policy`, in both tiers; returns the one before. O(n log n) in the tree's nodes."""
         before, self._tree.policy = self._tree.policy, policy
-        self._tree.offer(*self._tree.nodes())
+        self._tree.offer(*self._tree.index.nodes())
         return before
 
     # upkeep ---------------------------------------------------------------------------------------------------
@@ -275,13 +372,173 @@ class CacheManager:
         """Raise `PlanError` unless every block of both tiers has exactly one owner, locks are those of leases and
         transfers, every state is legal and priorities and queues are what a naive look gives.
         """
-        holdings = self._leases.holdings()
-        leased = set[int]().union(*(held.own for held in holdings))
-        self.tiers.check_integrity([*leased], [held.node for held in holdings])
+        leased = set[int]().union(*(held.own for held in self._held.values()))
+        self.tiers.check_integrity([*leased], [held.node for held in self._held.values()])
         self._demands.check_integrity()
-        self._leases.check_integrity()
+        self._check_leases()
+
+    # the insides of leases ------------------------------------------------------------------------------------
+
+    def _require_none(self, request_id: RequestId) -> None:
+        if request_id in self._held:
+            raise PlanError("request_id", request_id, "holds a lease already")
+
+    def _holding(self, request_id: RequestId) -> Holding:
+        held = self._held.get(request_id)
+        if held is None:
+            raise PlanError("request_id", request_id, "holds no lease")
+        return held
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _begin(self, begun: Beginning | None, n: int, hit: Sequence[int], steps: float | None) -> tuple[list[int], int]:
+        """Allocate the blocks behind a hit and copy the beginning of the first one. Returns them, and how many tokens
+        were copied: none where there is no other room than the block that has them.
+        """
+        if begun is not None and (new := self._allocate_beside(begun, n, hit, steps)) is not None:
+            try:
+                self._partial.copy(begun, new[0])
+            except BaseException:
+                self.tiers.pools[DEVICE].free(new)
+                raise
+            return new, begun.tokens
+        return self._allocate(n, hit, Reason.ADMIT, steps), 0
+
+    def _allocate_beside(self, begun: Beginning, n: int, hit: Sequence[int], steps: float | None) -> list[int] | None:
+        """Allocate blocks so that what has a beginning stays. Returns None without room; no backup is given up."""
+        self._tree.lock_path(begun.node)
+        try:
+            return self._take(n, hit, Reason.ADMIT, steps)
+        except OutOfBlocks:
+            return None
+        finally:
+            self._tree.unlock(begun.node)
+
+    def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
+        they have started.
+        """
+        try:
+            return self._take(n, following, reason, steps)
+        except OutOfBlocks:
+            if steps is not None or not self.tiers.give_up_backups():
+                raise
+        return self._take(n, following, reason, steps)
+
+    def _take(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        after = following[-1] if following else None
+        if steps is None:
+            return self.tiers.pools.allocate(DEVICE, n, reason, after)
+
+        def may_go(victim: TreeNode) -> bool:
+            return not victim.wanted and may_replace(victim, steps, self.tiers.settings.unlabelled_step)
+
+        return self.tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
+
+    def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
+        count = len(exact_tokens)
+        if count > len(held.lease.blocks) * self.block_size:
+            raise PlanError("exact_tokens", count, f"the lease has {len(held.lease.blocks)} blocks")
+        full = tuple(exact_tokens[: count - count % self.block_size])
+        if full[: len(held.shared)] != held.shared[: len(full)]:
+            raise PlanError("exact_tokens", held.lease.request_id, "differ from the tokens the lease reads")
+        return full
+
+    def _insert(self, held: Holding, tokens: tuple[int, ...]) -> TreeNode:
+        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end. Raises `PlanError` for
+        borrowed ones.
+        """
+        blocks = held.lease.blocks[: len(tokens) // self.block_size]
+        if not self._borrowers.keys().isdisjoint(blocks):
+            raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
+        inserted = self._tree.insert(held.namespace, tokens, blocks)
+        held.own.difference_update(inserted.adopted)
+        return inserted.node
+
+    def _share(self, held: Holding, full: tuple[int, ...]) -> TreeNode:
+        """Put the full blocks of a lease into the tree, and back up what is hit often. Returns their last node."""
+        node = self._insert(held, full)
+        self._back_up_hits(node)
+        return node
+
+    def _keep_beginning(self, held: Holding, full: tuple[int, ...], rest: Sequence[int]) -> None:
+        """Keep the block that begins with `rest`, unless one that does so is cached."""
+        node, _ = self._tree.lock(held.namespace, full)
+        if self._partial.keeps(node, rest):
+            self._insert(held, (*full, *self._partial.padded(rest)))
+        self._tree.unlock(node)
+
+    def _free(self, blocks: set[int]) -> None:
+        """Free blocks of a lease, but for those that another one owns as well."""
+        borrowed = self._borrowers.keys() & blocks
+        self._borrowers -= Counter(borrowed)
+        self.tiers.pools[DEVICE].free(blocks - borrowed)
+
+    def _end(self, held: Holding) -> None:
+        del self._held[held.lease.request_id]
+        self._tree.unlock(held.node)
+        self._free(held.own)
+
+    def _count_hit(self, node: TreeNode) -> tuple[Span, ...]:
+        """Count a hit of `node` and all above it. Returns their tokens by source."""
+        spans: list[Span] = []
+        for step in node.path_down():
+            source = self._source(step)
+            start = spans[-1].stop if spans else 0
+            stop = start + step.size * self.block_size
+            if spans and spans[-1].source is source:
+                start = spans.pop().start
+            spans.append(Span(start, stop, source))
+            self.tiers.pools.hit(step)
+        self._back_up_hits(node)
+        return tuple(spans)
+
+    def _source(self, node: TreeNode) -> Source:
+        """Return where a request that hits `node` has its KV from, and count it."""
+        tokens = node.size * self.block_size
+        if node.arrival is None:
+            return Source.DEVICE
+        if node.arrival.demanded:
+            self.tiers.counters.host_hit_tokens += tokens
+            return Source.HOST
+        self.tiers.counters.prefetched_hit_tokens += tokens
+        return Source.DEVICE
+
+    def _back_up_hits(self, node: TreeNode) -> None:
+        """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
+        hits = self.tiers.settings.backup_hits
+        if hits is None or not self.tiers.host_blocks:
+            return
+        often = next((step for step in node.path() if step.hits >= hits), None)
+        if often is not None and often.parent is not None and not often.blocks[HOST]:
+            self.tiers.backups.back_up(often)
+
+    def _check_leases(self) -> None:
+        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once, and the blocks that
+        several own are counted.
+        """
+        cached = {block for node in self._tree.index.nodes() for block in node.blocks[DEVICE]}
+        for held in self._held.values():
+            blocks = set(held.lease.blocks)
+            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
+                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
+        owners = Counter(block for held in self._held.values() for block in held.own)
+        if self._borrowers != {block: count - 1 for block, count in owners.items() if count > 1}:
+            raise PlanError("borrowers", self._borrowers, "are not what the leases own")
 
     def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""
         likely = (self._next_runs[key][1] for key, step in node.labels.items() if step == node.step)
         return max(likely, default=1.0)
+
+
+def extended(spans: tuple[Span, ...], tokens: int) -> tuple[Span, ...]:
+    """Return `spans` with so many more tokens that were on the device."""
+    if not tokens:
+        return spans
+    start = stop = spans[-1].stop if spans else 0
+    if spans and spans[-1].source is Source.DEVICE:
+        start, spans = spans[-1].start, spans[:-1]
+    return (*spans, Span(start, stop + tokens, Source.DEVICE))

@@ -7,17 +7,202 @@ descendant, so everything below it can go, leaves first. What a tier holds is cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from kedge.cache import integrity
-from kedge.cache.labels import Labels
-from kedge.cache.node import DEVICE, HOST, Share, Tier, TreeNode, split_transfers
+from kedge.cache.node import DEVICE, HOST, Handle, LabelKey, Share, Tier, TreeNode, split_transfers
 from kedge.cache.prefix_index import PrefixIndex, Walk
-from kedge.cache.victims import Allowed, choose, choose_of_tenant
 from kedge.errors import OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionKey, EvictionPolicy, lru
+from kedge.structures.step_counts import StepCounts
 from kedge.types import Namespace, TenantId
+
+Allowed = Callable[[TreeNode], bool]
+"""Whether a node may be evicted for the caller."""
+
+
+def choose(share: Share, n: int, allowed: Allowed | None, offer: Callable[[TreeNode], None]) -> list[TreeNode]:
+    """Return the next nodes to go for `n` blocks; of the last one perhaps only a part is needed.
+
+    Parents become candidates as their children are chosen: counts are decremented for that and restored before this
+    returns. `offer` queues a node that has become a candidate. Raises `OutOfBlocks`, having changed nothing, if the
+    next to go is not `allowed`.
+    """
+    chosen: list[TreeNode] = []
+    emptied: list[TreeNode] = []
+    refused = False
+    while n > 0 and not refused:
+        node = share.queue.pop()
+        if node is None:
+            raise PlanError("eviction queue", n, "blocks are still to go, but there is no candidate")
+        chosen.append(node)
+        refused = allowed is not None and not allowed(node)
+        n -= node.size
+        if n > 0 and not refused and node.parent is not None:
+            emptied.append(node.parent)
+            node.parent.resident_children[share.tier] -= 1
+            offer(node.parent)
+    for parent in emptied:
+        parent.resident_children[share.tier] += 1
+    if refused:
+        for node in chosen:
+            offer(node)
+        raise OutOfBlocks("blocks", n, "left to free, and the next to go may not be evicted for this")
+    return chosen
+
+
+def choose_of_tenant(
+    nodes: Iterable[TreeNode],
+    tier: Tier,
+    n: int,
+    tenant: TenantId,
+    allowed: Allowed,
+    key: Callable[[TreeNode], EvictionKey],
+) -> list[TreeNode]:
+    """Return the next nodes of one tenant to go for `n` blocks, as `choose` does for all.
+
+    O(m log m) with m nodes of the tenant. Raises `OutOfBlocks` where they are not enough, or the next is not `allowed`.
+    """
+    own = [node for node in nodes if node.tenant == tenant and node.blocks[tier] and not node.locks]
+    children = {node: node.resident_children[tier] for node in own}
+    waiting = [(key(node), number, node) for number, node in enumerate(own) if not children[node]]
+    heapify(waiting)
+    chosen: list[TreeNode] = []
+    while n > 0:
+        node = heappop(waiting)[2] if waiting else None
+        if node is None or not allowed(node):
+            raise OutOfBlocks("blocks", n, f"left to free of {tenant}, and no more of its own may be evicted")
+        chosen.append(node)
+        n -= node.size
+        if (parent := node.parent) in children:
+            children[parent] -= 1
+            if not children[parent]:
+                heappush(waiting, (key(parent), -len(chosen), parent))
+    return chosen
+
+
+class Labels:
+    """Who ends a fixed prompt where, and the least step of everything below (KVFlow, section 3.1): one label per key.
+
+    The step stands on the node that ends the fixed prompt and bubbles up as a minimum; what follows it is varying.
+    `offer` is called with every node whose priority changed.
+    """
+
+    def __init__(self, offer: Callable[[TreeNode], None]) -> None:
+        self._offer = offer
+        self._handles: dict[LabelKey, Handle] = {}
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def node(self, key: LabelKey) -> TreeNode | None:
+        """Return the node that ends the fixed prompt of `key`, while it is in the tree."""
+        handle = self._handles.get(key)
+        return None if handle is None else handle.node
+
+    def put(self, key: LabelKey, node: TreeNode, step: float) -> None:
+        """Label `node`; the label that `key` had elsewhere goes."""
+        if self.node(key) is not node:
+            self.drop(key)
+            self._handles[key] = Handle.of(node)
+            for above in node.path():
+                above.varying = False
+            if not node.labels:
+                self._mark_varying_below(node)
+        self._set(key, node, step)
+
+    def move(self, key: LabelKey, step: float) -> TreeNode | None:
+        """Change the step of a label. Returns its node. O(depth)."""
+        node = self.node(key)
+        if node is not None:
+            self._set(key, node, step)
+        return node
+
+    def drop(self, key: LabelKey) -> None:
+        """Forget the label of `key`, if it has one."""
+        if node := self.node(key):
+            _change(node, node.labels.pop(key), None, self._offer)
+        self._handles.pop(key, None)
+
+    def leave(self, node: TreeNode) -> None:
+        """Let the labels of `node`, which has no children and is leaving the tree, end at its parent instead.
+
+        So what is left of a history keeps its worth. The root has no labels: with the last node they go.
+        """
+        labels, parent = dict(node.labels), node.parent
+        node.labels.clear()
+        node.generation += 1
+        assert parent is not None
+        if node.step is not None:
+            _change(parent, node.step, None, self._offer)
+        for key, step in labels.items():
+            if parent.parent is None:
+                del self._handles[key]
+            else:
+                self._handles[key] = Handle.of(parent)
+                self._set(key, parent, step)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
+        if lower.step is not None:
+            upper.steps, upper.step = StepCounts(), lower.step
+            upper.steps.add(lower.step)
+        upper.varying = lower.varying
+
+    def check_integrity(self, nodes: list[TreeNode]) -> None:
+        """Raise `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
+        found = {key: node for node in nodes for key in node.labels}
+        if found != {key: handle.node for key, handle in self._handles.items()}:
+            raise PlanError("labels", found, "do not agree with the handles")
+        for node in nodes:
+            _check_priority(node)
+
+    def _set(self, key: LabelKey, node: TreeNode, step: float) -> None:
+        old = node.labels.get(key)
+        node.labels[key] = step
+        _change(node, old, step, self._offer)
+
+    def _mark_varying_below(self, node: TreeNode) -> None:
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            if below.varying:
+                continue
+            if below.step is None:
+                below.varying = True
+                self._offer(below)
+            stack.extend(below.children.values())
+
+
+def _change(node: TreeNode | None, old: float | None, new: float | None, offer: Callable[[TreeNode], None]) -> None:
+    """Change one of a node's steps from `old` to `new` (None: there is none), upwards while a minimum changes."""
+    while node is not None and node.parent is not None and old != new:
+        before = node.step
+        _recount(node, old, new)
+        if node.step != before:
+            offer(node)
+        node, old, new = node.parent, before, node.step
+
+
+def _recount(node: TreeNode, old: float | None, new: float | None) -> None:
+    if node.steps is None:
+        node.steps = StepCounts()
+    if old is not None:
+        node.steps.remove(old)
+    if new is not None:
+        node.steps.add(new)
+    node.step = node.steps.least
+    if node.step is None:
+        node.steps = None
+
+
+def _check_priority(node: TreeNode) -> None:
+    steps = [*node.labels.values(), *(child.step for child in node.children.values() if child.step is not None)]
+    counts = node.steps.counts if node.steps else Counter[float]()
+    if node.step != min(steps, default=None) or counts != Counter(steps):
+        raise PlanError("priority", node.step, f"the least of {steps} is another one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +343,7 @@ class RadixTree:
 
     def evict_own(self, tier: Tier, n: int, tenant: TenantId, allowed: Allowed) -> list[Removed]:
         """Do as `evict` does, with one tenant's blocks only. O(m log m) with m nodes of the tenant."""
-        return self._take(choose_of_tenant(self.nodes(), tier, n, tenant, allowed, self._key), tier, n)
+        return self._take(choose_of_tenant(self.index.nodes(), tier, n, tenant, allowed, self._key), tier, n)
 
     def clear(self, namespace: Namespace) -> list[Removed]:
         """Remove what is unlocked in `namespace` from both tiers; the caller owns the blocks now."""
@@ -188,16 +373,12 @@ class RadixTree:
                 if node.is_candidate(share.tier):
                     share.queue.push(node)
 
-    def nodes(self) -> Iterator[TreeNode]:
-        """Iterate over every node that holds blocks, parents first."""
-        return self.index.nodes()
-
     def check_integrity(self, locked: Iterable[TreeNode]) -> None:
         """Raise `PlanError` unless links, keys, counts, priorities and queues agree, each tier is closed under
         prefixes, and locks are those on `locked` nodes.
         """
         locks = Counter(id(step) for node in locked for step in node.path())
-        nodes = list(self.nodes())
+        nodes = list(self.index.nodes())
         for node in [*self.index.roots(), *nodes]:
             if node.locks != locks[id(node)]:
                 raise PlanError("locks", node.locks, f"{locks[id(node)]} holders pass this node")

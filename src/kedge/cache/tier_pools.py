@@ -8,8 +8,7 @@ from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Outcome
 from kedge.cache.counters import Counters, Reason
 from kedge.cache.node import DEVICE, Tier, TreeNode
-from kedge.cache.radix_tree import RadixTree, Removed
-from kedge.cache.victims import Allowed
+from kedge.cache.radix_tree import Allowed, RadixTree, Removed
 
 
 class TierPools:

@@ -13,23 +13,185 @@ or depends on can be evicted meanwhile.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from kedge.cache import integrity
-from kedge.cache.backups import Backups
-from kedge.cache.copies import BlockFiles, Copied, Copier, Direction, Outcome, Purpose
+from kedge.cache.copies import BlockFiles, Copied, Copier, Copy, Direction, Outcome, Purpose
 from kedge.cache.counters import Reason
-from kedge.cache.disk import DiskTier
-from kedge.cache.disk_writes import DiskLimits
-from kedge.cache.node import DEVICE, HOST, State, Tier, Transfer, TreeNode
-from kedge.cache.radix_tree import RadixTree
+from kedge.cache.disk import DiskLimits, DiskTier
+from kedge.cache.node import DEVICE, HOST, Handle, State, Tier, Transfer, TreeNode
+from kedge.cache.radix_tree import Allowed, RadixTree
 from kedge.cache.tier_pools import TierPools
-from kedge.cache.transfer import TransferQueue
-from kedge.errors import ConfigError, OutOfBlocks
-from kedge.policies.cost import CostModel
+from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy
+from kedge.policies.prefetch import CostModel
 from kedge.settings import TierSettings
-from kedge.types import Namespace
+from kedge.types import Namespace, TenantId
+
+
+class TransferQueue:
+    """A queue that hands transfers to the copier within the limits: demands first, then in the order of arrival.
+
+    Speculative transfers never delay demanded ones: for a demand the limits count other demands only.
+    """
+
+    def __init__(self, copier: Copier | None, limits: TierSettings, block_bytes: int) -> None:
+        self._copier, self._limits, self._block_bytes = copier, limits, block_bytes
+        self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
+        self._started: dict[int, Transfer] = {}
+        self._ids = itertools.count()
+
+    def enqueue(
+        self, direction: Direction, purpose: Purpose, nodes: list[TreeNode], sources: list[int], targets: list[int]
+    ) -> Transfer:
+        """Add a transfer of `nodes`. It starts with one of the next calls of `start`."""
+        copy = Copy(next(self._ids), direction, tuple(sources), tuple(targets))
+        transfer = Transfer(copy, purpose, nodes, demanded=purpose is Purpose.DEMAND)
+        for node in nodes:
+            node.transfer = transfer
+        self._put(transfer)
+        return transfer
+
+    def promote(self, transfer: Transfer) -> None:
+        """Move `transfer`, which a request waits for now, before all that no request waits for."""
+        if transfer.demanded:
+            return
+        transfer.demanded = True
+        if transfer.started:
+            self._hurry(transfer)
+        else:
+            self._lane(transfer).remove(transfer)
+            self._put(transfer)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Take a queued transfer out. Raises `PlanError` if it has started: its blocks are being written."""
+        if transfer.started:
+            raise PlanError("transfer", transfer.copy, "has started and cannot be cancelled")
+        self._lane(transfer).remove(transfer)
+
+    def start(self) -> None:
+        """Hand over what the limits allow."""
+        for queued in self._queued.values():
+            while queued and self._fits(queued[0]):
+                self._submit(queued.popleft())
+
+    def drain(self) -> list[tuple[Transfer, Copied]]:
+        """Return what has ended. Raises `PlanError` for a copy that was not under way."""
+        return [(self._end(copied), copied) for copied in self._copier.drain()] if self._copier else []
+
+    def queued(self, direction: Direction) -> list[Transfer]:
+        """Return what has not started, next first."""
+        return list(self._queued[direction])
+
+    def started(self) -> list[Transfer]:
+        """Return what is under way."""
+        return list(self._started.values())
+
+    def demanded_blocks(self, direction: Direction) -> int:
+        """Return how many blocks requests wait for: a new demand comes after these, and before all others."""
+        pending = (transfer for transfer in self.pending() if transfer.copy.direction is direction)
+        return sum(transfer.blocks for transfer in pending if transfer.demanded)
+
+    def pending(self) -> list[Transfer]:
+        """Return all that has not ended."""
+        return [*self._started.values(), *itertools.chain.from_iterable(self._queued.values())]
+
+    def _put(self, transfer: Transfer) -> None:
+        queued = self._lane(transfer)
+        at = sum(other.demanded for other in queued) if transfer.demanded else len(queued)
+        queued.insert(at, transfer)
+
+    def _lane(self, transfer: Transfer) -> deque[Transfer]:
+        return self._queued[transfer.copy.direction]
+
+    def _fits(self, transfer: Transfer) -> bool:
+        lane = (one for one in self._started.values() if one.copy.direction is transfer.copy.direction)
+        ahead = [one.blocks for one in lane if one.demanded or not transfer.demanded]
+        total = (sum(ahead) + transfer.blocks) * self._block_bytes
+        return not ahead or (len(ahead) < self._limits.copy_jobs and total <= self._limits.copy_bytes)
+
+    def _submit(self, transfer: Transfer) -> None:
+        assert self._copier is not None
+        transfer.started = True
+        self._started[transfer.copy.copy_id] = transfer
+        self._copier.submit(transfer.copy)
+        if transfer.demanded:
+            self._hurry(transfer)
+
+    def _hurry(self, transfer: Transfer) -> None:
+        assert self._copier is not None
+        self._copier.hurry(transfer.copy.copy_id)
+
+    def _end(self, copied: Copied) -> Transfer:
+        transfer = self._started.pop(copied.copy_id, None)
+        if transfer is None:
+            raise PlanError("copy_id", copied.copy_id, "is not under way")
+        return transfer
+
+
+class Backups:
+    """Queues copies to the host tier, within each tenant's limit."""
+
+    def __init__(self, pools: TierPools, transfers: TransferQueue) -> None:
+        self._pools, self._tree, self._transfers = pools, pools.tree, transfers
+        self.limits: dict[TenantId, int] = {}
+        """Host blocks that a tenant may have; no limit for one that is not in it."""
+        self._waiting: dict[Handle, None] = {}
+        """Nodes to be backed up whose ancestors are being backed up."""
+
+    def back_up(self, node: TreeNode) -> None:
+        """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
+
+        Room is what is free, or held by copies that are worth no more than this one. While ancestors are being backed
+        up, the node waits for them: the host tier is closed under prefixes.
+        """
+        nodes = [step for step in node.path_down() if not step.blocks[HOST]]
+        if not nodes or not self._pools[HOST].num_blocks or all(step.transfer for step in nodes):
+            return
+        if any(step.transfer for step in nodes):
+            self._waiting[Handle.of(node)] = None
+            return
+        self._tree.lock_path(node)
+        try:
+            targets = self._room_for(node, sum(step.size for step in nodes))
+        except OutOfBlocks:
+            self._pools.counters.skipped_backups += 1
+            self._tree.unlock(node)
+            return
+        sources = [block for step in nodes for block in step.blocks[DEVICE]]
+        self._transfers.enqueue(Direction.OFFLOAD, Purpose.BACKUP, nodes, sources, targets)
+
+    def retry(self) -> None:
+        """Try again what waited for its ancestors, after a backup has ended."""
+        waiting, self._waiting = self._waiting, {}
+        for handle in waiting:
+            if (node := handle.node) and node.blocks[DEVICE]:
+                self.back_up(node)
+
+    def _room_for(self, node: TreeNode, needed: int) -> list[int]:
+        """Return host blocks for `node`. Raises `OutOfBlocks` where nothing that is worth no more may go for it."""
+        self._keep_limit(node, needed)
+        return self._pools.allocate(HOST, needed, Reason.BACKUP, allowed=self._worth_at_most(node))
+
+    def _keep_limit(self, node: TreeNode, needed: int) -> None:
+        """Evict the host blocks of the tenant of `node` that are too many with `needed` more. Raises `OutOfBlocks`,
+        having changed nothing, where nothing that is worth no more than this may go.
+        """
+        limit = self.limits.get(node.tenant)
+        if limit is None:
+            return
+        moving = (one.blocks for one in self._transfers.pending() if not one.is_load and one.end.tenant == node.tenant)
+        excess = self._tree.shares[HOST].by_tenant[node.tenant] + sum(moving) + needed - limit
+        if excess > 0:
+            removed = self._tree.evict_own(HOST, excess, node.tenant, self._worth_at_most(node))
+            self._pools.counters.evicted(removed, Reason.LIMIT)
+            self._pools.release(removed)
+
+    def _worth_at_most(self, node: TreeNode) -> Allowed:
+        limit = self._tree.policy(node)
+        return lambda victim: self._tree.policy(victim) <= limit
 
 
 def missing(node: TreeNode) -> list[TreeNode]:
@@ -287,7 +449,7 @@ class Tiers:
         """
         pending = self.pending()
         self.tree.check_integrity([*locked, *(transfer.end for transfer in pending)])
-        nodes = list(self.tree.nodes())
+        nodes = list(self.tree.index.nodes())
         integrity.check_owners(self.pools[DEVICE], DEVICE, nodes, [*leased, *self.in_flight(Direction.LOAD)])
         reading = self.disk.reading if self.disk else []
         integrity.check_owners(self.pools[HOST], HOST, nodes, [*self.in_flight(Direction.OFFLOAD), *reading])

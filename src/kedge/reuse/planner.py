@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedge.reuse.contracts import (
     KV,
     Anchors,
     BaseEntry,
     Bases,
-    Costs,
     Estimate,
-    NoCosts,
     PlaceholderSite,
     PoolKey,
     SampleView,
@@ -31,11 +29,13 @@ from kedge.reuse.layout import (
     template_key,
 )
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
-from kedge.reuse.savings import Savings
 from kedge.settings import PlannerSettings
-from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
+from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
 
-NO_COSTS = NoCosts()
+if TYPE_CHECKING:
+    from kedge.reuse.costs import EngineCosts
+
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
 SPARSE = 8
@@ -45,6 +45,39 @@ MAX_WEAK_SENTINELS = 8
 CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNLEARNED = "nothing is known yet of the template behind this value"
+MAX_PLACEHOLDERS = 1024
+FORGET = 0.95
+"""Factor on the weight of a translation at every later one of the same placeholder."""
+TRIED = 16
+"""One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    tokens: float = 0.0
+    spared: float = 0.0
+
+
+class Savings:
+    """How much of a value translating it saves, by placeholder: averages over what was translated lately. Bounded."""
+
+    def __init__(self) -> None:
+        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict(MAX_PLACEHOLDERS)
+
+    def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
+        """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""
+        sums = self._sums.use(placeholder, _Sums)
+        sums.tokens, sums.spared = FORGET * sums.tokens + tokens, FORGET * sums.spared + spared
+
+    def expected(self, placeholder: PoolKey, value: Tokens) -> float:
+        """Return how many of a value's tokens translating it is expected to save.
+
+        All of them while nothing is known, and for one value in `TRIED`, the same one for all its readers.
+        """
+        sums = self._sums.get(placeholder)
+        if sums is None or not sums.tokens or hash(value) % TRIED == 0:
+            return len(value)
+        return len(value) * sums.spared / sums.tokens
 
 
 @dataclass(slots=True)
@@ -117,7 +150,7 @@ class Planner:
     """
 
     def __init__(
-        self, anchors: Anchors, bases: Bases, policy: PlannerSettings, refusal: str | None, costs: Costs = NO_COSTS
+        self, anchors: Anchors, bases: Bases, policy: PlannerSettings, refusal: str | None, costs: EngineCosts
     ) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
         self._costs, self._savings = costs, Savings()

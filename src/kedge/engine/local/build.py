@@ -11,7 +11,7 @@ import torch
 
 from kedge.anchors.tiered_store import HostBound
 from kedge.cache import CacheManager, EvictionPolicy
-from kedge.cache.disk_writes import DiskLimits
+from kedge.cache.disk import DiskLimits
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.disk.disk_files import DiskFiles

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.record import GuardRecord
-from kedge.reuse.guard.saving import to_data
+from kedge.reuse.guard.record import GuardRecord, to_data
 from kedge.reuse.guard.sentinel_errors import Errors, SentinelFinding, judge_drawn, judge_glance, judge_weak
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict

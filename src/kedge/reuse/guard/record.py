@@ -1,14 +1,85 @@
-"""The state of one placeholder in an agent's prompts, and how evidence moves it."""
+"""The state of one placeholder in an agent's prompts, how evidence moves it, and how it outlives a process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import lgamma, log
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.evidence import ChangeEvidence
 from kedge.reuse.guard.sentinel_errors import SETTLED, UsualError
 from kedge.settings import GuardSettings
+
+CHANGED, SAME = 0.5, 10.0
+"""The mixture's prior, Beta(0.5, 10): changed decisions are expected to be rare. It moves the bounds, not their
+validity."""
+STEPS = 40
+"""Halvings of an interval in the search for a bound: to 1e-12."""
+
+
+@dataclass(slots=True)
+class ChangeEvidence:
+    """Counts of decisions that were compared, and of those that differed; bounds hold after every observation.
+
+    Under a true share p the likelihood ratio of a Beta mixture against p is a martingale that starts at 1 (an e-value),
+    so by Ville's inequality it ever reaches 1 / alpha with probability at most alpha. The shares that it has not
+    refuted are a confidence sequence: at any time, and at a time chosen by what was seen, it holds the true share with
+    probability 1 - alpha (Robbins, *Statistical methods related to the law of the iterated logarithm*, 1970; Howard et
+    al., *Time-uniform, nonparametric, nonasymptotic confidence sequences*, 2021).
+    """
+
+    checks: int = 0
+    changed: int = 0
+
+    def observe(self, changed: bool) -> None:
+        """Count one comparison."""
+        self.checks += 1
+        self.changed += changed
+
+    @property
+    def share(self) -> float:
+        """The observed share of changed decisions; 0 without any."""
+        return self.changed / self.checks if self.checks else 0.0
+
+    def log_e_value(self, share: float) -> float:
+        """Return the logarithm of the e-value against this true share, in (0, 1)."""
+        same = self.checks - self.changed
+        mixture = _log_beta(CHANGED + self.changed, SAME + same) - _log_beta(CHANGED, SAME)
+        return mixture - self.changed * log(share) - same * log(1 - share)
+
+    def exceeds(self, share: float, alpha: float) -> bool:
+        """Return whether the true share is above `share` with confidence 1 - `alpha`: O(1)."""
+        return self.share > share and self.log_e_value(share) >= -log(alpha)
+
+    def is_below(self, share: float, alpha: float) -> bool:
+        """Return whether the true share is below `share` with confidence 1 - `alpha`: O(1)."""
+        return self.share < share and self.log_e_value(share) >= -log(alpha)
+
+    def upper(self, alpha: float) -> float:
+        """Return the upper confidence bound of the share; 1 without observations."""
+        return _upper(self.checks, self.changed, alpha)
+
+
+@lru_cache(maxsize=4096)
+def _upper(checks: int, changed: int, alpha: float) -> float:
+    seen = ChangeEvidence(checks, changed)
+    low, high = max(seen.share, 1e-9), 1 - 1e-9
+    if checks == changed or not seen.is_below(high, alpha):
+        return 1.0
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if seen.is_below(middle, alpha) else (middle, high)
+    return high
+
+
+def _log_beta(a: float, b: float) -> float:
+    return lgamma(a) + lgamma(b) - lgamma(a + b)
+
 
 AFTER_BREACH = 4
 """Times `trials` that are needed after the first breach"""
@@ -144,3 +215,90 @@ class GuardRecord:
 def _spent(alpha: float, restarts: int) -> float:
     """Return the part of `alpha` for the evidence after so many restarts; all parts add up to it."""
     return alpha / ((restarts + 1) * (restarts + 2))
+
+
+Name = Annotated[str, Field(max_length=4096)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Progress = tuple[Count, Count, Count]
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SavedEvidence(_Saved):
+    """Counts of comparisons."""
+
+    checks: Count
+    changed: Count
+
+    @model_validator(mode="after")
+    def _counts(self) -> SavedEvidence:
+        if self.changed > self.checks:
+            raise ValueError(f"{self.changed} of {self.checks} checks changed")
+        return self
+
+    def evidence(self) -> ChangeEvidence:
+        """Return it as it is counted on."""
+        return ChangeEvidence(self.checks, self.changed)
+
+
+class SavedRecord(_Saved):
+    """The record of one placeholder in an agent's prompts as plain data. What is usual of sentinel tokens is learned
+    anew. Whatever is malformed raises `ValueError`, and nothing of it is taken over.
+    """
+
+    agent: Name
+    placeholder: Name
+    state: GuardState
+    evidence: SavedEvidence
+    by_kind: dict[DecisionKind, SavedEvidence]
+    withheld: bool
+    epoch: Count
+    suspicions: Count
+    kl: FiniteFloat
+    progress: Progress
+    refutations: SavedEvidence
+
+    @classmethod
+    def of(cls, agent: str, placeholder: str, record: GuardRecord) -> SavedRecord:
+        """Return a record as data."""
+        kinds = {kind: _counts(one) for kind, one in record.by_kind.items()}
+        return cls(
+            agent=agent,
+            placeholder=placeholder,
+            state=record.state,
+            evidence=_counts(record.evidence),
+            by_kind=kinds,
+            withheld=record.withheld,
+            epoch=record.epoch,
+            suspicions=record.suspicions,
+            kl=record.kl,
+            progress=record.progress,
+            refutations=_counts(record.refutations),
+        )
+
+    def record(self) -> GuardRecord:
+        """Return the record as it goes on."""
+        record = GuardRecord(self.state, self.evidence.evidence())
+        record.by_kind = {kind: one.evidence() for kind, one in self.by_kind.items()}
+        record.withheld, record.epoch, record.suspicions = self.withheld, self.epoch, self.suspicions
+        record.kl, record.progress, record.refutations = self.kl, self.progress, self.refutations.evidence()
+        return record
+
+
+_RECORDS: TypeAdapter[list[SavedRecord]] = TypeAdapter(list[SavedRecord])
+
+
+def to_data(records: Mapping[tuple[str, str], GuardRecord]) -> list[dict[str, Any]]:
+    """Return records, by agent and placeholder, as JSON's types."""
+    return [SavedRecord.of(*key, record).model_dump(mode="json") for key, record in records.items()]
+
+
+def from_data(data: Iterable[object]) -> dict[tuple[str, str], GuardRecord]:
+    """Return the records in `data`. Raises `ValueError`."""
+    return {(one.agent, one.placeholder): one.record() for one in _RECORDS.validate_python(data)}
+
+
+def _counts(evidence: ChangeEvidence) -> SavedEvidence:
+    return SavedEvidence(checks=evidence.checks, changed=evidence.changed)

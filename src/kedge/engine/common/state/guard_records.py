@@ -11,8 +11,7 @@ from kedge.engine.common.state.files import Entry, Name
 from kedge.engine.common.state.folder import StateFolder
 from kedge.errors import StateDamaged
 from kedge.reuse.guard.guard import Group
-from kedge.reuse.guard.record import GuardRecord
-from kedge.reuse.guard.saving import from_data
+from kedge.reuse.guard.record import GuardRecord, from_data
 from kedge.types import Namespace, WorkflowId
 
 GUARD = "guard"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from kedge.integrations.vllm.plugin.learning_budget import GRACE, PATIENCE
-from kedge.policies.active_runs import StepTimes
+from kedge.policies.service import StepTimes
 
 PIECE_S = 0.05
 """Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""

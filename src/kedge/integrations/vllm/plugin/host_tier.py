@@ -31,8 +31,8 @@ from kedge.integrations.vllm.plugin.kv_events import TierEvents, pool_options
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.tier_lookups import TierLookups
-from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
+from kedge.policies.prefetch import CostModel
 from kedge.types import TenantId
 
 

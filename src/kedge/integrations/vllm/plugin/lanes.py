@@ -33,7 +33,7 @@ from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.base_share import BaseShare
 from kedge.integrations.vllm.plugin.held_blocks import HeldLane
 from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
-from kedge.policies.active_runs import StepTimes
+from kedge.policies.service import StepTimes
 from kedge.reuse.lanes import LaneBudget
 
 LANE_FIELDS = {

@@ -27,7 +27,7 @@ from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import GapLanes
 from kedge.integrations.vllm.plugin.scheduler_calls import SchedulerCalls
 from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue
-from kedge.policies.active_runs import StepTimes, may_start
+from kedge.policies.service import StepTimes, may_start
 from kedge.types import ReuseMode
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class _Ordered:
         return self.current_step  # type: ignore[attr-defined]
 
     def _may_start(self, tokens: int, missing: float) -> bool:
-        """Return whether a prompt may start beside running requests, see `kedge.policies.active_runs`."""
+        """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
         returning = self._plugin.returning if self._plugin else 0.0
         running = sum(request.num_tokens for request in self.running)  # type: ignore[attr-defined]
         return may_start(tokens, missing, running, self._capacity, returning, self._times)

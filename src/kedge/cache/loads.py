@@ -1,17 +1,18 @@
-"""Requests that wait for KV to come from the host (KVFlow, section 3.2: status-aware scheduling)."""
+"""Loads from the host: those that requests wait for, and those before their agents call (KVFlow, section 3.2)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kedge.cache.copies import Direction, Outcome, Purpose
 from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
-from kedge.cache.prefix_index import Walk
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
+from kedge.policies.prefetch import Candidate, is_awaited, is_within
+from kedge.structures.lazy_heap import LazyHeap
 from kedge.types import Namespace, RequestId
 
 
@@ -46,21 +47,11 @@ class _Demand:
 
 
 class Demands:
-    """What requests wait for. It is evicted last of all, and never for another request's load."""
+    """What requests wait for (KVFlow: status-aware scheduling). It is evicted last, never for another's load."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._waiting: dict[RequestId, _Demand] = {}
-
-    def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
-        """Return where the longest exact prefix of `tokens` is. Changes nothing."""
-        walk = self._tiers.tree.walk(namespace, tokens)
-        nodes = walk.node.path_down() if walk else []
-        device = sum(len(node.blocks[DEVICE]) for node in nodes)
-        if walk and walk.node.blocks[DEVICE]:
-            device -= walk.node.size - walk.used
-        size = self._tiers.tree.block_size
-        return Status(_readiness(nodes), device * size, self._known_tokens(walk) - device * size)
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
         """Load what of the prefix is on the host, or joins the loads under way; see `CacheManager.demand`."""
@@ -98,12 +89,9 @@ class Demands:
     def check_integrity(self) -> None:
         """Raise `PlanError` unless every node counts the requests that wait for it."""
         waiting = Counter(demand.handle.node for demand in self._waiting.values())
-        for node in self._tiers.tree.nodes():
+        for node in self._tiers.tree.index.nodes():
             if node.wanted != waiting[node]:
                 raise PlanError("wanted", node.wanted, f"{waiting[node]} requests wait for this node")
-
-    def _known_tokens(self, walk: Walk | None) -> int:
-        return 0 if walk is None else self._tiers.tree.index.tokens_in(walk.length)
 
     def _advance(self, demand: _Demand) -> Readiness:
         demand.denied = False
@@ -116,7 +104,7 @@ class Demands:
         self._start(demand, node)
         if demand.given_up:
             return Readiness.READY
-        return Readiness.LOADABLE if demand.denied else _readiness(node.path_down())
+        return Readiness.LOADABLE if demand.denied else readiness_of(node.path_down())
 
     def _join(self, demand: _Demand, node: TreeNode) -> None:
         """Load on the path are waited for from now on, ancestors first."""
@@ -142,8 +130,75 @@ class Demands:
             demand.transfers += [transfer] if transfer else []
 
 
-def _readiness(nodes: Iterable[TreeNode]) -> Readiness:
+def readiness_of(nodes: Iterable[TreeNode]) -> Readiness:
+    """Return whether all of these nodes are on the device, or else on their way there."""
     states = {node.state for node in nodes}
     if State.LOADING in states:
         return Readiness.LOADING
     return Readiness.LOADABLE if State.HOST in states else Readiness.READY
+
+
+class Prefetcher:
+    """Starts prefetches: it keeps the labels that have come near or have lost their device blocks, best first."""
+
+    def __init__(self, tiers: Tiers, probability: Callable[[TreeNode], float]) -> None:
+        """Take `probability(node)`: how likely a node is needed as soon as its step says."""
+        self._tiers, self._probability = tiers, probability
+        self._window = tiers.settings.prefetch_window
+        self._targets: LazyHeap[TreeNode] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)
+        self.due = False
+        """Whether something has changed since the last look: the forecast, what is loaded, or who holds blocks."""
+
+    def consider(self, node: TreeNode) -> None:
+        """Consider `node`, which has a label or another step now, or has left the device."""
+        if self._is_target(node):
+            self._targets.push(node)
+            self.due = True
+
+    def cancel_outside(self) -> None:
+        """Cancel loads that have not started, that no request waits for, and whose step is outside the window."""
+        for transfer in self._tiers.transfers.queued(Direction.LOAD):
+            if not (is_within(transfer.end.step, self._window) or transfer.demanded or transfer.outcome):
+                self._tiers.cancel(transfer)
+
+    def start(self) -> None:
+        """Queue the loads that have room, best first. Those without are tried again when it is due."""
+        if not self.due:
+            return
+        self.due = False
+        slots = self._tiers.settings.prefetch_jobs - self._pending()
+        refused: list[TreeNode] = []
+        while slots > len(refused) and (node := self._targets.pop()):
+            slots -= self._load(self._candidate(node))
+            if self._is_target(node):
+                refused.append(node)
+        for node in refused:
+            self._targets.push(node)
+
+    def _pending(self) -> int:
+        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
+
+    def _is_target(self, node: TreeNode) -> bool:
+        """Return whether it ends a prompt within the window, is on the host only, and not on its way."""
+        is_near = bool(node.labels) and node.state is State.HOST and is_within(node.step, self._window)
+        return is_near and (not is_awaited(node.step) or self._pays(node))
+
+    def _pays(self, node: TreeNode) -> bool:
+        """Return whether a request that waits had better load its prompt than compute it: nothing hides the load."""
+        blocks = sum(step.size for step in missing(node))
+        ahead = self._tiers.transfers.demanded_blocks(Direction.LOAD)
+        return self._tiers.cost.load_pays(blocks, blocks * self._tiers.tree.block_size, ahead)
+
+    def _candidate(self, node: TreeNode) -> Candidate[TreeNode]:
+        assert node.step is not None
+        return Candidate(node, node.step, self._probability(node), sum(step.size for step in missing(node)))
+
+    def _load(self, candidate: Candidate[TreeNode]) -> bool:
+        settings = self._tiers.settings
+        transfer = self._tiers.load(
+            candidate.node,
+            Purpose.PREFETCH,
+            lambda victim: not victim.wanted and candidate.may_replace(victim, settings.unlabelled_step),
+            settings.decode_reserve,
+        )
+        return transfer is not None
