@@ -11,7 +11,7 @@ from tests.cache.helpers import NS, World
 
 
 def sizes(world: World) -> list[int]:
-    return [node.size for node in world.tree.index.nodes()]
+    return [node.size for node in world.tree.nodes()]
 
 
 def test_a_history_that_grows_is_one_node() -> None:
@@ -49,9 +49,7 @@ def test_a_label_moves_up_as_the_end_of_its_history_goes() -> None:
     lease = world.admit("oo")
     world.serve("nnnnnnnn", "new", 8)
     world.check()
-    assert [(bytes(node.prefix()[::4]), node.step) for node in world.tree.index.nodes() if node.step == 9] == [
-        (b"oo", 9)
-    ]
+    assert [(bytes(node.prefix()[::4]), node.step) for node in world.tree.nodes() if node.step == 9] == [(b"oo", 9)]
     world.cache.abort(lease.request_id)
     world.serve("mmmmmmmmmm", "new", 10)
     assert world.tree.labels.node("old") is None

@@ -42,7 +42,7 @@ def test_every_node_has_the_least_step_of_the_labels_below(changes: list) -> Non
             tree.labels.move(key, step)
             labels[key] = labels[key][0], step
         tree.check_integrity([])
-        for node in tree.index.nodes():
+        for node in tree.nodes():
             prefix = bytes(node.prefix()[::4])
             least = min((s for end, s in labels.values() if end.startswith(prefix)), default=None)
             assert node.step == least, (prefix, labels)
@@ -54,7 +54,7 @@ def test_a_label_stands_at_the_block_that_ends_the_fixed_prompt() -> None:
     lease = world.admit("AAAAAxx")
     world.cache.commit_prefix(lease.request_id, b"AAAAAx")
     assert world.cache.on_label(NS, "a", b"AAAAA") == 4
-    assert [(node.size, node.step, node.varying) for node in world.tree.index.nodes()] == [
+    assert [(node.size, node.step, node.varying) for node in world.tree.nodes()] == [
         (2, 1.0, False),
         (1, None, True),
     ]
@@ -77,7 +77,7 @@ def test_a_label_survives_splits_above_and_below() -> None:
     world.serve("AAAA", "a", 4)
     world.serve("AAB", "b", 3)
     world.serve("AAAAxy")
-    steps = {bytes(node.prefix()[::4]): node.step for node in world.tree.index.nodes()}
+    steps = {bytes(node.prefix()[::4]): node.step for node in world.tree.nodes()}
     assert steps == {b"AA": 1.0, b"AAAA": 3.0, b"AAB": 1.0, b"AAAAxy": None}
 
 

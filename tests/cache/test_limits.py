@@ -27,7 +27,7 @@ def limited(blocks: int | None, host_blocks: int = 32) -> World:
 
 def on_host(world: World, tenant: str = MINE) -> str:
     """The ends of all runs of blocks that a tenant has on the host."""
-    nodes = (node for node in world.tree.index.nodes() if node.tenant == tenant and node.blocks[HOST])
+    nodes = (node for node in world.tree.nodes() if node.tenant == tenant and node.blocks[HOST])
     return " ".join(sorted(bytes(node.prefix()[::4]).decode() for node in nodes))
 
 

@@ -154,7 +154,7 @@ class Driver(World):
 
     def watch(self) -> None:
         self.check()
-        self.states.update(node.state for node in self.tree.index.nodes())
+        self.states.update(node.state for node in self.tree.nodes())
 
 
 DRIVERS = [

@@ -12,7 +12,7 @@ from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
 from kedge.policies.prefetch import Candidate, is_awaited, is_within
-from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.heaps import LazyHeap
 from kedge.types import Namespace, RequestId
 
 
@@ -89,7 +89,7 @@ class Demands:
     def check_integrity(self) -> None:
         """Raise `PlanError` unless every node counts the requests that wait for it."""
         waiting = Counter(demand.handle.node for demand in self._waiting.values())
-        for node in self._tiers.tree.index.nodes():
+        for node in self._tiers.tree.nodes():
             if node.wanted != waiting[node]:
                 raise PlanError("wanted", node.wanted, f"{waiting[node]} requests wait for this node")
 
@@ -166,25 +166,29 @@ class Prefetcher:
         if not self.due:
             return
         self.due = False
-        slots = self._tiers.settings.prefetch_jobs - self._pending()
+        settings = self._tiers.settings
+        under_way = sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
+        slots = settings.prefetch_jobs - under_way
         refused: list[TreeNode] = []
         while slots > len(refused) and (node := self._targets.pop()):
-            slots -= self._load(self._candidate(node))
+            candidate = self._candidate(node)
+
+            def may_go(victim: TreeNode, candidate: Candidate[TreeNode] = candidate) -> bool:
+                return not victim.wanted and candidate.may_replace(victim, settings.unlabelled_step)
+
+            slots -= self._tiers.load(node, Purpose.PREFETCH, may_go, settings.decode_reserve) is not None
             if self._is_target(node):
                 refused.append(node)
         for node in refused:
             self._targets.push(node)
 
-    def _pending(self) -> int:
-        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
-
     def _is_target(self, node: TreeNode) -> bool:
         """Return whether it ends a prompt within the window, is on the host only, and not on its way."""
-        is_near = bool(node.labels) and node.state is State.HOST and is_within(node.step, self._window)
-        return is_near and (not is_awaited(node.step) or self._pays(node))
-
-    def _pays(self, node: TreeNode) -> bool:
-        """Return whether a request that waits had better load its prompt than compute it: nothing hides the load."""
+        if not (node.labels and node.state is State.HOST and is_within(node.step, self._window)):
+            return False
+        if not is_awaited(node.step):
+            return True
+        # A request waits that had better compute its prompt where that takes less time: nothing hides the load.
         blocks = sum(step.size for step in missing(node))
         ahead = self._tiers.transfers.demanded_blocks(Direction.LOAD)
         return self._tiers.cost.load_pays(blocks, blocks * self._tiers.tree.block_size, ahead)
@@ -192,13 +196,3 @@ class Prefetcher:
     def _candidate(self, node: TreeNode) -> Candidate[TreeNode]:
         assert node.step is not None
         return Candidate(node, node.step, self._probability(node), sum(step.size for step in missing(node)))
-
-    def _load(self, candidate: Candidate[TreeNode]) -> bool:
-        settings = self._tiers.settings
-        transfer = self._tiers.load(
-            candidate.node,
-            Purpose.PREFETCH,
-            lambda victim: not victim.wanted and candidate.may_replace(victim, settings.unlabelled_step),
-            settings.decode_reserve,
-        )
-        return transfer is not None

@@ -13,7 +13,7 @@ and then the rest is recomputed. Without a host tier and without labels this is 
 | borrowed            | both  | both     | freed with the last lease that holds it           |
 
 Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
-fixed prompt that ends within a block, that block may enter the tree for its beginning (see `partial_blocks`).
+fixed prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,84 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from kedge.cache.copies import BlockFiles, Copier, CopyBeginning, Direction
 from kedge.cache.counters import CacheStats, Reason
 from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
-from kedge.cache.partial_blocks import Beginning, PartialBlocks
+from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import Tiers
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.prefetch import may_replace
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
+
+NO_TOKEN = -1
+SHARE = 4
+"""At least one token of so many in a block is copied: of fewer, prompts have as many in common by chance"""
+LOOKED_AT = 32
+"""Most children of a node that are compared: those that begin most like the prompt, of thousands that may be there"""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A node of a single block, of which the first `tokens` tokens are those of a prompt."""
+
+    node: TreeNode
+    tokens: int
+
+
+class PartialBlocks:
+    """The beginnings of blocks, copied where a prompt leaves what is cached within a block. Without `copy` nothing is
+    found and nothing kept.
+
+    An agent's fixed prompt of 30 tokens fills one block of 16 and 14 tokens of the next one, which goes on differently
+    in each of its prompts. That block cannot be shared. But a request has a block of its own for these tokens anyway,
+    and gets their KV from any cached block that begins with them after the same prefix.
+
+    Where an agent's prompts are translated from the first one on, no block with its fixed prompt's end is exact as a
+    whole. Then that block is kept as if it went on with tokens that there are not, so that no prompt matches all of it.
+    """
+
+    def __init__(self, tree: RadixTree, copy: CopyBeginning | None) -> None:
+        self._tree, self._copy = tree, copy
+
+    def find(self, node: TreeNode, tokens: Sequence[int]) -> Beginning | None:
+        """Return the beginning of a block on the device that goes on after `node` as `tokens` do, for longest; of
+        several the one used last. Its block gets a node of its own, so that it alone counts as used.
+        """
+        same, child = self._longest(node, tokens) if self._copy else (0, node)
+        if not self._is_enough(same):
+            return None
+        return Beginning(child if child.size == 1 else self._tree.split(child, 1), same)
+
+    def _longest(self, node: TreeNode, tokens: Sequence[int]) -> tuple[int, TreeNode]:
+        if not node.children or not tokens:
+            return 0, node
+        closest = islice(node.children.nearest(self._tree.packed(tokens[: self._tree.block_size])), LOOKED_AT)
+        found = ((self._tree.tokens_in(same), child) for same, child in closest if child.blocks[DEVICE])
+        return max(found, key=lambda one: (one[0], one[1].last_access), default=(0, node))
+
+    def copy(self, beginning: Beginning, target: int) -> None:
+        """Copy a beginning to the `target` block and count its own block as used; the node is unlocked."""
+        assert self._copy is not None
+        self._copy(beginning.node.blocks[DEVICE][0], target, beginning.tokens)
+        self._tree.touch(beginning.node)
+
+    def keeps(self, node: TreeNode, tokens: Sequence[int]) -> bool:
+        """Return whether to keep a block that goes on after `node` with `tokens`: no other one does so."""
+        has_copy = self._copy is not None and self._is_enough(len(tokens))
+        return has_copy and self._longest(node, tokens)[0] < len(tokens)
+
+    def _is_enough(self, tokens: int) -> bool:
+        return tokens * SHARE >= self._tree.block_size
+
+    def padded(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a block of which only a beginning can be used: what is behind it equals no prompt's."""
+        return (*tokens, *[NO_TOKEN] * (self._tree.block_size - len(tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +189,7 @@ class CacheManager:
         if walk.node.blocks[DEVICE]:
             device -= walk.node.size - walk.used
         on_device = device * self.block_size
-        return Status(readiness_of(nodes), on_device, self._tree.index.tokens_in(walk.length) - on_device)
+        return Status(readiness_of(nodes), on_device, self._tree.tokens_in(walk.length) - on_device)
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
         """Load what is on the host of the longest exact prefix of `tokens`, or join the loads that are under way.
@@ -174,7 +239,7 @@ class CacheManager:
         exact = len(shared) + copied
         if exact_limit > 0:
             self.tiers.counters.lookup(exact, len(tokens) - exact, copied)
-        lease = Lease(request_id, (*hit, *new), exact, extended(self._count_hit(node), copied))
+        lease = Lease(request_id, (*hit, *new), exact, self._count_hit(node, copied))
         self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         self._demands.withdraw(request_id)
         return lease
@@ -248,7 +313,10 @@ class CacheManager:
         if full:
             self._share(held, full)
         if rest := exact_tokens[len(full) : fixed]:
-            self._keep_beginning(held, full, rest)
+            node, _ = self._tree.lock(held.namespace, full)
+            if self._partial.keeps(node, rest):
+                self._insert(held, (*full, *self._partial.padded(rest)))
+            self._tree.unlock(node)
         self._end(held)
         self._prefetcher.due = True
 
@@ -272,7 +340,7 @@ class CacheManager:
             self.tiers.counters.ignored_labels += 1
         else:
             self._tree.labels.put(key, node, next_run[0])
-            self._tree.offer(*self._tree.index.join_path(node))
+            self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:
             self.tiers.backups.back_up(node)
         if node is None or next_run is None:
@@ -338,7 +406,7 @@ class CacheManager:
     def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Evict from now on by `policy`, in both tiers; returns the one before. O(n log n) in the tree's nodes."""
         before, self._tree.policy = self._tree.policy, policy
-        self._tree.offer(*self._tree.index.nodes())
+        self._tree.offer(*self._tree.nodes())
         return before
 
     # upkeep ---------------------------------------------------------------------------------------------------
@@ -396,24 +464,23 @@ class CacheManager:
         """Allocate the blocks behind a hit and copy the beginning of the first one. Returns them, and how many tokens
         were copied: none where there is no other room than the block that has them.
         """
-        if begun is not None and (new := self._allocate_beside(begun, n, hit, steps)) is not None:
-            try:
-                self._partial.copy(begun, new[0])
-            except BaseException:
-                self.tiers.pools[DEVICE].free(new)
-                raise
-            return new, begun.tokens
-        return self._allocate(n, hit, Reason.ADMIT, steps), 0
-
-    def _allocate_beside(self, begun: Beginning, n: int, hit: Sequence[int], steps: float | None) -> list[int] | None:
-        """Allocate blocks so that what has a beginning stays. Returns None without room; no backup is given up."""
+        if begun is None:
+            return self._allocate(n, hit, Reason.ADMIT, steps), 0
         self._tree.lock_path(begun.node)
         try:
-            return self._take(n, hit, Reason.ADMIT, steps)
+            new = self._take(n, hit, Reason.ADMIT, steps)
         except OutOfBlocks:
-            return None
+            new = None
         finally:
             self._tree.unlock(begun.node)
+        if new is None:
+            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+        try:
+            self._partial.copy(begun, new[0])
+        except BaseException:
+            self.tiers.pools[DEVICE].free(new)
+            raise
+        return new, begun.tokens
 
     def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
         """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
@@ -463,13 +530,6 @@ class CacheManager:
         self._back_up_hits(node)
         return node
 
-    def _keep_beginning(self, held: Holding, full: tuple[int, ...], rest: Sequence[int]) -> None:
-        """Keep the block that begins with `rest`, unless one that does so is cached."""
-        node, _ = self._tree.lock(held.namespace, full)
-        if self._partial.keeps(node, rest):
-            self._insert(held, (*full, *self._partial.padded(rest)))
-        self._tree.unlock(node)
-
     def _free(self, blocks: set[int]) -> None:
         """Free blocks of a lease, but for those that another one owns as well."""
         borrowed = self._borrowers.keys() & blocks
@@ -481,30 +541,31 @@ class CacheManager:
         self._tree.unlock(held.node)
         self._free(held.own)
 
-    def _count_hit(self, node: TreeNode) -> tuple[Span, ...]:
-        """Count a hit of `node` and all above it. Returns their tokens by source."""
+    def _count_hit(self, node: TreeNode, copied: int) -> tuple[Span, ...]:
+        """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`
+        on the device.
+        """
         spans: list[Span] = []
         for step in node.path_down():
-            source = self._source(step)
+            source, tokens = Source.DEVICE, step.size * self.block_size
+            if step.arrival and step.arrival.demanded:
+                source = Source.HOST
+                self.tiers.counters.host_hit_tokens += tokens
+            elif step.arrival:
+                self.tiers.counters.prefetched_hit_tokens += tokens
             start = spans[-1].stop if spans else 0
-            stop = start + step.size * self.block_size
+            stop = start + tokens
             if spans and spans[-1].source is source:
                 start = spans.pop().start
             spans.append(Span(start, stop, source))
             self.tiers.pools.hit(step)
+        if copied:
+            start = stop = spans[-1].stop if spans else 0
+            if spans and spans[-1].source is Source.DEVICE:
+                start = spans.pop().start
+            spans.append(Span(start, stop + copied, Source.DEVICE))
         self._back_up_hits(node)
         return tuple(spans)
-
-    def _source(self, node: TreeNode) -> Source:
-        """Return where a request that hits `node` has its KV from, and count it."""
-        tokens = node.size * self.block_size
-        if node.arrival is None:
-            return Source.DEVICE
-        if node.arrival.demanded:
-            self.tiers.counters.host_hit_tokens += tokens
-            return Source.HOST
-        self.tiers.counters.prefetched_hit_tokens += tokens
-        return Source.DEVICE
 
     def _back_up_hits(self, node: TreeNode) -> None:
         """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
@@ -519,7 +580,7 @@ class CacheManager:
         """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once, and the blocks that
         several own are counted.
         """
-        cached = {block for node in self._tree.index.nodes() for block in node.blocks[DEVICE]}
+        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
         for held in self._held.values():
             blocks = set(held.lease.blocks)
             if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
@@ -532,13 +593,3 @@ class CacheManager:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""
         likely = (self._next_runs[key][1] for key, step in node.labels.items() if step == node.step)
         return max(likely, default=1.0)
-
-
-def extended(spans: tuple[Span, ...], tokens: int) -> tuple[Span, ...]:
-    """Return `spans` with so many more tokens that were on the device."""
-    if not tokens:
-        return spans
-    start = stop = spans[-1].stop if spans else 0
-    if spans and spans[-1].source is Source.DEVICE:
-        start, spans = spans[-1].start, spans[:-1]
-    return (*spans, Span(start, stop + tokens, Source.DEVICE))

@@ -121,10 +121,14 @@ class PrefixClusters:
         elif rest and not same:
             self._go_on(path, rest)
         elif not rest and end.is_open and not end.grown:
-            self._repeat(path)
+            end.repeats += 1
+            self._count(path)
         path[-1].used, path[-1].grown = self._clock, path[-1].grown or len(prompt) > MAX_PREFIX
         length = self._length(path)
-        self._evict()
+        while self._nodes > MAX_NODES or self.tokens > MAX_TREE_TOKENS:
+            families = (node.leaves() for node in self._root.subtree() if node.children)
+            most = max(filter(None, families), key=lambda leaves: (len(leaves), -min(leaf.used for leaf in leaves)))
+            self._drop(min(most, key=lambda leaf: leaf.used))
         return length
 
     def check_integrity(self) -> None:
@@ -170,10 +174,6 @@ class PrefixClusters:
         path.append(leaf)
         self._count(path)
 
-    def _repeat(self, path: list[_Node]) -> None:
-        path[-1].repeats += 1
-        self._count(path)
-
     def _split(self, child: _Node, length: int) -> _Node:
         """Put a node after the first tokens of a branch, where a prompt parts from it. It stands for the branch."""
         node, parent = _Node(child.tokens[:length]), child.parent
@@ -194,13 +194,8 @@ class PrefixClusters:
             parent.last = node
         parent.add(node)
 
-    def _evict(self) -> None:
-        while self._nodes > MAX_NODES or self.tokens > MAX_TREE_TOKENS:
-            families = (node.leaves() for node in self._root.subtree() if node.children)
-            most = max((leaves for leaves in families if leaves), key=_size_then_age)
-            self._drop(min(most, key=_age))
-
     def _drop(self, leaf: _Node) -> None:
+        """Drop the end of a prompt. A node that nothing parts at any longer then is joined with its only child."""
         node = leaf.parent
         assert node is not None
         del node.children[leaf.tokens[0]]
@@ -209,14 +204,10 @@ class PrefixClusters:
         self._nodes -= 1
         self.tokens -= len(leaf.tokens)
         if node.parent and not node.confirmed and len(node.children) == 1:
-            self._merge(node, node.parent)
-
-    def _merge(self, node: _Node, parent: _Node) -> None:
-        """Join a node that nothing parts at any longer with its only child."""
-        (child,) = node.children.values()
-        child.tokens = node.tokens + child.tokens
-        self._replace(node, child, parent)
-        self._nodes -= 1
+            (child,) = node.children.values()
+            child.tokens = node.tokens + child.tokens
+            self._replace(node, child, node.parent)
+            self._nodes -= 1
 
     # what it says ---------------------------------------------------------------------------------------------
 
@@ -226,21 +217,17 @@ class PrefixClusters:
             node.doubt = max(0, node.doubt - 1)
             if node.last is child:
                 node.run += 1
-            else:
-                self._part(node, child)
+            else:  # it takes another branch than the prompt before it
+                if child.visits:
+                    child.returns += 1
+                elif node.run > 1:
+                    node.doubt = self._window * min(node.variants - 1, self._window)
+                node.partings += node.last is not None
+                node.confirmed |= node.partings >= self._confirmations
+                node.last, node.run = child, 1
             child.visits += 1
             returned = child.returns >= self._confirmations
             child.trusted |= returned or (node.run > self._confirmations and not node.doubt)
-
-    def _part(self, node: _Node, child: _Node) -> None:
-        """Count a prompt that takes another branch than the one before it."""
-        if child.visits:
-            child.returns += 1
-        elif node.run > 1:
-            node.doubt = self._window * min(node.variants - 1, self._window)
-        node.partings += node.last is not None
-        node.confirmed |= node.partings >= self._confirmations
-        node.last, node.run = child, 1
 
     def _ends_fixed_part(self, node: _Node) -> bool:
         return node.confirmed or node.repeats >= self._confirmations
@@ -255,14 +242,6 @@ class PrefixClusters:
             if self._ends_fixed_part(node) and (length is None or depth >= length + LEAST_GAIN):
                 length = depth
         return length
-
-
-def _age(leaf: _Node) -> int:
-    return leaf.used
-
-
-def _size_then_age(leaves: list[_Node]) -> tuple[int, int]:
-    return len(leaves), -min(map(_age, leaves))
 
 
 @dataclass
@@ -295,10 +274,14 @@ class FixedBoundary:
         capacity: int = 4096,
         max_tokens: int = 4 * 1024**2,
     ) -> None:
-        _require("confirmations", confirmations, 1 <= confirmations <= window, f"must be in 1..{window} (window)")
-        _require("ttl", ttl, ttl > 0, "must be above 0 seconds")
-        _require("capacity", capacity, capacity >= 1, "must be at least 1")
-        _require("max_tokens", max_tokens, max_tokens >= 0, "must be at least 0")
+        for key, value, good, why in (
+            ("confirmations", confirmations, 1 <= confirmations <= window, f"must be in 1..{window} (window)"),
+            ("ttl", ttl, ttl > 0, "must be above 0 seconds"),
+            ("capacity", capacity, capacity >= 1, "must be at least 1"),
+            ("max_tokens", max_tokens, max_tokens >= 0, "must be at least 0"),
+        ):
+            if not good:
+                raise ConfigError(f"boundary: {key}", value, why)
         self._window, self._confirmations, self._ttl, self._max_tokens = window, confirmations, ttl, max_tokens
         self._histories: BoundedDict[Hashable, _History] = BoundedDict(capacity, self._on_forgotten)
         self.tokens = 0
@@ -369,8 +352,3 @@ def _declared(request: GenerateRequest) -> int | None:
 
 def _caller(request: GenerateRequest) -> Hashable:
     return request.namespace, request.client, request.workflow, request.agent
-
-
-def _require(key: str, value: object, good: bool, why: str) -> None:
-    if not good:
-        raise ConfigError(f"boundary: {key}", value, why)

@@ -166,30 +166,20 @@ class ServiceOrder(Generic[T]):
         """
         if self._sorted_for == (version, overloaded):
             return self._sorted
-        if overloaded:
-            self._refresh(version)
+        left = LOOK_UP_TOKENS
+        for item, place in tuple(self._places.items()) if overloaded else ():  # the oldest look-ups first
+            if left <= 0 or place.version == version:
+                break
+            self._look(item, version)
+            left -= place.tokens
         self._sort(overloaded)
-        if overloaded:
-            self._confirm_first(version)
+        for first in self._sorted[:1] if overloaded else ():  # it is what is going to be admitted
+            if self._places[first].version != version:
+                self._look(first, version)
+                self._sort(overloaded)
         settled = not overloaded or all(place.version == version for place in self._places.values())
         self._sorted_for = (version, overloaded) if settled else None
         return self._sorted
-
-    def _refresh(self, version: int) -> None:
-        """Look items up again, the oldest look-ups first, as far as the budget goes; at least one."""
-        left = LOOK_UP_TOKENS
-        for item, place in tuple(self._places.items()):
-            if left <= 0 or place.version == version:
-                return
-            self._look(item, version)
-            left -= place.tokens
-
-    def _confirm_first(self, version: int) -> None:
-        """Look up the first item: it is what is going to be admitted."""
-        for item in self._sorted[:1]:
-            if self._places[item].version != version:
-                self._look(item, version)
-                self._sort(overloaded=True)
 
     def _look(self, item: T, version: int) -> None:
         place = self._places[item]

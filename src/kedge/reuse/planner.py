@@ -111,11 +111,6 @@ class Draft:
     def exact_tokens(self) -> int:
         return sum(map(len, self.exact))
 
-    def look_at(self, request: GenerateRequest) -> None:
-        """Take the request as it is now; it is laid out again only where it has changed."""
-        if request is not self.request:
-            self.request, self.placed = request, layout(request)
-
     def computed(self, start: int) -> list[int]:
         """Return the positions from `start` on that run through the model, ascending."""
         return [at for at in range(start, len(self.sources)) if self.sources[at] is Source.COMPUTED]
@@ -180,14 +175,16 @@ class Planner:
         prefix segments. With `again`, which is for drafts of which nothing has been computed yet, template text that
         other prompts have left since is moved, too.
         """
-        draft.look_at(request)
+        if request is not draft.request:
+            draft.request, draft.placed = request, layout(request)
         if again:
             texts, draft.texts = draft.texts, []
             for value, text in texts:
                 self._move_after(request, draft, value, text)
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
-        if self._may_translate(request):
+        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
+        if wanted and self._refusal is None:
             pairs = zip(known, [*known[1:], None], strict=True) if known else ()
             for here, after in islice(pairs, draft.drafted, None):
                 self._fill(request, draft, here, after)
@@ -196,15 +193,13 @@ class Planner:
     def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
         """Return the plan of a request that has been drafted to its end."""
         if not draft.dense:
-            self._compute_end(draft, draft.placed[-1])
+            last = draft.placed[-1]
+            for position in range(last.start if self._policy.recompute_tail else last.stop - 1, last.stop):
+                self._compute(draft, position)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
             if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
-
-    def _may_translate(self, request: GenerateRequest) -> bool:
-        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
-        return wanted and self._refusal is None
 
     def _fill(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None) -> None:
         """Draft a placeholder. Where computing it would teach something about it, that is done, and where nothing may
@@ -263,10 +258,15 @@ class Planner:
         if not self.needs_anchors(request, here, after):
             self._move_after(request, draft, here, after)
             return False
-        is_translated = self._fill_after(draft, after, estimate, prefixes)
-        if teaches and not is_translated:
-            draft.moved.append(here.index)
-        return teaches and not is_translated
+        if estimate.prefix is None or after.index not in prefixes:
+            draft.misses.append(Miss(after.segment.name, UNLEARNED))
+            if teaches:
+                draft.moved.append(here.index)
+            return teaches
+        weak = estimate.weak_prefix_positions()
+        if self._costs.translation_pays(len(after), len(after) - len(weak)):
+            self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
+        return False
 
     def _estimate(
         self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None, sample: SampleView
@@ -291,16 +291,6 @@ class Planner:
         """Return whether a value is always moved without anchors, in whichever agent's prompt."""
         is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
         return self._policy.move == "always" and can_move(here.segment) and is_short
-
-    def _fill_after(self, draft: Draft, after: Placed, estimate: Estimate, prefixes: Mapping[int, KV]) -> bool:
-        """Draft the prefix segment after a translated value. Returns whether it could be translated."""
-        if estimate.prefix is None or after.index not in prefixes:
-            draft.misses.append(Miss(after.segment.name, UNLEARNED))
-            return False
-        weak = estimate.weak_prefix_positions()
-        if self._costs.translation_pays(len(after), len(after) - len(weak)):
-            self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
-        return True
 
     def _move_after(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed) -> None:
         """Draft the prefix segment after a moved value: moved as well, where another prompt of the run, in which all
@@ -353,13 +343,10 @@ class Planner:
         for at in draw.sample(written, min(MAX_WEAK_SENTINELS, len(written))):
             draft.sentinels.append(Sentinel(at, is_weak=True))
         if here.segment.name in request.guard.watched:
-            self._compute_sentinels(draft, here, request.guard.sentinels, draw)
-
-    def _compute_sentinels(self, draft: Draft, here: Placed, most: int, draw: Random) -> None:
-        translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
-        for at in draw.sample(translated, min(most, len(translated) // SPARSE)):
-            draft.sentinels.append(Sentinel(at, is_weak=False))
-            self._compute(draft, at)
+            translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
+            for at in draw.sample(translated, min(request.guard.sentinels, len(translated) // SPARSE)):
+                draft.sentinels.append(Sentinel(at, is_weak=False))
+                self._compute(draft, at)
 
     @staticmethod
     def _compute(draft: Draft, position: int) -> None:
@@ -377,11 +364,6 @@ class Planner:
 
     def _spared(self, request: GenerateRequest, placed: Placed) -> float:
         return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
-
-    def _compute_end(self, draft: Draft, last: Placed) -> None:
-        start = last.start if self._policy.recompute_tail else last.stop - 1
-        for position in range(start, last.stop):
-            self._compute(draft, position)
 
     def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
         """Return the base KV of a placeholder's value, where it is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ from kedge.reuse.contracts import (
     BaseNeed,
     Bases,
     Cut,
+    Owner,
     PlaceholderSite,
     Places,
     PoolKey,
@@ -31,14 +32,64 @@ from kedge.reuse.layout import (
 )
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import Draft, Planner, pool_of
-from kedge.reuse.upcoming import UpcomingSteps
 from kedge.settings import PlannerSettings
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
+from kedge.structures.heaps import StepCounts
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 from kedge.workflow.forecast import AgentKey
 
 if TYPE_CHECKING:
     from kedge.reuse.costs import EngineCosts
+
+
+MAX_TEMPLATES = 4096
+"""Templates whose agents are remembered; the one that called longest ago is forgotten first."""
+
+
+class UpcomingSteps:
+    """How soon anchors and base KV are needed, by what they belong to: a template's agent, or a run. Over all forecasts
+    the soonest counts; an update is O(number of changed agents).
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[AgentKey, float] = {}
+        self._soonest: dict[Hashable, StepCounts] = {}
+        self._agents: BoundedDict[TemplateOwner, AgentId] = BoundedDict(MAX_TEMPLATES)
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Take the changes: (steps-to-execution, probability) of agents, or None for those that are forgotten."""
+        for key, next_run in changes.items():
+            if (old := self._steps.pop(key, None)) is not None:
+                self._count(key, old, -1)
+            if next_run is not None:
+                self._steps[key] = next_run[0]
+                self._count(key, next_run[0], 1)
+
+    def asks(self, template: TemplateOwner, agent: AgentId) -> None:
+        """Remember that `agent` calls with this template."""
+        self._agents[template] = agent
+
+    def steps(self, owner: Owner) -> float | None:
+        """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
+        if isinstance(owner, RunKey):
+            return self._least(owner)
+        agent = self._agents.get(owner)
+        return None if agent is None else self._least((owner.namespace, agent))
+
+    def _least(self, owner: Hashable) -> float | None:
+        counts = self._soonest.get(owner)
+        return counts.least if counts else None
+
+    def _count(self, key: AgentKey, step: float, sign: int) -> None:
+        for owner in (key.run, (key.namespace, key.agent)):
+            counts = self._soonest.setdefault(owner, StepCounts())
+            if sign > 0:
+                counts.add(step)
+            else:
+                counts.remove(step)
+                if counts.least is None:
+                    del self._soonest[owner]
+
 
 REFRESH = 8
 """Of the dense prompts of an agent that has seen enough values, one in so many is learned from"""
@@ -167,7 +218,17 @@ class Runtime:
             self._readers.read(pool_of(request, one), one.segment.tokens)
         others = [one for one in values if not reads_in_place(request, one)]
         missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one)]
-        return [*self._template_need(request, key, placed), *missing]
+        later = later_prefixes(placed)
+        if not later or not self._worth_learning(request) or self._bases.prefixes(request.namespace, key) is not None:
+            return missing
+        cuts, start = [], 0
+        for one in placed:
+            size = len(one.segment.placeholder_text) if one.segment.is_placeholder else len(one)
+            if one in later:
+                keep = partial(self._bases.put_prefix, request.namespace, key, one.index)
+                cuts.append(Cut(start, start + size, keep))
+            start += size
+        return [BaseNeed(request.namespace, template_tokens(request), tuple(cuts)), *missing]
 
     def prerequisites(
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
@@ -232,7 +293,8 @@ class Runtime:
             return plan.teaches and self.learns(request)
         key = template_key(request)
         values = self._worth_learning(request)
-        if not all(self._is_saturated(request, key, one) for one in values):
+        sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in values)
+        if not all(self._anchors.experience(*site).is_saturated for site in sites):
             return True
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
@@ -328,17 +390,16 @@ class Runtime:
         others are expected to read them.
         """
         placed = layout(request)
-        pairs = pairwise(placed[:-1]) if request.run else ()
-        computed = (after for here, after in pairs if self._is_shared(request, here, after, plan))
-        return [one for one in computed if self._planner.shared_text(request, placed, one) is None]
-
-    def _is_shared(self, request: GenerateRequest, here: Placed, after: Placed, plan: ReusePlan | None) -> bool:
-        """Return whether `after` is text behind a value that is moved with it, and is not moved in this prompt."""
-        is_text = here.segment.is_placeholder and not after.segment.is_placeholder and len(after) > self._planner.short
-        if not is_text or (plan and plan.writes_in(after.start, after.stop)):
-            return False
-        is_moved = self._planner.moves_alone(here, after) and self._planner.pays(request, here)
-        return is_moved and self._readers.expected(pool_of(request, here)) > 1
+        found = []
+        for here, after in pairwise(placed[:-1]) if request.run else ():
+            is_text = not after.segment.is_placeholder and len(after) > self._planner.short
+            if not (here.segment.is_placeholder and is_text) or (plan and plan.writes_in(after.start, after.stop)):
+                continue
+            is_moved = self._planner.moves_alone(here, after) and self._planner.pays(request, here)
+            is_read = is_moved and self._readers.expected(pool_of(request, here)) > 1
+            if is_read and self._planner.shared_text(request, placed, after) is None:
+                found.append(after)
+        return found
 
     def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
         """Return whether its agent would translate a value, once base KV of it is there."""
@@ -376,10 +437,6 @@ class Runtime:
             if not is_written and self._planner.needs_anchors(request, here, after):
                 yield here, after
 
-    def _is_saturated(self, request: GenerateRequest, key: str, placed: Placed) -> bool:
-        """Return whether the agent with template `key` has observed enough values at this place."""
-        return self._anchors.experience(PlaceholderSite(key, placed.index), pool_of(request, placed)).is_saturated
-
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
         """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
         if self._planner.sample(request, placed) is not None:
@@ -399,16 +456,3 @@ class Runtime:
         self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
         if sample := self._planner.sample(request, placed):
             self._anchors.prepare(sample)
-
-    def _template_need(self, request: GenerateRequest, key: str, placed: tuple[Placed, ...]) -> list[BaseNeed]:
-        later = later_prefixes(placed)
-        if not later or not self._worth_learning(request) or self._bases.prefixes(request.namespace, key) is not None:
-            return []
-        cuts, start = [], 0
-        for p in placed:
-            size = len(p.segment.placeholder_text) if p.segment.is_placeholder else len(p)
-            if p in later:
-                keep = partial(self._bases.put_prefix, request.namespace, key, p.index)
-                cuts.append(Cut(start, start + size, keep))
-            start += size
-        return [BaseNeed(request.namespace, template_tokens(request), tuple(cuts))]

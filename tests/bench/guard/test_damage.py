@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimators.site import SiteOffsets
+from kedge.anchors.sites import SiteOffsets
 from kedge.bench.guard import damage
 from kedge.bench.guard.faults import CorruptHost, StaleAnchors, last_agent
 from kedge.bench.guard.faulty import texts

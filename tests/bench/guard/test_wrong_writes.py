@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.estimate import no_offsets
 from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import no_offsets
 from kedge.bench.guard.wrong_writes import (
     MakeWrite,
     WrongWrites,

@@ -8,8 +8,7 @@ from itertools import product
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.offsets import EightBitTable, OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.bench.guard.wrong_writes import flip_bytes
 from kedge.engine.local.inspection import Inspection

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from kedge.anchors.estimate import OffsetEstimate, no_offsets
 from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import OffsetEstimate, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, translate_into
 from kedge.engine.local.components import Assembler

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.base_store import BaseStore, KnownBase
-from kedge.anchors.estimate import OffsetEstimate
+from kedge.anchors.sites import OffsetEstimate
 from kedge.anchors.translator import translate_into
 from kedge.bench.lab.baselines import NoAnchors
 from kedge.bench.lab.layerwise import LayerwisePass, computing, sources_of

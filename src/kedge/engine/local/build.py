@@ -28,8 +28,7 @@ from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
 from kedge.policies.eviction import lru, policy_of, steps_to_execution
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.runtime import Runtime
-from kedge.reuse.upcoming import UpcomingSteps
+from kedge.reuse.runtime import Runtime, UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings
 
 T = TypeVar("T")

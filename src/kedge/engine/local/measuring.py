@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from kedge.anchors.estimate import no_offsets
 from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import no_offsets
 from kedge.anchors.translator import Translate, translate_into
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.runner import ModelRunner

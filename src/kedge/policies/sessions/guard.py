@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from kedge.policies.sessions.links import Chain
+from kedge.policies.sessions.turns import Chain
 from kedge.structures.bounded import BoundedDict
 
 
@@ -101,28 +101,21 @@ class StepShadow:
                 self._free[block] = None
 
     def _make_room(self, current: Hashable) -> None:
+        """Drop what has no owner, then the ends of the histories that are needed last, that of `current` at the end."""
         while len(self._owners) > self._capacity:
             if self._free:
                 del self._owners[self._free.popitem(last=False)[0]]
-            else:
-                self._shorten(self._last_needed(current))
-
-    def _last_needed(self, current: Hashable) -> Hashable:
-        """Return the owner with the greatest step; `current` only where there is no other."""
-        steps = self._steps
-        others = [(steps.get(owner, math.inf), owner) for owner in self._chains if owner != current]
-        return max(others, key=itemgetter(0))[1] if others else current
-
-    def _shorten(self, owner: Hashable) -> None:
-        """Take blocks off the end of an owner's history, until there is room or nothing is left of it."""
-        chain = self._chains[owner]
-        while chain and len(self._owners) > self._capacity:
-            block = chain.pop()
-            self._owners[block] -= 1
-            if not self._owners[block]:
-                del self._owners[block]
-        if not chain:
-            del self._chains[owner]
+                continue
+            others = [(self._steps.get(owner, math.inf), owner) for owner in self._chains if owner != current]
+            last = max(others, key=itemgetter(0))[1] if others else current
+            chain = self._chains[last]
+            while chain and len(self._owners) > self._capacity:
+                block = chain.pop()
+                self._owners[block] -= 1
+                if not self._owners[block]:
+                    del self._owners[block]
+            if not chain:
+                del self._chains[last]
 
 
 SAMPLE = 256
@@ -168,7 +161,13 @@ class Guard:
         lead = self._steps.access(owner, sample) - self._lru.access(sample)
         self._lead = kept * self._lead + lead
         self._accessed = kept * self._accessed + len(sample)
-        return self._decide()
+        if self.trusted:
+            trusted = self._lead >= -max(MAX_LOSS * self._accessed, MIN_LOSS * self._capacity)
+        else:
+            trusted = self._lead > max(MIN_GAIN * self._accessed, MIN_LOSS * self._capacity)
+        changed, self.trusted = trusted != self.trusted, trusted
+        self.switches += changed
+        return changed
 
     def own(self, owner: Hashable, chain: Chain) -> None:
         """Let `owner` need `chain` at its step: the fixed prompt of an agent, or a history that has grown."""
@@ -187,15 +186,6 @@ class Guard:
         sample = sample + [block for block in chain[blocks:] if not hash(block) % every]
         self._sampled[owner] = (len(chain), _end(chain, len(chain)), sample)
         return sample
-
-    def _decide(self) -> bool:
-        if self.trusted:
-            trusted = self._lead >= -max(MAX_LOSS * self._accessed, MIN_LOSS * self._capacity)
-        else:
-            trusted = self._lead > max(MIN_GAIN * self._accessed, MIN_LOSS * self._capacity)
-        changed, self.trusted = trusted != self.trusted, trusted
-        self.switches += changed
-        return changed
 
 
 def _end(chain: Chain, blocks: int) -> Hashable:

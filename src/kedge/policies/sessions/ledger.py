@@ -14,9 +14,8 @@ from typing import NamedTuple
 from kedge.hints.actions import ActionOutcome
 from kedge.policies.sessions.advice import SessionAdvice
 from kedge.policies.sessions.guard import Guard
-from kedge.policies.sessions.links import Chain
-from kedge.policies.sessions.steps import NextRuns, SessionSteps
-from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, SessionHints, SessionKey, TurnEnd
+from kedge.policies.sessions.tracker import NextRuns, SessionSteps
+from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, Chain, SessionHints, SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, AgentKey, Namespace, RunKey, TurnHints
 
@@ -73,22 +72,21 @@ class ForecastRecord:
     def on_forecast(self, changes: Forecasts) -> Forecasts:
         """Take the changes of the forecast. Returns them with less probable runs where forecasts do not come true."""
         for run in {key.run for key in changes}:
-            self._update(run, {key.agent: next_run for key, next_run in changes.items() if key.run == run})
-        return {key: next_run and self._believed(key, next_run) for key, next_run in changes.items()}
-
-    def _update(self, run: RunKey, changed: Mapping[AgentId, tuple[float, float] | None]) -> None:
-        before = self._now.pop(run, None) or {}
-        now = {agent: next_run for agent, next_run in {**before, **changed}.items() if next_run is not None}
-        self._before.pop(run, None)
-        if now:
-            self._now[run], self._before[run] = now, before
+            changed = {key.agent: next_run for key, next_run in changes.items() if key.run == run}
+            before = self._now.pop(run, None) or {}
+            now = {agent: next_run for agent, next_run in {**before, **changed}.items() if next_run is not None}
+            self._before.pop(run, None)
+            if now:
+                self._now[run], self._before[run] = now, before
+        believed: dict[AgentKey, tuple[float, float] | None] = {}
+        for key, next_run in changes.items():
+            skill = self.skill(key)
+            is_doubted = next_run is not None and skill < MIN_SKILL
+            believed[key] = (next_run[0], next_run[1] * skill) if next_run and is_doubted else next_run
+        return believed
 
     def _forget(self, run: RunKey, _: _Expected) -> None:
         self._before.pop(run, None)
-
-    def _believed(self, key: AgentKey, next_run: tuple[float, float]) -> tuple[float, float]:
-        skill = self.skill(key)
-        return next_run if skill >= MIN_SKILL else (next_run[0], next_run[1] * skill)
 
     def called(self, agent: AgentKey) -> None:
         """Take an agent's call, before or after the forecast that begins with it."""
@@ -100,11 +98,8 @@ class ForecastRecord:
         self._before[agent.run] = now
         if name in expected:
             near = [one for one, (steps, _) in expected.items() if steps <= NEAR]
-            self._count(_client(agent), name in near, len(near) / len(expected))
-
-    def _count(self, client: Client, was_near: bool, chance: float) -> None:
-        skill = self._skills.pop(client, _Skill())
-        self._skills[client] = skill.after(was_near - chance, 1 - chance)
+            chance, skill = len(near) / len(expected), self._skills.pop(_client(agent), _Skill())
+            self._skills[_client(agent)] = skill.after((name in near) - chance, 1 - chance)
 
 
 def _client(agent: AgentKey) -> Client:

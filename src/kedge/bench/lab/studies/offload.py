@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from kedge.anchors.estimate import OffsetEstimate
+from kedge.anchors.sites import OffsetEstimate
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound, TieredStoreStats
 from kedge.bench.lab.comparison import LabSettings, run_pairs

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.folder_lock import lock_folder
 from kedge.engine.common.state.damage import Damage
 from kedge.engine.common.state.files import MANIFEST, PARTIAL, PREVIOUS, SUFFIX, Entry, manifest_of, write_record

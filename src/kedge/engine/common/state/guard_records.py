@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.state.files import Entry, Name
 from kedge.engine.common.state.folder import StateFolder
 from kedge.errors import StateDamaged

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.state.folder import StateFolder
 from kedge.engine.common.state.guard_records import RestoredGuard, SavesRecords, Written, write_guard
 from kedge.engine.common.state.snapshot import SavedState, summary

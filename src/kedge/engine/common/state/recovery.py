@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.state.damage import Damage, forget_oldest
 from kedge.engine.common.state.files import (
     MANIFEST,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, keys, name_of, view
-from kedge.anchors.saving.restoring import Restored
+from kedge.anchors.saving import POOL, TEMPLATE, VALUE, Key, Restored, keys, name_of, view
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.damage import Damage
 from kedge.engine.common.state.files import Entry

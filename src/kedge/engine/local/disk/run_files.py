@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save_file
 
 from kedge.cache.copies import FileWrite
-from kedge.cache.stored_runs import run_name
+from kedge.cache.disk import run_name
 from kedge.errors import StateDamaged
 from kedge.kv.checksums import BlockSums, Sums
 from kedge.types import Namespace, TenantId

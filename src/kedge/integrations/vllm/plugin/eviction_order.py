@@ -14,7 +14,7 @@ from typing import Any
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.owner_sets import FreeBlock, OwnerSet
 from kedge.policies.eviction import EvictionKey, StepPolicy
-from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.heaps import LazyHeap
 
 
 class EvictionOrder:

@@ -16,7 +16,7 @@ from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.policies.prefetch import is_within, may_replace
 from kedge.policies.sessions import NextRuns
 from kedge.settings import TierSettings
-from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.heaps import LazyHeap
 
 
 class IdleSessions:

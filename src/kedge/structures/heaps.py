@@ -1,8 +1,9 @@
-"""A priority queue whose keys change: outdated entries stay until they surface, or until they are most of it."""
+"""Heaps whose entries change: outdated ones stay until they surface, or until they are most of the heap."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -57,3 +58,48 @@ class LazyHeap(Generic[Item]):
         heapify(self._heap)
         self._tickets = {item: ticket for _, ticket, item in self._heap}
         self._limit = max(64, 2 * len(self._heap))
+
+
+class StepCounts:
+    """A multiset of steps-to-execution with its least in O(1): a node's own labels and its children's priorities.
+
+    Adding and removing cost by the logarithm of the different steps, however many children there are.
+    """
+
+    __slots__ = ("_counts", "_heap")
+
+    def __init__(self) -> None:
+        self._counts: dict[float, int] = {}
+        self._heap: list[float] = []
+
+    @property
+    def least(self) -> float | None:
+        """The least step, or None where there is none."""
+        heap = self._heap
+        while heap and heap[0] not in self._counts:
+            heappop(heap)
+        return heap[0] if heap else None
+
+    @property
+    def counts(self) -> Counter[float]:
+        """How often each step is in it; a copy."""
+        return Counter(self._counts)
+
+    def add(self, step: float) -> None:
+        count = self._counts[step] = self._counts.get(step, 0) + 1
+        if count == 1:
+            heappush(self._heap, step)
+            self._drop_outdated()
+
+    def remove(self, step: float) -> None:
+        """Remove one `step`, which must be there."""
+        count = self._counts[step] - 1
+        if count:
+            self._counts[step] = count
+        else:
+            del self._counts[step]
+
+    def _drop_outdated(self) -> None:
+        if len(self._heap) > 2 * len(self._counts) + 8:
+            self._heap = list(self._counts)
+            heapify(self._heap)

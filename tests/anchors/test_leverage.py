@@ -5,11 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.criteria.leverage import Length, Leverage, Spread
-from kedge.anchors.estimators.blending import Match, Token
-from kedge.anchors.keys import KeyBlock
+from kedge.anchors.criteria import Length, Leverage, Spread
+from kedge.anchors.estimators import Match, Token
 from kedge.anchors.store import AnchorStore
 from kedge.settings import AnchorSettings
 from tests.anchors.helpers import SLOT, filled, generator, observe, sample

@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
-from kedge.anchors.estimators.aligned import Aligned, cosine, mean, nearest
-from kedge.anchors.estimators.blending import Interpolate
-from kedge.anchors.keys import KeyBlock
+from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
+from kedge.anchors.estimators import Aligned, Interpolate, cosine, mean, nearest
 from tests.anchors.helpers import generator
 
 DIM = 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.estimators.site import Observation, SiteOffsets
+from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, in_context, random_kv
 

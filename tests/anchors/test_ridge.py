@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.anchors.estimators.ridge import Ridge
+from kedge.anchors.sites import Ridge
 from tests.anchors.helpers import generator
 
 SHAPE = (2, 2, 3, 4)

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
-from kedge.anchors.estimators.ridge import Ridge
-from kedge.anchors.estimators.site import Observation
 from kedge.anchors.offsets import rows_of
+from kedge.anchors.sites import CorrectedOffsets, LinearOffsets, Observation, Ridge
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment

@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.criteria.shareability import Entropy, Error, Verdict
-from kedge.anchors.estimators.blending import Interpolate, Match, Token
-from kedge.anchors.keys import KeyBlock
+from kedge.anchors.criteria import Entropy, Error, Verdict
+from kedge.anchors.estimators import Interpolate, Match, Token
 
 NONE = Calibration()
 

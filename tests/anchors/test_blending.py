@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
-from kedge.anchors.estimators.blending import Interpolate, Token, anchor_weights
-from kedge.anchors.keys import KeyBlock
+from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
+from kedge.anchors.estimators import Interpolate, Token, anchor_weights
 from tests.anchors.helpers import generator
 
 

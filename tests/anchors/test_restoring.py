@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.base_store import BaseStore, KnownBase
-from kedge.anchors.saving.records import Record, keys, name_of
-from kedge.anchors.saving.restoring import Restored
+from kedge.anchors.saving import Record, Restored, keys, name_of
 from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
@@ -21,7 +20,7 @@ from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId, ValueKind, WorkflowId
 from tests.anchors.helpers import DIM, HEADS, LAYERS, OPEN, filled, observe, random_kv, sample
-from tests.anchors.saving.test_records import NO_TOKENS, OTHER, records
+from tests.anchors.test_records import NO_TOKENS, OTHER, records
 
 Tensors = dict[str, torch.Tensor]
 OTHER_POOL = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "other")
