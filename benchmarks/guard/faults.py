@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.offsets import EightBitTable, OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.translator import Translate, translate_into
 from kedge.bench.shapes import Loaded

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from kedge.anchors.base_store import BaseStore, KnownBase
-from kedge.anchors.estimate import OffsetEstimate, no_offsets
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.registry import ESTIMATORS
+from kedge.anchors.sites import OffsetEstimate, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, translate_into
 from kedge.bench.shapes import Loaded

@@ -16,7 +16,7 @@ from benchmarks.guard import faults as damage
 from benchmarks.guard.faults import CorruptHost, GuardBenchSettings, GuardLane, StaleAnchors, flip_bytes, last_agent
 from benchmarks.guard.measure import texts
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimators.site import SiteOffsets
+from kedge.anchors.sites import SiteOffsets
 from kedge.bench.shapes import Loaded, load_model
 from kedge.engine.local.build import EngineParts
 from kedge.errors import PlanError

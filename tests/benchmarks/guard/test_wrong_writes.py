@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.guard.faults import (
-    MakeWrite,
-    WrongWrites,
-    at_another_base,
-    from_corrupt_base,
-    with_swapped_heads,
-)
-from kedge.anchors.estimate import no_offsets
+from benchmarks.guard.faults import MakeWrite, WrongWrites, at_another_base, from_corrupt_base, with_swapped_heads
 from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import no_offsets
 from kedge.bench.shapes import load_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.segment import KVSegment

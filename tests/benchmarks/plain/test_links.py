@@ -7,8 +7,7 @@ from hypothesis import given
 from benchmarks.plain.measure import measure_links
 from kedge.bench.sessions.arrivals import Arrival
 from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker
-from kedge.policies.sessions.links import Chain
-from kedge.policies.sessions.turns import NO_HINTS
+from kedge.policies.sessions.turns import NO_HINTS, Chain
 from kedge.types import Namespace
 from tests.bench.sessions.builders import arrival, traffic
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.state.files import MANIFEST, PREVIOUS, SUFFIX, Entry
 from kedge.engine.common.state.folder import Damage, StateFolder
 

@@ -272,7 +272,7 @@ class Costly(KnownCosts):
 def read(engine: Stepped, placeholder: str, times: int) -> None:
     """Let a value of a placeholder be read so often."""
     for _ in range(times):
-        engine.core.parts.runtime._needs._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
+        engine.core.parts.runtime._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
 
 
 @pytest.mark.parametrize("readers", [2, 6])

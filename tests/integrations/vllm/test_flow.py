@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.policies.forecast_record import ForecastRecord
+from kedge.policies.sessions.ledger import ForecastRecord
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

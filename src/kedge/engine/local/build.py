@@ -16,13 +16,13 @@ from typing import TypeVar
 import torch
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.estimate import no_offsets
 from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
 from kedge.anchors.translator import Translate, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
-from kedge.cache.disk_writes import DiskLimits
+from kedge.cache.disk import DiskLimits
 from kedge.discovery import PlainRequests
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import EngineComponents
@@ -48,8 +48,7 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.policies.eviction import lru, policy_of, steps_to_execution
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
-from kedge.reuse.runtime import Runtime
-from kedge.reuse.upcoming import UpcomingSteps
+from kedge.reuse.runtime import Runtime, UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 

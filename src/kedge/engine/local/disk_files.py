@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save_file
 
 from kedge.cache.copies import FileDone, FileRead, FileWrite
-from kedge.cache.stored_runs import run_name
+from kedge.cache.disk import run_name
 from kedge.engine.common.folder_lock import lock_folder
 from kedge.errors import ConfigError, StateDamaged
 from kedge.kv.checksums import BlockSums, Seals, Sums

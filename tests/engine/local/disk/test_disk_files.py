@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import load, save_file
 
 from kedge.cache.copies import BlockFiles, FileDone, FileRead, FileWrite
-from kedge.cache.stored_runs import run_name
+from kedge.cache.disk import run_name
 from kedge.engine.local.disk_files import DiskFiles
 from kedge.errors import ConfigError
 from kedge.kv.checksums import Seals
@@ -235,7 +235,7 @@ import sys
 from pathlib import Path
 from tests.engine.local.disk.test_disk_files import Disk, NS, SIZE
 from kedge.cache.copies import FileWrite
-from kedge.cache.stored_runs import run_name
+from kedge.cache.disk import run_name
 disk, number = Disk(Path(sys.argv[1])), 0
 while True:
     number += 1

@@ -22,7 +22,7 @@ from kedge.errors import EngineClosed, KedgeError
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
-from kedge.reuse.guard.sentinel_errors import SentinelFinding
+from kedge.reuse.guard.record import SentinelFinding
 from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
 from kedge.types import (

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.state.identity import differences
 from kedge.errors import StateDamaged, StateRefused
 

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from kedge.anchors.saving.records import Record
+from kedge.anchors.saving import Record
 from kedge.engine.common.folder_lock import lock_folder
 from kedge.engine.common.state.files import (
     MANIFEST,

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving.records import POOL, TEMPLATE, VALUE, Key, Record, keys, name_of, view
-from kedge.anchors.saving.restoring import Restored
+from kedge.anchors.saving import POOL, TEMPLATE, VALUE, Key, Record, Restored, keys, name_of, view
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.files import Entry, Name
 from kedge.engine.common.state.folder import Damage, StateFolder
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
 from kedge.reuse.guard.guard import Group
-from kedge.reuse.guard.record import GuardRecord
-from kedge.reuse.guard.saving import from_data
+from kedge.reuse.guard.record import GuardRecord, from_data
 from kedge.types import Namespace, WorkflowId
 
 GUARD = "guard"

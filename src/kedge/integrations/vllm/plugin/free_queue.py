@@ -16,7 +16,7 @@ from typing import Any
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.owner_sets import MAX_NAMED, BlockOwners, FreeBlock, Owner, OwnerSet
 from kedge.policies.eviction import EvictionKey, StepPolicy, StepView, step_name
-from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.heaps import LazyHeap
 
 
 class EvictionOrder:

@@ -26,7 +26,7 @@ from kedge.policies.prefetch import Candidate, is_within, may_replace
 from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
 from kedge.structures.bounded import BoundedDict
-from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import first_of
 from kedge.workflow.forecast import AgentKey
 

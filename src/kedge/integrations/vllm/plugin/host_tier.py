@@ -52,8 +52,8 @@ from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.settings import OTHERS
-from kedge.policies.cost import CostModel
 from kedge.policies.eviction import StepPolicy, StepView
+from kedge.policies.prefetch import CostModel
 from kedge.policies.sessions import SessionKey
 from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict

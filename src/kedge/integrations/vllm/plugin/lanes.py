@@ -33,7 +33,7 @@ from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.candidates import TranslationCandidate
 from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs
 from kedge.integrations.vllm.plugin.learning_budget import BaseShare
-from kedge.policies.active_runs import StepTimes
+from kedge.policies.service import StepTimes
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kedge.policies.active_runs import StepTimes
+from kedge.policies.service import StepTimes
 
 MAX_CREDIT = 0.25
 """Most seconds of learning that passes may save up"""

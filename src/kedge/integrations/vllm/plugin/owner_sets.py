@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
+from kedge.structures.heaps import StepCounts
 from kedge.structures.prefixes import leading_count
-from kedge.structures.step_counts import StepCounts
 
 Owner = Hashable
 """Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""

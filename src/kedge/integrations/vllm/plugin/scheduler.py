@@ -29,8 +29,7 @@ from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.connector import KedgeConnector
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import GapLanes
-from kedge.policies.active_runs import StepTimes, may_start
-from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
+from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
 from kedge.types import ReuseMode
 
 Cached = Callable[[Sequence[BlockHash]], tuple[int, int]]
@@ -216,7 +215,7 @@ class _Ordered:
             self.waiting = self._by_cache
 
     def _may_start(self, tokens: int, missing: float) -> bool:
-        """Return whether a prompt may start beside running requests, see `kedge.policies.active_runs`."""
+        """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
         returning = self._plugin.sessions.ledger.steps.tracker.returning if self._plugin else 0.0
         running = sum(request.num_tokens for request in self.running)  # type: ignore[attr-defined]
         return may_start(tokens, missing, running, self._capacity, returning, self._times)
