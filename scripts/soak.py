@@ -68,8 +68,7 @@ def open_engine(name: str, *, apart: bool) -> Any:
 
 def serve(name: str, port: int, apart: bool) -> None:
     """Run a server in this process until it is stopped."""
-    from kedge.server.app import create_app
-    from kedge.server.shutdown import GracefulServer
+    from kedge.server.app import GracefulServer, create_app
 
     with open_engine(name, apart=apart) as engine:
         GracefulServer(create_app(engine), port=port, access_log=False, log_level="warning").run()
@@ -78,7 +77,7 @@ def serve(name: str, port: int, apart: bool) -> None:
 def alone(name: str, clients: int, seconds: float, answer: Any) -> None:
     """Measure the engine without a server, and put tokens a second and processor time into the queue `answer`."""
     from kedge.server.openai import prompts
-    from kedge.server.openai.messages import ChatMessage
+    from kedge.server.openai.protocol import ChatMessage
     from kedge.types import GenerateRequest, ReuseMode, SamplingParams
 
     counts = [0] * clients

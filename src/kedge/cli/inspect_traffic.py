@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 
 from kedge.cli.tables import FittingTable
-from kedge.discovery.page import line
+from kedge.discovery.report import line
 from kedge.errors import ConfigError
 
 KEY = "--from-traffic"

@@ -157,10 +157,9 @@ def _warn(server: ServerSettings, keys: KeyRing, console: Console) -> None:
 
 
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
-    from kedge.server.app import create_app
+    from kedge.server import logs, tracing
+    from kedge.server.app import GracefulServer, create_app
     from kedge.server.service import BUNDLED_MODEL
-    from kedge.server.shutdown import GracefulServer
-    from kedge.server.telemetry import logs, tracing
 
     logs.configure(server.log_format)
     name = server.model_name or BUNDLED_MODEL

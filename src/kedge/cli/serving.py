@@ -48,7 +48,7 @@ def _open_vllm(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engi
 def _open_local(settings: Settings) -> LocalEngine:
     """Open the embedded engine in its process, with the server's log format."""
     from kedge.engine.local.engine import LocalEngine
-    from kedge.server.telemetry import logs
+    from kedge.server import logs
 
     logs.configure(settings.server.log_format)
     engine = run.open_engine(settings)

@@ -3,24 +3,87 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.found_agents import LEAST_SHARE, MAX_AGENTS, FoundAgent, FoundAgents, grouped
-from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
+from kedge.discovery.found_agents import (
+    BLOCK_TOKENS,
+    LEAST_SHARE,
+    MAX_AGENTS,
+    FoundAgent,
+    FoundAgents,
+    SharedHeads,
+    grouped,
+)
 from kedge.discovery.known_texts import KnownText, KnownTexts
-from kedge.discovery.prompt_ends import PromptEnds
-from kedge.discovery.runs import FoundRun, FoundRuns
-from kedge.discovery.template_reviews import TemplateReviews
-from kedge.discovery.templates import EXAMPLES, Example, Filled, PromptTemplate, Slot, answers_of, is_answer, learn
-from kedge.discovery.texts_of_runs import TextsOfRuns
+from kedge.discovery.runs import FoundRun, FoundRuns, PromptEnds, TextsOfRuns
+from kedge.discovery.templates import (
+    EXAMPLES,
+    Example,
+    Filled,
+    Occurrence,
+    PromptTemplate,
+    Slot,
+    answers_of,
+    is_answer,
+    learn,
+)
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+
+FIRST, LOOKED = 4, 4
+"""Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
+MAX_REVIEWED = 64
+"""Agents of which prompts are kept"""
+MAX_PROMPT_BYTES = 1 << 17
+"""Bytes of a prompt that is looked at"""
+
+
+class TemplateReviews:
+    """Templates of one namespace that are learned once more, from prompts in which more of the text is known.
+
+    An agent's first prompts are often read before it is known whose answers they quote: those agents are not found yet,
+    or their first answers are too short to be looked for. What all answers begin with is then taken for fixed text. One
+    thread owns it.
+    """
+
+    def __init__(self, texts: KnownTexts) -> None:
+        self._texts = texts
+        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_REVIEWED)
+        """Prompts with answers that their agent's template has no slot for"""
+
+    def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
+        """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
+        if not _is_due(agent.calls) or len(prompt) > MAX_PROMPT_BYTES:
+            return None
+        example = Example(prompt, self._texts.find(prompt, agent.head))
+        if not _answers(example.known) - _answers(agent.templates[0].slots):
+            return None
+        examples = self._examples.use(agent.id, list)
+        examples.append(example)
+        if len(examples) < EXAMPLES:
+            return None
+        del self._examples[agent.id]
+        template = learn(examples)
+        if template is None or len(_answers(template.slots)) <= len(_answers(agent.templates[0].slots)):
+            return None
+        return template
+
+
+def _is_due(calls: int) -> bool:
+    """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
+    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < LOOKED
+
+
+def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
+    """Return the labels of those that are answers."""
+    return {one.label for one in texts if is_answer(one.label)}
+
 
 MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
 """Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are

@@ -14,15 +14,11 @@ from fastapi import Depends, Request
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import ActionOutcome, Hints, read_hints
-from kedge.server.calls import GenerationCall, submit_all
-from kedge.server.failures import CallFailure
-from kedge.server.meters import Meter, Ticket
-from kedge.server.telemetry.cache_metrics import CacheMetrics
-from kedge.server.telemetry.in_flight import InFlight
-from kedge.server.telemetry.metrics import ServerMetrics
-from kedge.server.telemetry.tracing import CallSpan, Tracing
-from kedge.server.tenancy import OPERATOR, KeyRing, Tenant
-from kedge.server.threads import Threads
+from kedge.server.calls import GenerationCall, Threads, submit_all
+from kedge.server.http import CallFailure
+from kedge.server.metrics import CacheMetrics, InFlight, ServerMetrics
+from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
+from kedge.server.tracing import CallSpan, Tracing
 from kedge.settings import ServerSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, TenantId, TurnHints
 

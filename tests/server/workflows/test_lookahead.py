@@ -13,7 +13,7 @@ import pytest
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.integrations.openai_client import workflow
-from kedge.server.workflows import client_runs, lookahead
+from kedge.server.workflows import client_runs
 from kedge.types import GenerateRequest, RequestId
 from kedge.workflow.spec import load_workflow
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -154,7 +154,7 @@ def test_without_a_run_or_a_template_nothing_is_told(served: Served, http: httpx
 def test_of_a_run_only_the_nearest_agents_are_told_and_others_withdrawn(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookahead, "MAX_AGENTS", 1)
+    monkeypatch.setattr(client_runs, "PREPARED_AGENTS", 1)
     call(served, http, "solver", {"user_question": "2+2?"}, steps={"critic": 1, "judge": 1})
     assert {one.agent for one in served.engine.prepared} == {"critic"}
     hint = served.engine.prepared[-1].request_id
@@ -166,7 +166,7 @@ def test_of_a_run_only_the_nearest_agents_are_told_and_others_withdrawn(
 def test_a_tenants_oldest_run_is_given_up_for_its_newest(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookahead, "MAX_RUNS", 2)
+    monkeypatch.setattr(client_runs, "PREPARED_RUNS", 2)
     call(served, http, "solver", {"user_question": "2+2?"}, run="a")
     hints = {one.agent: one.request_id for one in served.engine.prepared}
     for run in "bc":
@@ -177,7 +177,7 @@ def test_a_tenants_oldest_run_is_given_up_for_its_newest(
 def test_what_is_remembered_of_a_run_is_bounded(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookahead, "MAX_VALUES", 1)
+    monkeypatch.setattr(client_runs, "MAX_VALUES", 1)
     call(served, http, "solver", {"user_question": "2+2?"})
     (known,) = served.workflows.client_runs._lookahead._runs["default"].values()
     assert [str(sample) for sample in known.values.samples] == ["input_user_question@0"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from kedge.checks import require_text
 from kedge.engine.base import Tokenizer
 from kedge.errors import EmptyPrompt, RequestError
-from kedge.server.openai.messages import CalledTool, ChatMessage, Tool
+from kedge.server.openai.protocol import CalledTool, ChatMessage, Tool
 from kedge.server.openai.tool_calls import read_json
 from kedge.types import Segment
 

@@ -9,21 +9,30 @@ from fastapi import APIRouter, Request, Response
 
 from kedge.errors import KedgeError
 from kedge.hints import Hints
-from kedge.server.calls import GenerationCall
-from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, failure_of, problem_of
-from kedge.server.http.media_types import TypedRoute
-from kedge.server.http.sse import DONE, EventStream, JSONAnswer, event
-from kedge.server.openai.chunks import ChunkEncoder
-from kedge.server.openai.generation import CallContext, GenerationJob
-from kedge.server.openai.jobs import chat_job, completion_job
+from kedge.server.calls import GenerationCall, kedge_field, usage
+from kedge.server.http import (
+    BODY_ERRORS,
+    DONE,
+    ERRORS,
+    EVENTS,
+    JSON,
+    EventStream,
+    JSONAnswer,
+    TypedRoute,
+    answers,
+    error_body,
+    event,
+    failure_of,
+    problem_of,
+)
+from kedge.server.openai.generation import CallContext, GenerationJob, chat_job, completion_job
 from kedge.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from kedge.server.openai.responses import ChatFormat, Choice, CompletionFormat, Format, Writer
+from kedge.server.openai.responses import ChatFormat, Choice, ChunkEncoder, CompletionFormat, Format, Writer
 from kedge.server.openai.single import CLIENT_GONE, unless_gone
 from kedge.server.openai.tool_calls import parser_of
-from kedge.server.receipts import kedge_field, usage
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.workflows import TheWorkflows
+from kedge.server.workflows.server_runs import TheWorkflows
 from kedge.types import Completion, TokenDelta
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)

@@ -10,17 +10,14 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 
 from kedge.errors import KedgeError, RequestError
-from kedge.server.calls import GenerationCall
-from kedge.server.http.errors import error_body, failure_of, problem_of
-from kedge.server.http.sse import EventStream, JSONAnswer, event
-from kedge.server.openai.generation import CallContext, GenerationJob
-from kedge.server.openai.jobs import chat_job
+from kedge.server.calls import GenerationCall, kedge_field
+from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, problem_of
+from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
 from kedge.server.openai.protocol import ChatBody
 from kedge.server.openai.tool_calls import ParsedText, ToolParser, parser_of
-from kedge.server.receipts import kedge_field
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.workflows import Workflows
+from kedge.server.workflows.server_runs import Workflows
 from kedge.types import Completion, GenerateRequest
 
 CLIENT_GONE = 499

@@ -9,21 +9,64 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.errors import RequestError, SpecError
+from kedge.guard import GuardMode
 from kedge.hints import Hints
 from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
-from kedge.server.http import media_types
-from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, answers
-from kedge.server.http.media_types import TypedRoute
-from kedge.server.http.sse import EventStream, JSONAnswer, event
+from kedge.server.http import (
+    BODY_ERRORS,
+    ERRORS,
+    EVENTS,
+    JSON_TYPE,
+    YAML,
+    Body,
+    EventStream,
+    JSONAnswer,
+    TypedRoute,
+    accepted,
+    answers,
+    event,
+)
 from kedge.server.service import TheService, TheTenant
-from kedge.server.workflows.protocol import ReuseChoice, RunBody
 from kedge.server.workflows.registry import Registered, registered
-from kedge.server.workflows.server_runs import ServerRun
-from kedge.server.workflows.workflows import TheWorkflows
+from kedge.server.workflows.server_runs import ServerRun, TheWorkflows
 from kedge.types import ReuseMode
 from kedge.workflow.export import export
 from kedge.workflow.spec import parse_text
+
+ReuseChoice = Literal["off", "exact", "translate"]
+GuardChoice = Literal["off", "shadow", "on"]
+RunReuse = Annotated[
+    ReuseChoice | dict[str, ReuseChoice],
+    accepted("'off', 'exact' or 'translate', or an object with one of these for each agent that it names"),
+]
+
+
+class RunBody(Body):
+    """Request to start a run of a registered workflow."""
+
+    inputs: dict[str, str]
+    reuse: RunReuse | None = None
+    """One mode for all agents without a mode of their own, or modes by agent, which override everything else."""
+    guard: GuardChoice | None = None
+    """Mode of the quality guard for all agents without one of their own."""
+    stream: bool = False
+
+    @property
+    def mode(self) -> ReuseMode | None:
+        """The mode for all agents, if the body gives one."""
+        return ReuseMode(self.reuse) if isinstance(self.reuse, str) else None
+
+    @property
+    def guard_mode(self) -> GuardMode | None:
+        """The guard's mode, if the body gives one."""
+        return GuardMode(self.guard) if self.guard else None
+
+    @property
+    def modes(self) -> dict[str, ReuseMode]:
+        """The modes by agent."""
+        return {name: ReuseMode(mode) for name, mode in self.reuse.items()} if isinstance(self.reuse, dict) else {}
+
 
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
@@ -33,7 +76,7 @@ KEEP_ALIVE = b": still there\n\n"
 FILE = {
     "requestBody": {
         "required": True,
-        "content": {kind: {"schema": {"type": "object"}} for kind in (media_types.JSON, *media_types.YAML)},
+        "content": {kind: {"schema": {"type": "object"}} for kind in (JSON_TYPE, *YAML)},
     }
 }
 

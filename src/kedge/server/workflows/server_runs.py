@@ -1,4 +1,4 @@
-"""Runs of registered workflows that the server drives, and their events."""
+"""Runs of registered workflows that the server drives, with their events, and all the workflows of a server."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
 
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.runner.results import EventKind, RunEvent, RunResult
 from kedge.runner.run import check_inputs, run
-from kedge.server.failures import CallFailure
-from kedge.server.http.errors import BUG, INTERNAL, error_body, problem_body, problem_of
-from kedge.server.meters import Ticket
-from kedge.server.receipts import receipt
+from kedge.server.calls import receipt
+from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, problem_body, problem_of
+from kedge.server.metrics import InFlight
 from kedge.server.service import Service
-from kedge.server.telemetry.in_flight import InFlight
-from kedge.server.telemetry.tracing import RunSpan
-from kedge.server.tenancy import Tenant
+from kedge.server.tenancy import Tenant, Ticket
+from kedge.server.tracing import RunSpan
+from kedge.server.workflows.client_runs import ClientRuns
+from kedge.server.workflows.registry import WorkflowRegistry
 from kedge.types import RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Workflow
 
@@ -262,3 +264,22 @@ def _result(result: RunResult) -> dict[str, Any]:
         for one in result.results
     ]
     return {"answer": result.text, "total_ms": result.total_ms, "agents": agents}
+
+
+class Workflows:
+    """Registered workflows and their runs, driven by clients or by the server. Belongs to the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = WorkflowRegistry()
+        mode = service.default_mode(ReuseMode.TRANSLATE)
+        self.client_runs = ClientRuns(service.engine, mode, service.threads.cancel)
+        self.server_runs = ServerRuns(service)
+        service.metrics.expose_ignored_forecasts(self.client_runs.board.ignored)
+
+
+async def _workflows(request: Request) -> Workflows:
+    workflows: Workflows = request.app.state.workflows
+    return workflows
+
+
+TheWorkflows = Annotated[Workflows, Depends(_workflows)]

@@ -1,17 +1,27 @@
-"""Error answers in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Bodies, answers and errors of HTTP calls, without engines.
+
+Errors are answered in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kedge.errors import (
     EngineClosed,
@@ -25,8 +35,165 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
-from kedge.server.failures import CallFailure
-from kedge.server.http.sse import JSONAnswer
+
+MAX_REASON = 300
+"""Characters of a reason: what was wrong may be as long as a body."""
+OVERLOADED = "overloaded"
+
+
+class FailureKind(StrEnum):
+    """What a call failed of: the client or a limit (refused), or the server (failed)."""
+
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call or a run that ended in an error."""
+
+    status: int
+    code: str
+    reason: str
+    route: str = ""
+    """Method and path, for a call."""
+    workflow: str = ""
+    agent: str = ""
+    run: str = ""
+
+    @property
+    def kind(self) -> FailureKind:
+        """Refused before it cost anything, or failed."""
+        refused = self.status < 500 or self.code == OVERLOADED
+        return FailureKind.REFUSED if refused else FailureKind.FAILED
+
+    def is_like(self, other: CallFailure) -> bool:
+        """Whether both are listed in one line: they differ in their reasons' figures at most."""
+        return (self.status, self.code, *self._place()) == (other.status, other.code, *other._place())
+
+    def _place(self) -> tuple[str, ...]:
+        return self.route, self.workflow, self.agent, self.run
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the page."""
+        reason = self.reason if len(self.reason) <= MAX_REASON else f"{self.reason[:MAX_REASON]}…"
+        place = {"route": self.route, "workflow": self.workflow, "agent": self.agent, "run": self.run}
+        return {"kind": self.kind, "status": self.status, "code": self.code, "reason": reason, **place}
+
+
+DONE = b"data: [DONE]\n\n"
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def dumps(data: object) -> bytes:
+    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
+    return _encoder.encode(data).encode("utf-8", "replace")
+
+
+def event(data: object, *, name: str = "", number: int | None = None) -> bytes:
+    """Return a server-sent event with JSON data, which contains no line breaks."""
+    head = f"event: {name}\n" if name else ""
+    head += f"id: {number}\n" if number is not None else ""
+    return head.encode() + b"data: " + dumps(data) + b"\n\n"
+
+
+class JSONAnswer(Response):
+    """Answer with a JSON body, see `dumps`."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+class EventStream(StreamingResponse):
+    """Answer of server-sent events. `on_end` is called exactly once, even if the stream never began."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+JSON_TYPE = "application/json"
+YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+"""RFC 9512, and older names."""
+
+
+class TypedRoute(APIRoute):
+    """Route that answers 415 to a body in a media type that it does not declare, or without a type.
+
+    This keeps out web pages of other sites: a browser lets them send forms and plain text freely, but makes a preflight
+    request before JSON or YAML, which this server does not grant.
+    """
+
+    def get_route_handler(self) -> Handler:
+        handle, declared = super().get_route_handler(), self._declared()
+
+        async def handle_declared(request: Request) -> Response:
+            if declared:
+                require_type(request, declared)
+            return await handle(request)
+
+        return handle_declared
+
+    def _declared(self) -> tuple[str, ...]:
+        """Return the accepted types; none for a route that reads no body."""
+        body = (self.openapi_extra or {}).get("requestBody", {})
+        return tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
+
+
+def require_type(request: Request, declared: tuple[str, ...]) -> None:
+    """Raise `HTTPException` (415) unless the `Content-Type` is one of `declared`."""
+    given = request.headers.get("content-type", "")
+    if not _is_one_of(given.partition(";")[0].strip().lower(), declared):
+        raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")
+
+
+def _is_one_of(given: str, declared: tuple[str, ...]) -> bool:
+    return given in declared or (JSON_TYPE in declared and given.startswith("application/") and given.endswith("+json"))
+
+
+class Body(BaseModel):
+    """JSON object of a request. Types are strict; fields that it does not list are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_as(model: type[Model], fields: Mapping[str, Any]) -> Model:
+    """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RequestError(place, first["input"], first["msg"]) from None
+
+
+def accepted(what: str) -> WrapValidator:
+    """Return a validator whose error says what the field accepts, once for all members of its union."""
+
+    def check(value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            raise PydanticCustomError("accepted", "Input should be {what}", {"what": what}) from None
+
+    return WrapValidator(check)
+
 
 logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1000
@@ -123,7 +290,7 @@ def error_body(error: KedgeError) -> dict[str, Any]:
     return problem_body(message, problem, error.key if problem.status in (400, 404) else None)
 
 
-def install(app: FastAPI) -> None:
+def install_errors(app: FastAPI) -> None:
     """Answer every error of `app` in this format."""
     app.add_exception_handler(KedgeError, _kedge_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
