@@ -20,7 +20,7 @@ from kedge.bench.ttft.measure import TtftSettings
 from kedge.cli import bench_tables, demo, questions, run_output
 from kedge.cli.main import app
 from kedge.cli.tables import FittingTable
-from kedge.runner.results import AgentResult, RunResult
+from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
 WIDTH = 80

@@ -9,8 +9,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.results import EventKind, RunEvent
-from kedge.runner.run import run
+from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
     FinishReason,

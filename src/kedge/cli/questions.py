@@ -17,7 +17,7 @@ from kedge.cli.tables import FittingTable
 from kedge.errors import KedgeError, RequestError
 
 if TYPE_CHECKING:
-    from kedge.runner.results import RunResult
+    from kedge.runner.run import RunResult
     from kedge.workflow.graph import Workflow
 
 MAX_ROWS = 20

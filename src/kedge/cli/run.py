@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kedge.engine.base import Engine
-    from kedge.runner.results import RunResult
+    from kedge.runner.run import RunResult
     from kedge.settings import Settings
     from kedge.workflow.graph import Workflow
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from kedge.cli.tables import FittingTable
 
 if TYPE_CHECKING:
-    from kedge.runner.results import AgentResult, RunEvent, RunResult
+    from kedge.runner.run import AgentResult, RunEvent, RunResult
 
 
 def show_event(console: Console, event: RunEvent) -> None:

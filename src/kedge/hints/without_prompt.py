@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kedge.hints.actions import SHARED, ActionOutcome, ActionResult
-from kedge.hints.call_hints import Hints, kedge_field
-from kedge.hints.dialects import KEDGE, STRICT
+from kedge.hints.call_hints import KEDGE, STRICT, Hints, kedge_field
 from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, MAX_KEPT_SECONDS, MAX_NAME_LENGTH
 
 OF_A_CALL = STRICT | {"fixed_tokens", "fixed_messages", "pick", "parent"}

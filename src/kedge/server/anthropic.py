@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from kedge.errors import RequestError
-from kedge.hints.cache_marks import cache_marks
+from kedge.hints.values import cache_marks
 from kedge.server.http import (
     BODY_ERRORS,
     ERRORS,

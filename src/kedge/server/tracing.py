@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kedge.errors import ConfigError
-from kedge.runner.results import EventKind, RunEvent
+from kedge.runner.run import EventKind, RunEvent
 from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, Source
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import tool_name

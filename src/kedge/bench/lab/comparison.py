@@ -28,8 +28,7 @@ from kedge.bench.lab.fidelity import compare, shuffled
 from kedge.bench.lab.methods import Loaded, Method, fitting_model, load_model, method_named, open_engine
 from kedge.bench.lab.pairs import AnswerPair, Choice, ForcedPair, MethodRuns
 from kedge.bench.lab.probe import Probe, ProbeResult, Recorder
-from kedge.runner.results import AgentResult, RunResult
-from kedge.runner.run import run
+from kedge.runner.run import AgentResult, RunResult, run
 from kedge.settings import EngineSettings
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow

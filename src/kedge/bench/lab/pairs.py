@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kedge.bench.lab.fidelity import Fidelity, Layers, consistency
-from kedge.runner.results import AgentResult
+from kedge.runner.run import AgentResult
 from kedge.types import AgentId, Receipt
 
 Choice = tuple[str | None, str | None]

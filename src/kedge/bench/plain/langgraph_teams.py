@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kedge.bench.demo import questions
 from kedge.bench.plain.teams import MODEL, PlainTeamSettings, Progress, client_of, engine_with, filled
-from kedge.runner.tools import tool_result
+from kedge.runner.run import tool_result
 from kedge.settings import DiscoveryMode
 from kedge.types import Source, ValueKind
 from kedge.workflow.graph import Agent

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kedge.bench.demo import answer, questions
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardMode
-from kedge.runner.tools import tool_result
+from kedge.runner.run import tool_result
 from kedge.settings import (
     DiscoveryMode,
     DiscoverySettings,

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from kedge.checks import MAX_STOPS
 from kedge.errors import RequestError
-from kedge.hints.cache_marks import cache_marks
+from kedge.hints.values import cache_marks
 from kedge.server.http import Body, accepted
 from kedge.types import SamplingParams
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kedge.errors import RequestError
 from kedge.server.openai.protocol import ChatBody, Function
-from kedge.settings.server import ToolCallFormat
+from kedge.settings.sections import ToolCallFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from kedge.engine.base import Engine, Preparing, Tokenizer
 from kedge.errors import LimitReached, RequestError
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
-from kedge.runner.memory import NOTHING, Remembered, RunMemory
-from kedge.runner.prompts import RunPrompts, fixed_prompts
+from kedge.runner.prompts import NOTHING, Remembered, RunMemory, RunPrompts, fixed_prompts
 from kedge.server.workflows.registry import Registered
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from kedge.errors import KedgeError, NotFound, RequestError
-from kedge.runner.results import EventKind, RunEvent, RunResult
-from kedge.runner.run import check_inputs, run
+from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
 from kedge.server.calls import receipt
 from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, problem_body, problem_of
 from kedge.server.metrics import InFlight
