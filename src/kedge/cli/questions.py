@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -139,10 +139,3 @@ def portions(results: Sequence[RunResult]) -> Iterator[tuple[str, Sequence[RunRe
     for first in range(0, len(results), size):
         some = results[first : first + size]
         yield (str(first + 1) if len(some) == 1 else f"{first + 1}-{first + len(some)}"), some
-
-
-def as_json(questions: Sequence[Inputs], results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Return the questions that were answered, each with its inputs and its run as plain data."""
-    from kedge.cli.run_output import run_json
-
-    return [{"inputs": dict(inputs), **run_json(result)} for inputs, result in zip(questions, results, strict=False)]
