@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +23,6 @@ from kedge.errors import ConfigError, UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from kedge.engine.local.model.architectures import TriedArchitecture
-    from kedge.engine.local.model.replica import Trial
     from kedge.kv.spec import KVSpec
 
 
@@ -93,20 +91,16 @@ def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
 
     folder = model_path(path)
     config = read_config(folder)
-    facts = [*_shape(config), *_verdict(config)]
-    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
-    console.print(_facts(fact for fact in facts if show_all or fact[0] in SHORT))
-    if not show_all:
-        console.print("--all shows the model's shape and the size of its KV.", style="dim")
-
-
-def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    for name, value in (*_shape(config), *_verdict(config)):
+        if show_all or name in SHORT:
+            table.add_row(name, value)
+    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    if not show_all:
+        console.print("--all shows the model's shape and the size of its KV.", style="dim")
 
 
 def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
@@ -132,20 +126,17 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
         tried = trial(config)
     except UnsupportedModel as error:
         return [("runs", f"no: {error.why}")]
+    alone = tried.stacking_refusal
+    decoding = f"decode one request at a time: {alone}" if alone else "decode all requests of a pass at once"
     spec, yes = KVSpec.from_config(config, latent=not tried.keeps_heads), "yes" if tried.ran else UNTRIED
     return [
         ("longest prompt", str(longest(config))),
         ("KV per token", _kv_per_token(spec)),
         ("RoPE", _rope(config, spec.rotary_dim, spec.latent + spec.rotary_dim if spec.latent else spec.head_dim)),
         ("runs, exact reuse", yes),
-        *([("recurrent layers", _decoding(tried))] if recurrent_types(config) and tried.ran else []),
+        *([("recurrent layers", decoding)] if recurrent_types(config) and tried.ran else []),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
-
-
-def _decoding(tried: Trial) -> str:
-    why = tried.stacking_refusal
-    return f"decode one request at a time: {why}" if why else "decode all requests of a pass at once"
 
 
 def _kv_per_token(spec: KVSpec) -> str:
@@ -173,19 +164,15 @@ def show_architectures(console: Console) -> None:
         rows = []
         for one in ARCHITECTURES:
             status.update(f"trying {one.name}")
-            rows.append((one.name, *_cells(verdict(one))))
+            found = verdict(one)
+            exact = "no" if found.refusal else "yes"
+            why = found.refusal or found.translation_refusal
+            rows.append((one.name, exact, f"no: {why}" if why else "yes"))
     table = Table("architecture", "exact reuse", "translation", title="small models with random weights")
     table.columns[2].overflow = "fold"
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def _cells(found: TriedArchitecture) -> tuple[str, str]:
-    """Return what is shown about exact reuse and about translation."""
-    if found.refusal:
-        return "no", f"no: {found.refusal}"
-    return "yes", f"no: {found.translation_refusal}" if found.translation_refusal else "yes"
 
 
 KEY = "--from-traffic"

@@ -44,13 +44,9 @@ class Counts:
 
     def lengths(self, workflow: Workflow) -> ValueLengths:
         """Return the lengths for `workflow`. Raises `ConfigError` for a `--length` of a value that it does not have."""
-        from kedge.workflow.savings import ValueLengths
+        from kedge.workflow.savings import ValueLengths, value_name
 
-        return ValueLengths(self.input, self.answer, self.tool, dict(self._named(workflow)))
-
-    def _named(self, workflow: Workflow) -> Iterator[tuple[str, int]]:
-        from kedge.workflow.savings import value_name
-
+        named = {}
         known = {value_name(read.kind, read.of) for agent in workflow.agents for read in agent.placeholders}
         for pair in self.named:
             name, _, count = pair.partition("=")
@@ -58,7 +54,8 @@ class Counts:
                 raise ConfigError("--length", pair, "must be NAME=N with a whole number N of tokens")
             if name not in known:
                 raise ConfigError("--length", name, f"must be one of {', '.join(sorted(known))}")
-            yield name, int(count)
+            named[name] = int(count)
+        return ValueLengths(self.input, self.answer, self.tool, named)
 
 
 @dataclass(frozen=True)
@@ -98,37 +95,25 @@ def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput,
     flow = load_flow(path)
     graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
     output.write(graph)
-    if output.printed is None:
-        _show_tables(console, flow, graph, counts, show_all=show_all)
-        if output.file:
-            console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _show_tables(
-    console: Console, flow: Workflow | StepGraph, graph: StepGraph, counts: Counts, *, show_all: bool
-) -> None:
-    from kedge.workflow.step_graph import StepGraph
-
+    if output.printed is not None:
+        return
     if isinstance(flow, StepGraph):
         console.print(lanes_text(graph))
     else:
-        _show_workflow(console, flow, graph, counts, show_all=show_all)
+        savings = _savings(flow, counts)
+        console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
+        console.print(lanes_text(graph))
+        console.print(savings_table(savings))
+        for line in paragraphs(advice(savings), _assumptions(counts), width=console.width):
+            console.print(line, markup=False, highlight=False)
+        if show_all:
+            console.print(calls_table(savings), _agents(flow))
     if show_all or isinstance(flow, StepGraph):
         console.print(flow_text(graph, console.width, points=show_all))
     if not show_all:
         console.print("--all shows every call, agent and step.", style="dim")
-
-
-def _show_workflow(console: Console, flow: Workflow, graph: StepGraph, counts: Counts, *, show_all: bool) -> None:
-
-    savings = _savings(flow, counts)
-    console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
-    console.print(lanes_text(graph))
-    console.print(savings_table(savings))
-    for line in paragraphs(advice(savings), _assumptions(counts), width=console.width):
-        console.print(line, markup=False, highlight=False)
-    if show_all:
-        console.print(calls_table(savings), _agents(flow))
+    if output.file:
+        console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _savings(flow: Workflow, counts: Counts) -> RunSavings:
@@ -157,20 +142,12 @@ def _agents(flow: Workflow) -> Table:
     for column in ("agent", "waits for", "reads", "tool", "reuse"):
         table.add_column(column, overflow="fold")
     for agent_id in flow.order:
-        table.add_row(*_agent(flow, agent_id), end_section=agent_id != flow.order[-1])
+        agent = flow.agent(agent_id)
+        waits_for = "\n".join(other for other in flow.order if other in flow.waits_for[agent_id])
+        reads = "\n".join(placeholder.name for placeholder in agent.placeholders)
+        cells = (agent_id, waits_for or "none", reads, "yes" if agent.tool else "", agent.reuse or "")
+        table.add_row(*cells, end_section=agent_id != flow.order[-1])
     return table
-
-
-def _agent(flow: Workflow, agent_id: AgentId) -> tuple[str, ...]:
-    agent = flow.agent(agent_id)
-    waits_for = [other for other in flow.order if other in flow.waits_for[agent_id]]
-    return (
-        agent_id,
-        "\n".join(waits_for) or "none",
-        "\n".join(placeholder.name for placeholder in agent.placeholders),
-        "yes" if agent.tool else "",
-        agent.reuse or "",
-    )
 
 
 WAYS = {
@@ -276,16 +253,13 @@ def _options(graph: StepGraph, state: RunState) -> Iterator[tuple[NodeId, ...]]:
     """
     ready = graph.ready(state)
     new = [node for node in ready if node not in state.done]
-    chosen = [node for node in new if _is_chosen(graph, node, state)]
+    choosers = [other for other in graph.nodes if other.id in state.done]
+    chosen = [node for node in new if any(node in other.then for other in choosers)]
     together = tuple(node for node in new if node not in chosen)
     if new:
         yield from ((*together, node) for node in chosen) if chosen else (together,)
     if not state.running:
         yield from ((node,) for node in ready if node in state.done)
-
-
-def _is_chosen(graph: StepGraph, node: NodeId, state: RunState) -> bool:
-    return any(node in other.then and other.id in state.done for other in graph.nodes)
 
 
 def _while(graph: StepGraph, state: RunState) -> str:
@@ -295,15 +269,6 @@ def _while(graph: StepGraph, state: RunState) -> str:
 
 def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
     """Render the nodes of a graph, on request with all `points` of its run, for a terminal of `width` columns."""
-    return Group(_nodes(graph), *(_points_tables(graph, width) if points else ()))
-
-
-def lanes_text(graph: StepGraph) -> Text:
-    """Return the nodes in the order of their steps, those of one step together."""
-    return Text(" → ".join(f"[{' | '.join(node.id for node in lane)}]" for lane in lanes(graph)), style="bold")
-
-
-def _nodes(graph: StepGraph) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "node", "runs after", "and then one of"):
         table.add_column(column, overflow="fold", justify="right" if column == "step" else "left")
@@ -311,7 +276,12 @@ def _nodes(graph: StepGraph) -> Table:
         for at, node in enumerate(lane):
             then = ", ".join(f"{name} {odds:.0%}" for name, odds in node.odds.items())
             table.add_row("" if at else str(step), node.id, waits(node), then, end_section=at == len(lane) - 1)
-    return table
+    return Group(table, *(_points_tables(graph, width) if points else ()))
+
+
+def lanes_text(graph: StepGraph) -> Text:
+    """Return the nodes in the order of their steps, those of one step together."""
+    return Text(" → ".join(f"[{' | '.join(node.id for node in lane)}]" for lane in lanes(graph)), style="bold")
 
 
 def waits(node: Node) -> str:
@@ -346,17 +316,14 @@ def _that_fit(agents: Sequence[AgentId], width: int) -> Iterator[list[AgentId]]:
 
 
 def _points_table(graph: StepGraph, shown: Iterable[Point], agents: Sequence[AgentId]) -> Table:
+    from kedge.workflow.steps import UNKNOWN
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps-to-execution", title_justify="left")
     table.add_column("point of the run", overflow="fold", max_width=_LONGEST_TEXT)
     for agent in agents:
         table.add_column(agent, justify="right", overflow="fold")
     for point in shown:
         next_runs = graph.next_runs(point.state)
-        table.add_row(point.text, *(_steps(next_runs[agent].steps) for agent in agents))
+        steps = (next_runs[agent].steps for agent in agents)
+        table.add_row(point.text, *("–" if one == UNKNOWN else str(int(one)) for one in steps))
     return table
-
-
-def _steps(steps: float) -> str:
-    from kedge.workflow.steps import UNKNOWN
-
-    return "–" if steps == UNKNOWN else str(int(steps))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kedge.engine.base import Engine
-    from kedge.runner.run import AgentResult, RunEvent, RunResult
+    from kedge.runner.run import RunEvent, RunResult
     from kedge.settings import Settings
     from kedge.workflow.graph import Workflow
 
@@ -190,24 +190,22 @@ def run_json(result: RunResult) -> dict[str, Any]:
         "run": result.run_id,
         "answer": result.text,
         "total_ms": result.total_ms,
-        "agents": [_agent_json(one) for one in result.results],
-    }
-
-
-def _agent_json(one: AgentResult) -> dict[str, Any]:
-    done, receipt = one.completion, one.completion.receipt
-    return {
-        "agent": one.agent,
-        "turn": one.turn,
-        "text": one.text,
-        "tool_result": one.tool_result,
-        "finish_reason": done.finish_reason,
-        "ttft_ms": done.ttft_ms,
-        "total_ms": done.total_ms,
-        "tokens": {"exact": receipt.exact, "translated": receipt.translated, "computed": receipt.computed},
-        "spans": [asdict(span) for span in receipt.spans],
-        "misses": [asdict(miss) for miss in receipt.misses],
-        "parts_ms": dict(receipt.parts_ms),
+        "agents": [
+            {
+                "agent": one.agent,
+                "turn": one.turn,
+                "text": one.text,
+                "tool_result": one.tool_result,
+                "finish_reason": one.completion.finish_reason,
+                "ttft_ms": one.completion.ttft_ms,
+                "total_ms": one.completion.total_ms,
+                "tokens": {name: getattr(one.completion.receipt, name) for name in ("exact", "translated", "computed")},
+                "spans": [asdict(span) for span in one.completion.receipt.spans],
+                "misses": [asdict(miss) for miss in one.completion.receipt.misses],
+                "parts_ms": dict(one.completion.receipt.parts_ms),
+            }
+            for one in result.results
+        ],
     }
 
 

@@ -131,34 +131,23 @@ def serve(
 def _serve(settings: Settings) -> None:
     from kedge.server.tenancy import load_keys
 
-    server = _named(settings)
+    server, model = settings.server, settings.engine.model
+    if server.model_name is None and model is not None:
+        server = type(server)(**{**dict(server), "model_name": model.resolve().name})
     keys = load_keys(server.api_keys, os.environ.get("KEDGE_API_KEYS"), server.limits)
     if server.tracing:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
     console = Console(stderr=True)
-    _warn(server, keys, console)
+    is_open = not _is_loopback(server.host)
+    if is_open and keys.is_open:
+        console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
+    if is_open and not server.allowed_hosts:
+        console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
     with console.status("loading the model"):
         engine = open_engine(settings, keys)
     with engine as opened:
         _listen(opened, server, keys, console)
-
-
-def _named(settings: Settings) -> ServerSettings:
-    """Return the server's settings with the model's name, by default that of its folder."""
-    server, model = settings.server, settings.engine.model
-    if server.model_name is not None or model is None:
-        return server
-    return type(server)(**{**dict(server), "model_name": model.resolve().name})
-
-
-def _warn(server: ServerSettings, keys: KeyRing, console: Console) -> None:
-    if _is_loopback(server.host):
-        return
-    if keys.is_open:
-        console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
-    if not server.allowed_hosts:
-        console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
 
 
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:

@@ -143,7 +143,12 @@ class FoundAgents:
                 if agent and (filled := template.fill(prompt)):
                     self._by_block.move_to_end(agent.block)
                     agent.passed = 0
-                    self._pass([chain[group[0]] for group in ends[number + 1 :]])
+                    for block in [chain[group[0]] for group in ends[number + 1 :]]:
+                        if other := self._by_block.get(block):  # its fixed prompt is shorter
+                            other.passed += 1
+                            if other.passed >= MAX_PASSED:
+                                del self._by_block[block]
+                                self._drop(other)
                     return agent, filled
         return None
 
@@ -152,7 +157,12 @@ class FoundAgents:
         agent = self._by_block.get(block)
         if agent is None:
             name = AgentId(blake2b(token_bytes.cut(template.head, 0, head), digest_size=6).hexdigest())
-            agent = self.by_id.get(name) or FoundAgent(name, self._team(template, name), block, head, names=[name])
+            agent = self.by_id.get(name)
+            if agent is None:
+                sources = {agent_of(slot.label) for slot in template.slots}
+                teams = [one.team for one in self.by_id.values() if sources.intersection(one.names)]
+                team = min(teams, default=WorkflowId(f"team-{name}"))
+                agent = FoundAgent(name, team, block, head, names=[name])
             self._place(agent, block, token_bytes.cut(template.head, 0, head))
         return agent
 
@@ -179,22 +189,9 @@ class FoundAgents:
             agent.absorb(other)
         self._by_block[block] = self.by_id[agent.id] = agent
 
-    def _pass(self, blocks: Sequence[Hashable]) -> None:
-        """Take note that a prompt with these ends is of an agent with a longer fixed prompt."""
-        for agent in [self._by_block[block] for block in blocks if block in self._by_block]:
-            agent.passed += 1
-            if agent.passed >= MAX_PASSED:
-                del self._by_block[agent.block]
-                self._drop(agent)
-
     def _drop(self, agent: FoundAgent) -> None:
         if self.by_id.get(agent.id) is agent:
             del self.by_id[agent.id]
-
-    def _team(self, template: PromptTemplate, name: AgentId) -> WorkflowId:
-        sources = {agent_of(slot.label) for slot in template.slots}
-        teams = [one.team for one in self.by_id.values() if sources.intersection(one.names)]
-        return min(teams, default=WorkflowId(f"team-{name}"))
 
 
 def _begins_with(agent: FoundAgent, head: bytes) -> bool:

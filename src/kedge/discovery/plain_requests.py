@@ -50,7 +50,9 @@ class FoundForecasts:
             if next_run is None:
                 self._expected.discard(agent)
             elif agent not in self._expected and agent.namespace == namespace:
-                self._expect(agent, discovery)
+                self._expected.add(agent)
+                self._changes.prompts[agent] = discovery.fixed_prompt(agent.agent)
+                self._changes.teams[agent] = discovery.team(agent.agent)
 
     def take(self) -> ForecastChanges | None:
         """Return what has changed since the last call; None where nothing has."""
@@ -58,11 +60,6 @@ class FoundForecasts:
             return None
         taken, self._changes = self._changes, ForecastChanges()
         return taken
-
-    def _expect(self, agent: AgentKey, discovery: Discovery) -> None:
-        self._expected.add(agent)
-        self._changes.prompts[agent] = discovery.fixed_prompt(agent.agent)
-        self._changes.teams[agent] = discovery.team(agent.agent)
 
 
 logger = logging.getLogger(__name__)
@@ -93,7 +90,10 @@ class PlainRequests:
         if not request.is_plain or self._mode is DiscoveryMode.OFF or request.reuse is ReuseMode.OFF:
             return request
         try:
-            found = self._find(request)
+            discovery, now = self._namespaces.use(request.namespace, lambda: Discovery(self.totals)), self._clock()
+            found = discovery.arrive(request.request_id, request.tokens, now)
+            if found and self._forecasts and not request.run:
+                self.forecasts.follow(request.namespace, discovery, found.run, now)
         except Exception:
             logger.exception("request %s is served as it is", request.request_id)
             self.totals.failures += 1
@@ -155,14 +155,6 @@ class PlainRequests:
             "why_not": WhyNot.most_common(one.why_not for one in known),
             "findings": [one.to_dict() for one in find_waste(agents)][:MAX_REPORTED],
         }
-
-    def _find(self, request: GenerateRequest) -> Found | None:
-        discovery = self._namespaces.use(request.namespace, lambda: Discovery(self.totals))
-        now = self._clock()
-        found = discovery.arrive(request.request_id, request.tokens, now)
-        if found and self._forecasts and not request.run:
-            self.forecasts.follow(request.namespace, discovery, found.run, now)
-        return found
 
     @property
     def _forecasts(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kedge.discovery import token_bytes
 from kedge.discovery.found_agents import FoundAgent
-from kedge.discovery.templates import PromptTemplate, Slot
+from kedge.discovery.templates import Slot
 from kedge.types import AgentId
 
 LEAST_TOKENS = 32
@@ -91,13 +91,9 @@ def _roles_first(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
     """Yield the agents that read what another reads too, behind another beginning."""
     readers = Counter(slot.label for agent in agents for slot in agent.templates[0].slots)
     for agent in agents:
-        first = _first_shared(agent.templates[0], readers)
+        first = next((slot for slot in agent.templates[0].slots if readers[slot.label] > 1), None)
         if first is not None and not _is_own(first, agent):
             yield Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls)
-
-
-def _first_shared(template: PromptTemplate, readers: Counter[str]) -> Slot | None:
-    return next((slot for slot in template.slots if readers[slot.label] > 1), None)
 
 
 def _alike_heads(agents: Sequence[FoundAgent]) -> Iterator[Finding]:

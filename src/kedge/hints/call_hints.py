@@ -270,34 +270,24 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             ignored[rule.dialect, IgnoredReason.BAD_VALUE] += 1
         else:
             given.setdefault(rule.field, parsed)
-    if "kv_hints" in body:
-        _take_actions(given, body["kv_hints"], ignored)
-    _take_marks(given, body, ignored)
-    _complete(given, headers, ends_run=body["kedge"].get("final") is True)
-    _count_unknown(body, ignored)
-    kedge = body["kedge"]
-    reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
-    return Hints(reuse=reuse, guard=guard, bindings=_bindings(kedge), **given), ignored
-
-
-def _take_actions(given: dict[str, Any], envelope: Any, ignored: IgnoredHints) -> None:
-    """Add what the actions of `kv_hints` ask for, except where other hints say it."""
-    wishes = read_actions(envelope)
-    ignored["kv_hints", IgnoredReason.UNSUPPORTED] += wishes.rejected
-    given["actions"] = tuple(wishes.outcomes)
-    if wishes.keep_for is not None:
-        given.setdefault("keep_for", wishes.keep_for)
-    if wishes.expects:
-        given.setdefault("expects", wishes.expects)
-
-
-def _take_marks(given: dict[str, Any], body: Mapping[str, Any], ignored: IgnoredHints) -> None:
-    """Add how long the marks in a conversation ask to keep it, except where other hints say it."""
+    if "kv_hints" in body:  # what its actions ask for, except where other hints say it
+        wishes = read_actions(body["kv_hints"])
+        ignored["kv_hints", IgnoredReason.UNSUPPORTED] += wishes.rejected
+        given["actions"] = tuple(wishes.outcomes)
+        if wishes.keep_for is not None:
+            given.setdefault("keep_for", wishes.keep_for)
+        if wishes.expects:
+            given.setdefault("expects", wishes.expects)
     if marks := cache_marks(body):
         try:
             given.setdefault("keep_for", longest(marks))
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
+    _complete(given, headers, ends_run=body["kedge"].get("final") is True)
+    _count_unknown(body, ignored)
+    kedge = body["kedge"]
+    reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
+    return Hints(reuse=reuse, guard=guard, bindings=_bindings(kedge), **given), ignored
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:

@@ -68,14 +68,10 @@ def cache_marks(body: Mapping[str, Any]) -> list[Any]:
     whole, so what counts is the longest time of all marks.
     """
     own = body.get("cache_control")
-    return [*(own if isinstance(own, list) else [own] if own is not None else []), *_marks_within(body)]
-
-
-def _marks_within(body: Mapping[str, Any]) -> Iterator[Any]:
     blocks = (block for message in _objects(body.get("messages")) for block in _objects(message.get("content")))
-    for one in (*_objects(body.get("tools")), *_objects(body.get("system")), *blocks):
-        if (mark := one.get("cache_control")) is not None:
-            yield mark
+    inner = (one.get("cache_control") for one in (*_objects(body.get("tools")), *_objects(body.get("system")), *blocks))
+    marks = [*(own if isinstance(own, list) else [own]), *inner]
+    return [mark for mark in marks if mark is not None]
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -86,13 +86,8 @@ def _refused(kedge: Mapping[str, Any]) -> Iterator[ActionOutcome]:
             yield ActionOutcome(name, "goes with a call, and means nothing without one")
         elif name not in rules:
             yield ActionOutcome(str(name)[:MAX_NAME_LENGTH], "unknown")
-        elif value is not None and not _is_read(rules[name].read, value):
-            yield ActionOutcome(name, ACCEPTED.get(name, NAME))
-
-
-def _is_read(read: Any, value: Any) -> bool:
-    try:
-        read(value)
-    except ValueError:
-        return False
-    return True
+        elif value is not None:
+            try:
+                rules[name].read(value)
+            except ValueError:
+                yield ActionOutcome(name, ACCEPTED.get(name, NAME))

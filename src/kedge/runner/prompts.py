@@ -16,7 +16,7 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, ClientId, GenerateRequest, ReuseMode, SampleId, Tokens, WorkflowId
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.graph import Step, Workflow
-from kedge.workflow.template import CompiledAgent, Placeholder, Value, compile_agents
+from kedge.workflow.template import CompiledAgent, Value, compile_agents
 
 NOTHING = Value((), None)
 """The value of a placeholder that is known to be empty."""
@@ -76,7 +76,14 @@ class RunPrompts:
     def request(self, step: Step, reuse: ReuseMode, produces: SampleId | None = None) -> GenerateRequest:
         """Return a step's request. Values that are not known yet are segments without tokens."""
         prompt, agent = self.prompts[step.agent], self.workflow.agent(step.agent)
-        values = {placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}
+        values = {}
+        for placeholder in prompt.placeholders:
+            sample = self.workflow.sample(step, placeholder)
+            if sample is None:
+                values[placeholder] = NOTHING
+            else:
+                found = (known for memory in self.memories if (known := memory.find(sample)))
+                values[placeholder] = next((known.value for known in found), Value((), sample))
         awaited = {value.sample for value in values.values() if value.sample and not value.tokens}
         return GenerateRequest(
             segments=prompt.fill(values, awaited),
@@ -93,10 +100,3 @@ class RunPrompts:
             produces=produces,
             trail=prompt.trail,
         )
-
-    def _value(self, step: Step, placeholder: Placeholder) -> Value:
-        sample = self.workflow.sample(step, placeholder)
-        if sample is None:
-            return NOTHING
-        found = (known for memory in self.memories if (known := memory.find(sample)))
-        return next((known.value for known in found), Value((), sample))

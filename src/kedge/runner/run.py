@@ -162,17 +162,16 @@ class RunLoop:
     results: dict[Step, AgentResult] = field(default_factory=dict)
     in_flight: dict[Step, RequestId] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, no tool is called any more."""
     posted: queue.SimpleQueue[RunEvent | Future[AgentResult]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        inputs = MappingProxyType(dict(self.inputs))
+        self.inputs = MappingProxyType(dict(self.inputs))
         prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.prompts = RunPrompts(self.key, self.workflow, prompts, (self.memory,))
         self.progress = RunProgress(step_graph(self.workflow), self.key, ForecastBoard())
         self.read = self.workflow.read_answers
-        streams_text = self.on_event is not None
-        self.reader = AnswerReader(inputs, self.on_tool_error, self.posted.put, streams_text, self.stopping)
-        for name, text in inputs.items():
+        for name, text in self.inputs.items():
             self._remember(SampleId(ValueKind.INPUT, name), text)
 
     def execute(self) -> RunResult:
@@ -184,23 +183,26 @@ class RunLoop:
                 self.engine.forecast(self.progress.begin(time.monotonic()), begins)
                 self._submit_ready(pool)
                 while self.in_flight:
-                    self._handle(self.posted.get(), pool)
+                    item = self.posted.get()
+                    if isinstance(item, RunEvent):
+                        self._notify(item)
+                    else:
+                        self._take(item.result())
+                        self._submit_ready(pool)
             finally:
-                self._stop()
+                self.stopping.set()
+                for request_id in self.in_flight.values():
+                    self.engine.cancel(request_id)
                 self.engine.forecast(self.progress.end(time.monotonic()))
         results = tuple(self.results[step] for step in self.workflow.steps)
         return RunResult(self.key.run_id, results, (time.perf_counter() - started) * 1e3)
 
-    def _stop(self) -> None:
-        self.stopping.set()
-        for request_id in self.in_flight.values():
-            self.engine.cancel(request_id)
-
     def _submit_ready(self, pool: ThreadPoolExecutor) -> None:
         for step in self.workflow.steps:
-            if step not in self.results and step not in self.in_flight and self._is_ready(step):
+            is_ready = self.workflow.needs(step) <= self.results.keys()
+            if step not in self.results and step not in self.in_flight and is_ready:
                 stream, agent = self._submit(step), self.workflow.agent(step.agent)
-                pool.submit(self.reader.read, step, agent, stream).add_done_callback(self.posted.put)
+                pool.submit(self._read, step, agent, stream).add_done_callback(self.posted.put)
                 self._notify(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
         self._prepare_next()
 
@@ -211,9 +213,6 @@ class RunLoop:
             for step in self.workflow.steps:
                 if step not in begun and self.workflow.needs(step) <= begun:
                     self.engine.prepare(self._request(step))
-
-    def _is_ready(self, step: Step) -> bool:
-        return self.workflow.needs(step) <= self.results.keys()
 
     def _submit(self, step: Step) -> Stream:
         """Submit a step's request, after the forecast, which an engine may pass on with it."""
@@ -230,13 +229,6 @@ class RunLoop:
     def _request(self, step: Step) -> GenerateRequest:
         reuse = self.workflow.agent(step.agent).reuse or self.reuse
         return self.prompts.request(step, reuse, produces=step.sample() if step in self.read else None)
-
-    def _handle(self, item: RunEvent | Future[AgentResult], pool: ThreadPoolExecutor) -> None:
-        if isinstance(item, RunEvent):
-            self._notify(item)
-        else:
-            self._take(item.result())
-            self._submit_ready(pool)
 
     def _take(self, result: AgentResult) -> None:
         step = Step(result.agent, result.turn)
@@ -256,27 +248,21 @@ class RunLoop:
         if self.on_event is not None:
             self.on_event(event)
 
+    # threads of their own, one for each step --------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class AnswerReader:
-    """How the answers of a run are read, and where events go. Several threads may read with it at once."""
-
-    inputs: Mapping[str, str]
-    on_tool_error: OnToolError
-    post: Callable[[RunEvent], None]
-    streams_text: bool
-    """Whether text is posted as it comes."""
-    stopping: threading.Event
-    """Once it is set, no tool is called any more."""
-
-    def read(self, step: Step, agent: Agent, stream: Stream) -> AgentResult:
+    def _read(self, step: Step, agent: Agent, stream: Stream) -> AgentResult:
         """Wait for the end of `stream` and of the agent's tool, and return both results.
 
         Raises the stream's error, `ToolError`, or `RequestError` for a response that was cancelled.
         """
         try:
-            completion = self._answer(step, stream)
-            result = None
+            if self.on_event is not None:
+                for delta in stream:
+                    self._post(EventKind.TEXT, step, stream, delta.text)
+            completion, result = stream.result(), None
+            if completion.finish_reason is FinishReason.CANCELLED:
+                raise RequestError(f"agent {step.agent}", completion.request_id, "its response was cancelled")
+            self._post(EventKind.ANSWERED, step, stream, completion.text, completion)
             if agent.tool is not None and not self.stopping.is_set():
                 result = tool_result(agent, completion.text, self.inputs, self.on_tool_error)
                 self._post(EventKind.TOOL, step, stream, result)
@@ -285,18 +271,8 @@ class AnswerReader:
             raise
         return AgentResult(step.agent, step.turn, completion, result)
 
-    def _answer(self, step: Step, stream: Stream) -> Completion:
-        if self.streams_text:
-            for delta in stream:
-                self._post(EventKind.TEXT, step, stream, delta.text)
-        completion = stream.result()
-        if completion.finish_reason is FinishReason.CANCELLED:
-            raise RequestError(f"agent {step.agent}", completion.request_id, "its response was cancelled")
-        self._post(EventKind.ANSWERED, step, stream, completion.text, completion)
-        return completion
-
     def _post(self, kind: EventKind, step: Step, stream: Stream, text: str, done: Completion | None = None) -> None:
-        self.post(RunEvent(kind, step.agent, step.turn, stream.request_id, text, done))
+        self.posted.put(RunEvent(kind, step.agent, step.turn, stream.request_id, text, done))
 
 
 def add_place(error: KedgeError, step: Step) -> None:
@@ -333,7 +309,12 @@ def call_tool(agent: Agent, answer: str, inputs: Mapping[str, str]) -> str:
         raise ToolError(key, name, f"ran longer than {agent.tool_seconds} s") from late
     if error is not None:
         raise ToolError(key, name, f"raised {type(error).__name__}: {error}") from error
-    return _require_text(key, name, box.result())
+    result = box.result()
+    if not isinstance(result, str):
+        raise ToolError(key, name, f"answered {result!r}, not text")
+    if not is_unicode(result):
+        raise ToolError(key, name, "answered with half of a surrogate pair")
+    return result
 
 
 def _settle(box: Future[object], tool: Tool, answer: str, inputs: Mapping[str, str]) -> None:
@@ -341,11 +322,3 @@ def _settle(box: Future[object], tool: Tool, answer: str, inputs: Mapping[str, s
         box.set_result(tool(answer, inputs))
     except BaseException as error:  # foreign code: whatever it raises, exit included, is the tool's failure
         box.set_exception(error)
-
-
-def _require_text(key: str, name: str, result: object) -> str:
-    if not isinstance(result, str):
-        raise ToolError(key, name, f"answered {result!r}, not text")
-    if not is_unicode(result):
-        raise ToolError(key, name, "answered with half of a surrogate pair")
-    return result

@@ -79,6 +79,11 @@ class MessagesBody(Body):
                 "messages": [{"content": one.content} for one in self.messages],
             }
         )
+        messages = []
+        if self.system is not None:
+            messages.append(ChatMessage(role="system", content=_text_of(self.system, "system")))
+        for at, one in enumerate(self.messages):
+            messages += _chat_messages(one, f"messages.{at}.content")
         choice = self.tool_choice or {}
         wanted = (self.output_config or {}).get("format")
         return read_as(
@@ -86,7 +91,7 @@ class MessagesBody(Body):
             {
                 **others,
                 "cache_control": marks or None,
-                "messages": self._messages(),
+                "messages": messages,
                 "max_completion_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,
                 "tools": [_tool(one) for one in self.tools or ()] or None,
@@ -95,14 +100,6 @@ class MessagesBody(Body):
                 "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             },
         )
-
-    def _messages(self) -> list[ChatMessage]:
-        messages = []
-        if self.system is not None:
-            messages.append(ChatMessage(role="system", content=_text_of(self.system, "system")))
-        for at, one in enumerate(self.messages):
-            messages += _chat_messages(one, f"messages.{at}.content")
-        return messages
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:

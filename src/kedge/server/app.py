@@ -10,10 +10,10 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Response
@@ -39,6 +39,9 @@ from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
 from kedge.types import RequestId
 
+if TYPE_CHECKING:
+    from kedge.engine.common.state.snapshot import SavedState
+
 READY_SECONDS = 5.0
 
 
@@ -60,7 +63,10 @@ def create_app(
     service = Service(watching.engine, settings, keys, tracing, watching.history.failed)
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
-    app.state.snapshots = _snapshots(engine, service)
+    app.state.snapshots = None
+    if settings.state is not None and not (isinstance(engine, SelfSaving) and engine.state == settings.state):
+        app.state.snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
+        app.state.snapshots.load()
     for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
         app.include_router(api.router)
     app.include_router(_router)
@@ -82,15 +88,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(service.threads.shut)
     if snapshots:
         await asyncio.to_thread(snapshots.end)
-
-
-def _snapshots(engine: Engine, service: Service) -> Snapshots | None:
-    settings = service.settings
-    if settings.state is None or (isinstance(engine, SelfSaving) and engine.state == settings.state):
-        return None
-    snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
-    snapshots.load()
-    return snapshots
 
 
 _router = APIRouter(tags=["Operation"], responses=ERRORS)
@@ -129,27 +126,12 @@ async def metrics(service: TheService, caller: AnyCaller) -> Response:
 logger = logging.getLogger(__name__)
 
 
-class Saved(Protocol):
-    """Summary of a saved or loaded snapshot."""
-
-    @property
-    def pools(self) -> int: ...
-    @property
-    def templates(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def damaged(self) -> Sequence[object]: ...
-
-
 @runtime_checkable
 class Saving(Protocol):
     """Engine whose state can be saved and loaded (`kedge.engine.local.engine.LocalEngine`)."""
 
-    def save(self, folder: str | Path) -> Saved: ...
-    def load(self, folder: str | Path) -> Saved: ...
+    def save(self, folder: str | Path) -> SavedState: ...
+    def load(self, folder: str | Path) -> SavedState: ...
 
 
 class Snapshots:
@@ -212,7 +194,7 @@ class Snapshots:
             logger.info("saved %s", _summary(saved, self._folder))
 
 
-def _summary(saved: Saved, folder: Path) -> str:
+def _summary(saved: SavedState, folder: Path) -> str:
     size, took = saved.nbytes / 2**20, saved.seconds * 1e3
     return f"{saved.pools} pools and {saved.templates} templates, {size:.1f} MiB in {took:.0f} ms ({folder})"
 
@@ -238,9 +220,8 @@ class GracefulServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=patience, **options))
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._has_failed()
-
-    def _has_failed(self) -> bool:
+        if await super().on_tick(counter):
+            return True
         failure = self._service.engine.failure
         if failure is not None:
             logger.critical("the engine ended by itself, and so does the server: %r", failure)
@@ -250,16 +231,17 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
         self._service.is_ending = True
-        failing = asyncio.create_task(self._fail_after_grace())
+
+        async def fail_after_grace() -> None:
+            grace, error = self._service.settings.grace, self._service.engine_error
+            if error is None:
+                await asyncio.sleep(grace)
+                error = EngineClosed("server", "ending", f"the call ran for longer than {grace:g} s")
+            self._runs.cancel_all()
+            self._service.fail_all(error)
+
+        failing = asyncio.create_task(fail_after_grace())
         while self._runs.any_running:
             await asyncio.sleep(POLL_SECONDS)
         await super().shutdown(sockets)
         failing.cancel()
-
-    async def _fail_after_grace(self) -> None:
-        grace, error = self._service.settings.grace, self._service.engine_error
-        if error is None:
-            await asyncio.sleep(grace)
-            error = EngineClosed("server", "ending", f"the call ran for longer than {grace:g} s")
-        self._runs.cancel_all()
-        self._service.fail_all(error)

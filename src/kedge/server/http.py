@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -35,6 +35,8 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
+from kedge.hints import Hints
+from kedge.types import Completion, Source
 
 MAX_REASON = 300
 """Characters of a reason: what was wrong may be as long as a body."""
@@ -138,7 +140,9 @@ class TypedRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Handler:
-        handle, declared = super().get_route_handler(), self._declared()
+        body = (self.openapi_extra or {}).get("requestBody", {})
+        declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
+        handle = super().get_route_handler()
 
         async def handle_declared(request: Request) -> Response:
             if declared:
@@ -147,21 +151,14 @@ class TypedRoute(APIRoute):
 
         return handle_declared
 
-    def _declared(self) -> tuple[str, ...]:
-        """Return the accepted types; none for a route that reads no body."""
-        body = (self.openapi_extra or {}).get("requestBody", {})
-        return tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
-
 
 def require_type(request: Request, declared: tuple[str, ...]) -> None:
     """Raise `HTTPException` (415) unless the `Content-Type` is one of `declared`."""
     given = request.headers.get("content-type", "")
-    if not _is_one_of(given.partition(";")[0].strip().lower(), declared):
+    kind = given.partition(";")[0].strip().lower()
+    is_json = JSON_TYPE in declared and kind.startswith("application/") and kind.endswith("+json")
+    if kind not in declared and not is_json:
         raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")
-
-
-def _is_one_of(given: str, declared: tuple[str, ...]) -> bool:
-    return given in declared or (JSON_TYPE in declared and given.startswith("application/") and given.endswith("+json"))
 
 
 class Body(BaseModel):
@@ -303,15 +300,10 @@ async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
     status = problem_of(error).status
     if status == INTERNAL.status:
         logger.error("a call failed: %s", error)
-    return _answer(request, error_body(error), status, _headers(error, status))
-
-
-def _headers(error: KedgeError, status: int) -> dict[str, str]:
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
     if isinstance(error, LimitReached):
-        return {"Retry-After": str(math.ceil(error.retry_after))}
-    if status == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": "1"} if status == 503 else {}
+        headers = {"Retry-After": str(math.ceil(error.retry_after))}
+    return _answer(request, error_body(error), status, headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
@@ -347,12 +339,8 @@ def _answer(
         service.failed(owner, failure_of(request, body, status))
     else:
         service.metrics.failed(owner or "", status)
-    return JSONAnswer(_in_dialect(path, body), status, headers=headers)
-
-
-def _in_dialect(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error's body as the protocol of its route has it."""
-    return {"type": "error", **body} if path.startswith("/v1/messages") else body
+    in_dialect = {"type": "error", **body} if path.startswith("/v1/messages") else body
+    return JSONAnswer(in_dialect, status, headers=headers)
 
 
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
@@ -361,3 +349,48 @@ def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFa
     route = f"{request.method} {unquote(request.url.path)}"
     agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}
     return CallFailure(status, error["code"] or error["type"], error["message"], route, **agent)
+
+
+# receipts ------------------------------------------------------------------------------------------------------------
+
+
+def receipt(completion: Completion) -> dict[str, Any]:
+    """Return where the prompt's tokens came from, and the timings.
+
+    The engine's request ids are left out: their numbers would reveal how much other tenants ask for.
+    """
+    found = completion.receipt
+    return {
+        "mode": found.mode,
+        "tokens": {source.value: found.tokens(source) for source in Source},
+        "preassembled": found.preassembled,
+        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in found.misses],
+        "guard": [asdict(note) for note in found.guard],
+        "parts_ms": dict(found.parts_ms),
+        "ttft_ms": completion.ttft_ms,
+        "total_ms": completion.total_ms,
+    }
+
+
+def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, and what
+    became of each of the client's actions.
+    """
+    field = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
+    return {**field, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else field
+
+
+def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:
+    """Return the token counts of a call.
+
+    A prompt counts once for all of its `per_prompt` choices, with the cached tokens of its first choice.
+    """
+    receipts = [completion.receipt for completion in completions[::per_prompt]]
+    prompt_tokens = sum(one.prompt_tokens for one in receipts)
+    completion_tokens = sum(len(completion.tokens) for completion in completions)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.exact for one in receipts)},
+    }

@@ -109,17 +109,13 @@ class AccessLogMiddleware:
             with self._tracing.called(scope["path"], _Incoming(scope)):
                 await self._app(scope, receive, send_named)
         finally:
-            _log(scope, status, time.monotonic() - began)
+            method, ms = scope["method"], round((time.monotonic() - began) * 1e3, 1)
+            path = scope.get("raw_path", b"").decode("latin-1").partition("?")[0] or scope["path"]
+            tenant = getattr(scope.get("state", {}).get("tenant"), "id", "")
+            fields = {"method": method, "path": path, "status": status, "ms": ms, "tenant": tenant}
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            logger.log(level, "%s %s %d in %.1f ms", method, path, status, ms, extra=fields)
             request_id.reset(token)
-
-
-def _log(scope: Scope, status: int, seconds: float) -> None:
-    path = scope.get("raw_path", b"").decode("latin-1").partition("?")[0] or scope["path"]
-    level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
-    tenant = getattr(scope.get("state", {}).get("tenant"), "id", "")
-    method, ms = scope["method"], round(seconds * 1e3, 1)
-    fields = {"method": method, "path": path, "status": status, "ms": ms, "tenant": tenant}
-    logger.log(level, "%s %s %d in %.1f ms", method, path, status, ms, extra=fields)
 
 
 class _Incoming(Mapping[str, str]):

@@ -14,13 +14,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from kedge.engine.base import Engine, Inspectable
 from kedge.errors import EngineClosed
 from kedge.guard import GuardState
 from kedge.hints import IgnoredHints
-from kedge.server.calls import Threads
+from kedge.server.threads import Threads
 from kedge.types import Completion, ReuseMode, Source, TenantId
 from kedge.workflow.forecast import Ignored
 
@@ -126,14 +125,12 @@ class _TenantView(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            family.samples = [self._named(sample) for sample in family.samples if self._shows(sample)]
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name})
+                for sample in family.samples
+                if not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
+            ]
             yield family
-
-    def _shows(self, sample: Sample) -> bool:
-        return not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
-
-    def _named(self, sample: Sample) -> Sample:
-        return sample._replace(labels={**sample.labels, "model_name": self._model_name})
 
 
 class _IgnoredForecasts(Collector):
@@ -220,23 +217,22 @@ class CacheMetrics(Collector):
 
     async def refresh(self) -> None:
         """Ask the engine, unless it still owes an answer, and wait for it for `PATIENCE` seconds at most."""
-        if self._engine is None:
+        if (engine := self._engine) is None:
             return
+
+        def ask() -> Mapping[str, Any]:
+            try:
+                return engine.inspect()
+            except EngineClosed:
+                return {}
+
         if self._look is None:
-            self._look = self._threads.wait(self._ask)
+            self._look = self._threads.wait(ask)
         look = self._look
         await asyncio.wait([asyncio.wrap_future(look)], timeout=PATIENCE)
         if look.done():
             self._look = None if self._look is look else self._look
             self._seen = look.result() or self._seen
-
-    def _ask(self) -> Mapping[str, Any]:
-        assert self._engine is not None
-        try:
-            figures: Mapping[str, Any] = self._engine.inspect()
-        except EngineClosed:
-            return {}
-        return figures
 
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from kedge.errors import RequestError
-from kedge.server.calls import usage
-from kedge.server.http import BODY_ERRORS, ERRORS, EVENTS, JSON, Body, TypedRoute, accepted, answers, read_as
+from kedge.server.http import BODY_ERRORS, ERRORS, EVENTS, JSON, Body, TypedRoute, accepted, answers, read_as, usage
 from kedge.server.openai.protocol import CalledFunction, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
 from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
 from kedge.server.openai.tool_calls import ParsedText, ToolCall
@@ -43,21 +42,6 @@ class ResponsesBody(Body):
 
     def chat(self) -> ChatBody:
         """Return the same call as a chat. Raises `RequestError` naming what this server cannot read."""
-        self._refuse()
-        others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
-        return read_as(
-            ChatBody,
-            {
-                **others,
-                "messages": self._messages(),
-                "max_completion_tokens": self.max_output_tokens,
-                "tools": [_tool(one) for one in self.tools or ()] or None,
-                "tool_choice": _choice(self.tool_choice),
-                "response_format": _format((self.text or {}).get("format")),
-            },
-        )
-
-    def _refuse(self) -> None:
         if not self.input:
             raise RequestError("input", self.input, "must have a text or at least one item")
         if self.previous_response_id is not None:
@@ -65,13 +49,22 @@ class ResponsesBody(Body):
             raise RequestError("previous_response_id", self.previous_response_id, why)
         if self.background:
             raise RequestError("background", self.background, "this server stores no responses")
-
-    def _messages(self) -> list[ChatMessage]:
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         for at, item in enumerate(items):
             _add(messages, item, f"input.{at}")
-        return messages
+        others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
+        return read_as(
+            ChatBody,
+            {
+                **others,
+                "messages": messages,
+                "max_completion_tokens": self.max_output_tokens,
+                "tools": [_tool(one) for one in self.tools or ()] or None,
+                "tool_choice": _choice(self.tool_choice),
+                "response_format": _format((self.text or {}).get("format")),
+            },
+        )
 
 
 def _choice(choice: Any) -> Any:

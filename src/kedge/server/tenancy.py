@@ -112,7 +112,11 @@ class KeyRing:
 def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -> KeyRing:
     """Return the keys of a file and of `KEDGE_API_KEYS`. Raises `ConfigError`, which never contains a key."""
     tenants: dict[str, Tenant] = {}
-    for digest, tenant in (*_of_file(file, default), *_of_variable(variable or "", default)):
+    known = list(_of_file(file, default))
+    for entry in filter(None, re.split(r"[,\s]+", variable or "")):
+        name, _, digest = entry.partition(":")
+        known.append((_hash(digest, f"KEDGE_API_KEYS: {name}"), _tenant(name, default)))
+    for digest, tenant in known:
         if digest in tenants:
             raise ConfigError("api key", tenant.id, "duplicate of another key")
         tenants[digest] = tenant
@@ -127,18 +131,14 @@ def _of_file(file: Path | None, default: LimitSettings) -> Iterator[tuple[str, T
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("--api-keys", str(file), str(error)) from None
     _refuse_unknown(data, {"tenants", "operator"}, str(file))
-    sections = {f"tenants.{name}": (name, section) for name, section in _table(data, "tenants").items()}
+    tenants = data.get("tenants", {})
+    if not isinstance(tenants, dict):
+        raise ConfigError("tenants", type(tenants).__name__, "must be a table")
+    sections = {f"tenants.{name}": (name, section) for name, section in tenants.items()}
     if "operator" in data:
         sections["operator"] = (OPERATOR, data["operator"])
     for key, (name, section) in sections.items():
         yield from _of_section(f"{file}: {key}", name, section, default)
-
-
-def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    table = data.get(key, {})
-    if not isinstance(table, dict):
-        raise ConfigError(key, type(table).__name__, "must be a table")
-    return table
 
 
 def _of_section(key: str, name: str, section: object, default: LimitSettings) -> Iterator[tuple[str, Tenant]]:
@@ -149,26 +149,15 @@ def _of_section(key: str, name: str, section: object, default: LimitSettings) ->
     keys = section.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
-    own = _limits(key, {**dict(default), **limits})
+    try:
+        own = LimitSettings(**{**dict(default), **limits})
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
     keep_texts = section.get("keep_texts")
     if keep_texts is not None and not isinstance(keep_texts, bool):
         raise ConfigError(f"{key}.keep_texts", keep_texts, "must be true or false")
     for digest in keys:
         yield _hash(digest, key), replace(_tenant(name, own), keep_texts=keep_texts)
-
-
-def _limits(key: str, limits: Mapping[str, Any]) -> LimitSettings:
-    """Return limits in the formats of the settings, such as sizes with units."""
-    try:
-        return LimitSettings(**limits)
-    except ConfigError as error:
-        raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
-
-
-def _of_variable(text: str, default: LimitSettings) -> Iterator[tuple[str, Tenant]]:
-    for entry in filter(None, re.split(r"[,\s]+", text)):
-        name, _, digest = entry.partition(":")
-        yield _hash(digest, f"KEDGE_API_KEYS: {name}"), _tenant(name, default)
 
 
 def _refuse_unknown(section: Mapping[str, Any], known: set[str], key: str) -> None:

@@ -178,9 +178,18 @@ class WorkflowSpan(RunSpan):
     def record(self, event: RunEvent) -> None:
         match event.kind:
             case EventKind.SUBMITTED:
-                self._open[event.request_id] = self._agent(event)
+                agent = self._workflow.agent(event.agent)
+                attributes = {
+                    "gen_ai.request.model": self._model_name,
+                    "kedge.turn": event.turn,
+                    "kedge.reuse": agent.reuse.value if agent.reuse else None,
+                    **_request_attributes(agent.sampling),
+                }
+                self._open[event.request_id] = self._child("invoke_agent", agent, agent.id, attributes)
             case EventKind.TEXT:
-                self._note_first(event)
+                if event.request_id not in self._begun:
+                    self._begun.add(event.request_id)
+                    self._open[event.request_id].add_event(FIRST_TOKEN)
             case EventKind.ANSWERED:
                 self._answered(event)
             case EventKind.TOOL:
@@ -193,21 +202,6 @@ class WorkflowSpan(RunSpan):
                 span.end()
             else:
                 _fail(span, error)
-
-    def _agent(self, event: RunEvent) -> Span:
-        agent = self._workflow.agent(event.agent)
-        attributes = {
-            "gen_ai.request.model": self._model_name,
-            "kedge.turn": event.turn,
-            "kedge.reuse": agent.reuse.value if agent.reuse else None,
-            **_request_attributes(agent.sampling),
-        }
-        return self._child("invoke_agent", agent, agent.id, attributes)
-
-    def _note_first(self, event: RunEvent) -> None:
-        if event.request_id not in self._begun:
-            self._begun.add(event.request_id)
-            self._open[event.request_id].add_event(FIRST_TOKEN)
 
     def _answered(self, event: RunEvent) -> None:
         assert event.completion is not None

@@ -36,16 +36,13 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, Mapping):
-                result[key] = merge(_section_below(key, result.get(key, {})), value)
+                below = result.get(key, {})
+                if not isinstance(below, Mapping):
+                    raise ConfigError(key, below, "is a section, not a value")
+                result[key] = merge(below, value)
             elif value is not None:
                 result[key] = value
     return result
-
-
-def _section_below(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(key, value, "is a section, not a value")
-    return value
 
 
 def check_environment(settings: type[BaseModel]) -> None:

@@ -102,31 +102,18 @@ def step_edges(graph: StepGraph) -> Iterator[Edge]:
 def mermaid(diagram: Diagram) -> str:
     """Return a diagram as a Mermaid flowchart. Nodes are numbered, since words such as `end` are no ids there."""
     ids = {name: f"n{at}" for at, name in enumerate(name for column in diagram.columns for name in column)}
+    title = yaml.safe_dump(diagram.name, default_style='"', allow_unicode=True, width=float("inf")).strip()
+    lines = ["---", f"title: {title}", "---", "flowchart LR"]
+    for name, node in ids.items():
+        text = _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", name)
+        lines.append(f'  {node}["{text}"]')
     by_colour: dict[str, list[str]] = {}
     for at, edge in enumerate(diagram.edges):
         by_colour.setdefault(edge.colour, []).append(str(at))
-    lines = [
-        "---",
-        f"title: {_yaml_string(diagram.name)}",
-        "---",
-        "flowchart LR",
-        *(f'  {node}["{_mermaid_text(name)}"]' for name, node in ids.items()),
-        *(f"  {ids[edge.start]} {_mermaid_arrow(edge)} {ids[edge.to]}" for edge in diagram.edges),
-        *(f"  linkStyle {','.join(places)} stroke:{colour}" for colour, places in by_colour.items()),
-    ]
+        arrow = ("-.->" if edge.is_loop else "-->") + (f'|"{edge.label}"|' if edge.label else "")
+        lines.append(f"  {ids[edge.start]} {arrow} {ids[edge.to]}")
+    lines += [f"  linkStyle {','.join(places)} stroke:{colour}" for colour, places in by_colour.items()]
     return "\n".join(lines) + "\n"
-
-
-def _mermaid_arrow(edge: Edge) -> str:
-    return ("-.->" if edge.is_loop else "-->") + (f'|"{edge.label}"|' if edge.label else "")
-
-
-def _mermaid_text(text: str) -> str:
-    return _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", text)
-
-
-def _yaml_string(text: str) -> str:
-    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf")).strip()
 
 
 def dot(diagram: Diagram) -> str:

@@ -14,8 +14,8 @@ from kedge.cache import CacheStats
 from kedge.engine.echo import EchoEngine
 from kedge.errors import EngineClosed
 from kedge.server import metrics as server_metrics
-from kedge.server.calls import Threads
 from kedge.server.metrics import COUNTERS, DISK_COUNTERS, GAUGES, CacheMetrics, ServerMetrics
+from kedge.server.threads import Threads
 from kedge.types import Namespace, TenantId, Tokens
 
 FIGURES = {**asdict(CacheStats(corrupt_blocks=3, disk_blocks=7)), "disk": dict.fromkeys(DISK_COUNTERS, 5)}

@@ -38,7 +38,7 @@ from kedge.types import (
     Tokens,
     WorkflowId,
 )
-from kedge.workflow.forecast import AgentKey, Changes, RunKey
+from kedge.workflow.forecast import Changes, RunKey
 
 SAMPLES = 64
 """Times to first token by agent and kind; the median is of these."""
@@ -176,27 +176,25 @@ class CallRecord:
             "run": self.run.name if self.run else "",
             "state": self.state,
         }
-        return head | (_answered(self.completion, self) if self.completion else {})
+        if self.completion is None:
+            return head
+        receipt = self.completion.receipt
+        return head | {
+            "mode": receipt.mode,
+            "kind": kind_of(receipt),
+            "tokens": plain(by_source(receipt)),
+            "ttft_ms": self.completion.ttft_ms,
+            "ttft_load": self.ttft_load,
+            "total_ms": self.completion.total_ms,
+            "total_load": self.total_load,
+            "finish_reason": self.completion.finish_reason,
+            "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
+        }
 
     def to_details(self, now: float) -> dict[str, Any]:
         """The same with where the time to first token went."""
         parts = dict(self.completion.receipt.parts_ms) if self.completion else {}
         return {**self.to_dict(now), "parts_ms": parts}
-
-
-def _answered(completion: Completion, call: CallRecord) -> dict[str, Any]:
-    receipt = completion.receipt
-    return {
-        "mode": receipt.mode,
-        "kind": kind_of(receipt),
-        "tokens": plain(by_source(receipt)),
-        "ttft_ms": completion.ttft_ms,
-        "ttft_load": call.ttft_load,
-        "total_ms": completion.total_ms,
-        "total_load": call.total_load,
-        "finish_reason": completion.finish_reason,
-        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
-    }
 
 
 MAX_AGENTS_OF_A_RUN = 64
@@ -231,10 +229,6 @@ class RunRecord:
 
     def _has_room(self, agent: AgentId) -> bool:
         return agent in self.states or len(self.states) < MAX_AGENTS_OF_A_RUN
-
-    def end(self) -> None:
-        self.has_ended = True
-        self.steps.clear()
 
     def to_dict(self, key: RunKey, now: float) -> dict[str, Any]:
         """Plain data for the page."""
@@ -315,14 +309,11 @@ class CallText:
     def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Plain data for the page. Decodes the whole prompt, so call it off the event loop."""
         tokens = list(chain.from_iterable(segment.tokens for segment in self.segments))
-        prompt = [
-            {
-                "segment": self.segments[piece.segment].name,
-                "source": piece.source,
-                "text": _decoded(tokenizer, tokens[piece.start : piece.stop]),
-            }
-            for piece in pieces(self.segments, self.spans)
-        ]
+        prompt = []
+        for piece in pieces(self.segments, self.spans):
+            # Special tokens are spelled out; a character cut in two becomes a replacement character.
+            text = b"".join(map(tokenizer.token_bytes, tokens[piece.start : piece.stop])).decode("utf-8", "replace")
+            prompt.append({"segment": self.segments[piece.segment].name, "source": piece.source, "text": text})
         return {"prompt": prompt, "answer": self.answer}
 
 
@@ -347,11 +338,6 @@ class CallTexts:
         return self._texts.get(number)
 
 
-def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Text with special tokens spelled out; a character cut in two becomes a replacement character."""
-    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
-
-
 K = TypeVar("K")
 V = TypeVar("V")
 MAX_AGENTS, MAX_RUNS, MAX_RECEIPTS = 128, 24, 40
@@ -360,134 +346,57 @@ BUCKET_SECONDS, BUCKETS = 5, 60
 """Tokens by source are summed over so many seconds, so many times."""
 
 
+@dataclass(slots=True)
 class TenantHistory:
-    """One tenant's bounded past and present. Callers hold the lock of `History`."""
+    """One tenant's bounded past and present, as plain data for the page. Callers hold the lock of `History`."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.submissions = self.requests = self.run_count = 0
-        self.tokens: Counter[Source] = Counter()
-        self.live: dict[RequestId, CallRecord] = {}
-        self.agents: OrderedDict[AgentName, AgentRecord] = OrderedDict()
-        self.runs: OrderedDict[RunKey, RunRecord] = OrderedDict()
-        self.receipts: deque[CallRecord] = deque(maxlen=MAX_RECEIPTS)
-        self.series: deque[tuple[int, Counter[Source]]] = deque(maxlen=BUCKETS)
-        self.failures = FailureLog()
-        self.texts = CallTexts()
+    version: int = 0
+    submissions: int = 0
+    requests: int = 0
+    run_count: int = 0
+    tokens: Counter[Source] = field(default_factory=Counter)
+    live: dict[RequestId, CallRecord] = field(default_factory=dict)
+    agents: OrderedDict[AgentName, AgentRecord] = field(default_factory=OrderedDict)
+    runs: OrderedDict[RunKey, RunRecord] = field(default_factory=OrderedDict)
+    receipts: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECEIPTS))
+    series: deque[tuple[int, Counter[Source]]] = field(default_factory=lambda: deque(maxlen=BUCKETS))
+    failures: FailureLog = field(default_factory=FailureLog)
+    texts: CallTexts = field(default_factory=CallTexts)
 
-    # recording -------------------------------------------------------------------------------------------------
-
-    def submitted(self, request: GenerateRequest, now: float) -> None:
-        name = AgentName(request.workflow, request.agent)
-        key = request.run_key if request.run else None
-        self.submissions += 1
-        call = self.live[request.request_id] = CallRecord(self.submissions, now, name, key, request)
-        for one in self.live.values():
-            one.see_load(len(self.live))
-        self._remember_prompt(name, request)
-        if key:
-            run = self._run(key, now)
-            run.workflow, run.has_ended = request.workflow, False
-            run.put(request.agent, AgentState.WAITING)
-            run.log.append(call)
-
-    def _remember_prompt(self, name: AgentName, request: GenerateRequest) -> None:
-        agent = self._agent(name)
-        if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:
-            tokens = chain.from_iterable(segment.tokens for segment in request.segments)
-            agent.fixed = request.namespace, tuple(islice(tokens, request.fixed))
-
-    def begun(self, request_id: RequestId) -> None:
-        call = self.live.get(request_id)
-        if call is None:  # it is being cancelled
-            return
-        call.state = AgentState.RUNNING
-        if run := self._known(call.run):
-            run.put(call.name.agent, AgentState.RUNNING)
-
-    def ended(self, request_id: RequestId, completion: Completion | None, now: float, *, keeps_text: bool) -> None:
-        call = self.live.pop(request_id)
-        request, call.request = call.request, None
-        call.at, call.state = now, AgentState.DONE if completion else AgentState.STOPPED
-        if run := self._known(call.run):
-            run.put(call.name.agent, call.state)
-        if completion:
-            self._remember(call, completion, now)
-        if completion and request and keeps_text:
-            self.texts.add(call.number, request, completion)
-
-    def _remember(self, call: CallRecord, completion: Completion, now: float) -> None:
-        receipt = completion.receipt
-        self.requests += 1
-        self.tokens.update(by_source(receipt))
-        self._bucket(now).update(by_source(receipt))
-        self._agent(call.name).answered(completion, call.ttft_load)
-        call.completion = replace(completion, text="", tokens=(), logprobs=(), prompt_logprobs=())
-        self.receipts.append(call)
-
-    def forecast(self, key: AgentKey, steps: float | None, now: float) -> None:
-        """An agent's steps-to-execution; None: it is not expected any more."""
-        run_key = key.run
-        if steps is not None:
-            self._run(run_key, now).expect(key.agent, steps)
-        elif run := self._known(run_key):
-            run.steps.pop(key.agent, None)
-
-    def run_ended(self, key: RunKey) -> None:
-        if run := self.runs.get(key):
-            run.end()
-
-    def _agent(self, name: AgentName) -> AgentRecord:
+    def agent(self, name: AgentName) -> AgentRecord:
+        """Return an agent's record, as the newest."""
         return _newest(self.agents, name, AgentRecord, MAX_AGENTS)
 
-    def _run(self, key: RunKey, now: float) -> RunRecord:
-        return _newest(self.runs, key, lambda: self._new_run(now), MAX_RUNS)
+    def run(self, key: RunKey, now: float) -> RunRecord:
+        """Return a run's record, as the newest."""
+        self.run_count += key not in self.runs
+        return _newest(self.runs, key, lambda: RunRecord(self.run_count, WorkflowId(""), now), MAX_RUNS)
 
-    def _new_run(self, now: float) -> RunRecord:
-        self.run_count += 1
-        return RunRecord(self.run_count, WorkflowId(""), now)
-
-    def _known(self, key: RunKey | None) -> RunRecord | None:
-        return self.runs.get(key) if key else None
-
-    def _bucket(self, now: float) -> Counter[Source]:
-        slot = int(now // BUCKET_SECONDS)
-        if not self.series or self.series[-1][0] != slot:
-            self.series.append((slot, Counter()))
-        return self.series[-1][1]
-
-    # being asked ----------------------------------------------------------------------------------------------
+    def run_of(self, call: CallRecord) -> RunRecord | None:
+        """Return the record of the run that a call is in, where that is remembered."""
+        return self.runs.get(call.run) if call.run else None
 
     def state(self, now: float) -> dict[str, Any]:
+        """Return everything, newest first where there is an order."""
+        agents = []
+        for name, agent in sorted(self.agents.items()):
+            runs = (run for run in self.runs.values() if run.workflow == name.workflow)
+            steps = min((run.steps[name.agent] for run in runs if name.agent in run.steps), default=None)
+            live = _in_flight(one for one in self.live.values() if one.name == name)
+            agents.append({**name._asdict(), **live, "steps": finite(steps), **agent.to_dict()})
+        last, known = int(now // BUCKET_SECONDS), dict(self.series)
+        slots = [known.get(slot, Counter()) for slot in range(last - BUCKETS + 1, last + 1)]
+        series = {source: [slot[source] for slot in slots] for source in Source}
         return {
             "requests": self.requests,
             **_in_flight(self.live.values()),
             "tokens": plain(self.tokens),
-            "agents": [self._told_agent(name, agent) for name, agent in sorted(self.agents.items())],
+            "agents": agents,
             "runs": [run.to_dict(key, now) for key, run in reversed(self.runs.items())],
-            "series": self._told_series(now),
+            "series": {"seconds": BUCKET_SECONDS, "tokens": series},
             "receipts": [call.to_dict(now) for call in reversed(self.receipts)],
             "failures": self.failures.to_dict(now),
         }
-
-    def run_details(self, number: int, now: float) -> dict[str, Any] | None:
-        found = ((key, run) for key, run in self.runs.items() if run.number == number)
-        return next((run.to_details(key, now) for key, run in found), None)
-
-    def call_details(self, number: int, now: float) -> dict[str, Any] | None:
-        calls = chain(self.receipts, *(run.log for run in self.runs.values()))
-        return next((call.to_details(now) for call in calls if call.number == number), None)
-
-    def _told_agent(self, name: AgentName, agent: AgentRecord) -> dict[str, Any]:
-        runs = (run for run in self.runs.values() if run.workflow == name.workflow)
-        steps = min((run.steps[name.agent] for run in runs if name.agent in run.steps), default=None)
-        live = _in_flight(one for one in self.live.values() if one.name == name)
-        return {**name._asdict(), **live, "steps": finite(steps), **agent.to_dict()}
-
-    def _told_series(self, now: float) -> dict[str, Any]:
-        last, known = int(now // BUCKET_SECONDS), dict(self.series)
-        slots = [known.get(slot, Counter()) for slot in range(last - BUCKETS + 1, last + 1)]
-        return {"seconds": BUCKET_SECONDS, "tokens": {source: [slot[source] for slot in slots] for source in Source}}
 
 
 def _newest(table: OrderedDict[K, V], key: K, make: Callable[[], V], most: int) -> V:
@@ -512,44 +421,78 @@ class History(Watcher):
         self, clock: Callable[[], float] = time.monotonic, keeps_texts: Callable[[TenantId], bool] = lambda _: False
     ) -> None:
         """`clock` in seconds; it never goes back. `keeps_texts` returns whether a tenant's texts may be kept."""
-        self._clock, self._lock, self._keeps_texts = clock, threading.Lock(), keeps_texts
+        self._clock, self._lock, self.keeps_texts = clock, threading.Lock(), keeps_texts
         self._tenants: dict[TenantId, TenantHistory] = {}
 
     def submitted(self, request: GenerateRequest) -> None:
-        """The engine has taken a request."""
         with self._changing(request.tenant) as mine:
-            mine.submitted(request, self._clock())
+            now, name = self._clock(), AgentName(request.workflow, request.agent)
+            key = request.run_key if request.run else None
+            mine.submissions += 1
+            call = mine.live[request.request_id] = CallRecord(mine.submissions, now, name, key, request)
+            for one in mine.live.values():
+                one.see_load(len(mine.live))
+            agent = mine.agent(name)
+            if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:
+                agent.fixed = request.namespace, tuple(islice(request.tokens, request.fixed))
+            if key:
+                run = mine.run(key, now)
+                run.workflow, run.has_ended = request.workflow, False
+                run.put(request.agent, AgentState.WAITING)
+                run.log.append(call)
 
     def begun(self, tenant: TenantId, request_id: RequestId) -> None:
-        """A request's first token has come."""
         with self._changing(tenant) as mine:
-            mine.begun(request_id)
+            if call := mine.live.get(request_id):  # else it is being cancelled
+                call.state = AgentState.RUNNING
+                if run := mine.run_of(call):
+                    run.put(call.name.agent, AgentState.RUNNING)
 
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
-        """The engine has a request no longer; without a completion nothing of it is remembered. Idempotent."""
+        """Take note that a request is over; without a completion nothing of it is remembered. Idempotent."""
         with self._lock:
-            if request_id in (mine := self._of(tenant)).live:
-                mine.version += 1
-                keeps_text = self._keeps_texts(tenant)
-                mine.ended(request_id, completion, self._clock(), keeps_text=keeps_text)
+            mine = self._of(tenant)
+            call = mine.live.pop(request_id, None)
+            if call is None:
+                return
+            mine.version += 1
+            now, request, call.request = self._clock(), call.request, None
+            call.at, call.state = now, AgentState.DONE if completion else AgentState.STOPPED
+            if run := mine.run_of(call):
+                run.put(call.name.agent, call.state)
+            if completion is None:
+                return
+            tokens, slot = by_source(completion.receipt), int(now // BUCKET_SECONDS)
+            if not mine.series or mine.series[-1][0] != slot:
+                mine.series.append((slot, Counter()))
+            mine.requests += 1
+            mine.tokens.update(tokens)
+            mine.series[-1][1].update(tokens)
+            mine.agent(call.name).answered(completion, call.ttft_load)
+            call.completion = replace(completion, text="", tokens=(), logprobs=(), prompt_logprobs=())
+            mine.receipts.append(call)
+            if request and self.keeps_texts(tenant):
+                mine.texts.add(call.number, request, completion)
 
     def cancelled(self, request_id: RequestId) -> None:
-        """A request is being cancelled, whosever it is; its stream may have no reader who would tell."""
         with self._lock:
             tenant = next((name for name, mine in self._tenants.items() if request_id in mine.live), None)
         if tenant is not None:
             self.ended(tenant, request_id)
 
     def forecast(self, changes: Changes) -> None:
-        """Agents whose next run is another than before."""
         for key, next_run in changes.items():
             with self._changing(key.namespace.tenant) as mine:
-                mine.forecast(key, next_run.steps if next_run else None, self._clock())
+                if next_run is not None:
+                    mine.run(key.run, self._clock()).expect(key.agent, next_run.steps)
+                elif run := mine.runs.get(key.run):
+                    run.steps.pop(key.agent, None)
 
     def run_ended(self, run: RunKey) -> None:
-        """A run is over."""
         with self._changing(run.namespace.tenant) as mine:
-            mine.run_ended(run)
+            if known := mine.runs.get(run):
+                known.has_ended = True
+                known.steps.clear()
 
     def failed(self, tenant: TenantId, failure: CallFailure) -> None:
         """Record a call or a run of a tenant that ended in an error."""
@@ -562,24 +505,23 @@ class History(Watcher):
             return self._of(tenant).version
 
     def state(self, tenant: TenantId) -> dict[str, Any]:
-        """Everything of one tenant as plain data, newest first where there is an order."""
+        """Return everything of one tenant as plain data, newest first where there is an order."""
         with self._lock:
             return self._of(tenant).state(self._clock())
 
     def run(self, tenant: TenantId, number: int) -> dict[str, Any] | None:
         """Return a run of a tenant with its calls; None where it is not remembered."""
         with self._lock:
-            return self._of(tenant).run_details(number, self._clock())
+            found = (one for one in self._of(tenant).runs.items() if one[1].number == number)
+            return next((run.to_details(key, self._clock()) for key, run in found), None)
 
     def call(self, tenant: TenantId, number: int) -> tuple[dict[str, Any], CallText | None] | None:
         """Return a call of a tenant and its text, as far as that is kept; None where it is not remembered."""
         with self._lock:
-            details = self._of(tenant).call_details(number, self._clock())
-            return None if details is None else (details, self._of(tenant).texts.get(number))
-
-    def keeps_texts(self, tenant: TenantId) -> bool:
-        """Whether prompts and answers of a tenant are kept."""
-        return self._keeps_texts(tenant)
+            mine = self._of(tenant)
+            calls = chain(mine.receipts, *(run.log for run in mine.runs.values()))
+            found = (call.to_details(self._clock()) for call in calls if call.number == number)
+            return next(((details, mine.texts.get(number)) for details in found), None)
 
     def seconds_since_overload(self, tenant: TenantId) -> float | None:
         """Return how many seconds ago a call of the tenant was last refused for want of room; None: never."""

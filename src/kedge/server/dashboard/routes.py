@@ -29,10 +29,10 @@ from kedge.server.dashboard.history import AgentName, History
 from kedge.server.http import ERRORS, EventStream, JSONAnswer, event
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.registry import Registered
 from kedge.server.workflows.server_runs import TheWorkflows, Workflows
 from kedge.types import Namespace, TenantId, Tokens, is_owned
 from kedge.workflow.export import columns, workflow_edges
+from kedge.workflow.graph import Workflow
 
 OVERLOAD_SECONDS = 10.0
 """How long a refusal for want of room counts as overload."""
@@ -78,10 +78,6 @@ def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s
         return Health(HealthState.CLOSED, "the engine was closed")
     if service.is_ending:
         return Health(HealthState.ENDING, "the server takes no new work")
-    return _load(service, silent_s, overload_age_s)
-
-
-def _load(service: Service, silent_s: float, overload_age_s: float | None) -> Health:
     most = service.settings.max_in_flight
     if service.in_flight >= most:
         return Health(HealthState.OVERLOADED, f"all {most} places for generations and runs are taken")
@@ -176,19 +172,16 @@ class Dashboard:
 def _look(
     engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
 ) -> dict[str, Any]:
-    """Asks the engine; blocks until it comes round to it."""
+    """Asks the engine, `with_totals` also for figures of all tenants together; blocks until it comes round to it."""
     try:
         own = engine.inspect_tenants(partial(is_owned, tenant), list(prompts.values()))
-        totals = _totals(engine.inspect()) if with_totals else {}
+        blocks = engine.inspect()["cache"] if with_totals else None
     except EngineClosed:
         return {"closed": True}
     cached = [{**name._asdict(), **held} for name, held in zip(prompts, own["prompts"], strict=True)]
-    return {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents"), **totals}
-
-
-def _totals(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine says of all its tenants together, as far as it is shown."""
-    blocks = figures["cache"]
+    seen = {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents")}
+    if blocks is None:
+        return seen
     tiers = {
         "device": {held: blocks[f"{held}_blocks"] for held in ("cached", "leased", "loading", "free")},
         "host": {
@@ -197,7 +190,7 @@ def _totals(figures: Mapping[str, Any]) -> dict[str, Any]:
             "free": blocks["host_free_blocks"],
         },
     }
-    return {"tiers": tiers, "prefetch": blocks["transfers"]["prefetch"]}
+    return {**seen, "tiers": tiers, "prefetch": blocks["transfers"]["prefetch"]}
 
 
 # routes ---------------------------------------------------------------------------------------------------------------
@@ -208,13 +201,16 @@ router = APIRouter()
 @router.get("/", include_in_schema=False, response_model=None)
 async def page() -> Response:
     """The page."""
-    return _static("index.html")
+    return await static("index.html")
 
 
 @router.get("/static/{name}", include_in_schema=False, response_model=None)
 async def static(name: str) -> Response:
     """A file that the page is made of."""
-    return _static(name)
+    content = _files().get(name)
+    if content is None:
+        raise NotFound("file", name, "the dashboard has no such file")
+    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=PAGE_HEADERS)
 
 
 @router.get("/v1/dashboard/events", include_in_schema=False, response_model=None)
@@ -224,13 +220,6 @@ async def events(request: Request, service: TheService, workflows: TheWorkflows,
     dashboard.enter(tenant.id)
     states = _states(dashboard, service, workflows, tenant)
     return EventStream(states, partial(dashboard.leave, tenant.id))
-
-
-def _static(name: str) -> Response:
-    content = _files().get(name)
-    if content is None:
-        raise NotFound("file", name, "the dashboard has no such file")
-    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=PAGE_HEADERS)
 
 
 @cache
@@ -261,7 +250,7 @@ def _state(
     return {
         "server": {"model": service.model_name, "version": __version__, "open": service.keys.is_open},
         "health": {**engine_health, "silent_s": round(dashboard.silent_s(tenant.id), 1)},
-        "workflows": [_drawn(one) for one in workflows.registry.all(tenant.id)],
+        "workflows": [_drawn(one.workflow) for one in workflows.registry.all(tenant.id)],
         "engine": engine,
         **state,
     }
@@ -277,9 +266,8 @@ def add_outcomes(records: Iterable[dict[str, Any]], workflows: Workflows, tenant
         record["reason"] = known.failure if known else None
 
 
-def _drawn(one: Registered) -> dict[str, Any]:
+def _drawn(flow: Workflow) -> dict[str, Any]:
     """A workflow as a picture needs it: agents by column, and who hears whom."""
-    flow = one.workflow
     edges = [{"from": edge.start, "to": edge.to, "loop": edge.is_loop} for edge in workflow_edges(flow)]
     titles = {agent.id: agent.title for agent in flow.agents if agent.title}
     return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}
@@ -325,13 +313,14 @@ async def traffic_report(request: Request, service: TheService, tenant: TheTenan
 
 async def _report(request: Request, service: Service, tenant: Tenant) -> Mapping[str, Any] | None:
     engine: Engine = request.app.state.dashboard.engine.watched
-    return await service.threads.work(partial(_report_of, engine, partial(is_owned, tenant.id)))
+    owns = partial(is_owned, tenant.id)
 
+    def report() -> Mapping[str, Any] | None:
+        if isinstance(engine, TrafficReporter):
+            return engine.traffic(owns)
+        return engine.inspect_tenants(owns, []).get("traffic") if isinstance(engine, Inspectable) else None
 
-def _report_of(engine: Engine, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
-    if isinstance(engine, TrafficReporter):
-        return engine.traffic(owns)
-    return engine.inspect_tenants(owns, []).get("traffic") if isinstance(engine, Inspectable) else None
+    return await service.threads.work(report)
 
 
 SHOWN = ("mode", "max_changed", "agents")
@@ -345,10 +334,9 @@ async def guard(request: Request, service: TheService, tenant: TheTenant) -> Res
     `mode` is null for an engine without a guard.
     """
     engine: Engine = request.app.state.dashboard.engine.watched
-    held = await service.threads.work(partial(_guard_of, engine, partial(is_owned, tenant.id)))
-    return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **held})
-
-
-def _guard_of(engine: Engine, owns: Callable[[Namespace], bool]) -> Mapping[str, Any]:
-    held = engine.inspect_tenants(owns, []).get("guard", {}) if isinstance(engine, Inspectable) else {}
-    return {name: held[name] for name in SHOWN if name in held}
+    held: Mapping[str, Any] = {}
+    if isinstance(engine, Inspectable):
+        seen = await service.threads.work(partial(engine.inspect_tenants, partial(is_owned, tenant.id), []))
+        held = seen.get("guard", {})
+    shown = {name: held[name] for name in SHOWN if name in held}
+    return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **shown})

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from kedge.engine.base import Tokenizer
 from kedge.server.http import dumps, event
-from kedge.server.openai.tool_calls import ParsedText, PlainText, ToolParser
+from kedge.server.openai.tool_calls import AnswerReader, ParsedText
 from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Tokens
 
 _IMPOSSIBLE = -9999.0
@@ -25,12 +25,11 @@ _IMPOSSIBLE = -9999.0
 
 def of_chat(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
     """Return the field `logprobs` of a chat's choice."""
-    return {"content": [_entry(tokenizer, one) for one in entries], "refusal": None}
-
-
-def _entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    top = [_token(tokenizer, token, logprob) for token, logprob in entry.top]
-    return {**_token(tokenizer, entry.token, entry.logprob), "top_logprobs": top}
+    content = []
+    for one in entries:
+        top = [_token(tokenizer, token, logprob) for token, logprob in one.top]
+        content.append({**_token(tokenizer, one.token, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -149,9 +148,8 @@ class Format(ABC):
 class ChatFormat(Format):
     """Format of `/v1/chat/completions`."""
 
-    parser: Callable[[], ToolParser] = PlainText
-    max_calls: int | None = None
-    """Tool calls of a choice; None for no limit."""
+    reader: Callable[[], AnswerReader] = AnswerReader
+    """Makes the reader of a choice."""
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def writer(self, at: int, request: GenerateRequest) -> Writer:
@@ -170,7 +168,7 @@ class ChatWriter(Writer):
 
     def __init__(self, at: int, has_logprobs: bool, form: ChatFormat) -> None:
         self._at, self._form, self._has_logprobs = at, form, has_logprobs
-        self._parser, self._opened, self._calls = form.parser(), False, 0
+        self._reader, self._opened, self._calls = form.reader(), False, 0
         self._new_entries: list[TokenLogprob] = []
 
     def whole(self, completion: Completion) -> Choice:
@@ -198,11 +196,9 @@ class ChatWriter(Writer):
         return out
 
     def _read(self, text: str, *, last: bool) -> ParsedText:
-        content, calls = self._parser.push(text, last=last)
-        left = None if self._form.max_calls is None else self._form.max_calls - self._calls
-        calls = calls[:left]
-        self._calls += len(calls)
-        return ParsedText(content, calls)
+        parsed = self._reader.push(text, last=last)
+        self._calls += len(parsed.calls)
+        return parsed
 
     def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> Choice:
         return {"index": self._at, "delta": delta, "logprobs": logprobs, "finish_reason": None}

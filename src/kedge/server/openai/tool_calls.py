@@ -70,7 +70,11 @@ class Hermes:
             body, close, after = rest.partition(self.CLOSE)
             if not (close or last):
                 break
-            if call := _call(_parsed(body), "arguments"):
+            try:
+                call = _call(read_json(body), "arguments")
+            except ValueError:
+                call = None
+            if call:
                 calls.append(call)
             content += before.rstrip() if call else before + self.OPEN + body + close
             self._held, self._ends_in_call = after, bool(call)
@@ -116,9 +120,21 @@ TOOL_MARKS: Mapping[ToolCallFormat, str] = {"hermes": Hermes.OPEN, "llama3_json"
 """Text that an answer with a call has in it, by format."""
 
 
-def parser_of(name: ToolCallFormat | None) -> Callable[[], ToolParser]:
-    """Return what makes a parser of this format; without a format, one that finds no calls."""
-    return PARSERS[name] if name else PlainText
+class AnswerReader:
+    """Reader of one answer in pieces: its text, and its tool calls in a format, of which at most `max_calls` count."""
+
+    def __init__(self, form: ToolCallFormat | None = None, max_calls: int | None = None) -> None:
+        """Without a format, no calls are found; without `max_calls`, all of them count."""
+        self._parser = PARSERS[form]() if form else PlainText()
+        self._left = max_calls
+
+    def push(self, text: str, *, last: bool) -> ParsedText:
+        """Take the next piece and return what is certain now."""
+        content, calls = self._parser.push(text, last=last)
+        if self._left is not None:
+            calls = calls[: self._left]
+            self._left -= len(calls)
+        return ParsedText(content, calls)
 
 
 def read_json(text: str) -> Any:
@@ -134,14 +150,6 @@ def _refuse(constant: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _parsed(text: str) -> Any:
-    """Return the value of a JSON text, or None if it is invalid."""
-    try:
-        return read_json(text)
-    except ValueError:
-        return None
 
 
 def _call(data: Any, key: str) -> ToolCall | None:
@@ -206,17 +214,12 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     if schema is None and not body.must_call:
         return ""
     several = body.parallel_tool_calls is not False
-    calls = _call_rules(_callable(body), WORDINGS[form], several=several) if form else []
+    functions = [tool.function for tool in body.tools_to_use if body.called in (None, tool.function.name)]
+    calls = _call_rules(functions, WORDINGS[form], several=several) if form else []
     if schema is None or body.must_call:
         return "\n".join(["start: calls", *calls])
     start = "start: content | calls" if calls else "start: content"
     return "\n".join([start, f"content: {_json(schema)}", *calls])
-
-
-def _callable(body: ChatBody) -> Sequence[Function]:
-    """Return the functions that the answer may call."""
-    functions = [tool.function for tool in body.tools_to_use]
-    return [one for one in functions if body.called in (None, one.name)]
 
 
 def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bool) -> list[str]:

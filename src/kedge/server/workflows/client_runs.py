@@ -55,7 +55,7 @@ class ClientRuns:
         """`default` and `withdraw` are those of `Lookahead`."""
         self.board = ForecastBoard(TTL)
         self._engine = engine
-        self._lookahead = Lookahead(engine, default, withdraw)
+        self.lookahead = Lookahead(engine, default, withdraw)
         self._runs: dict[TenantId, OrderedDict[RunKey, ClientRun]] = {}
         """By tenant, so that no tenant's runs evict another's, in the order of their last calls."""
 
@@ -97,40 +97,29 @@ class ClientRuns:
         self._forget_old(runs, now)
         if key not in runs and len(runs) >= MAX_RUNS:
             raise _full("runs", len(runs), f"at most {MAX_RUNS} runs at once are kept", runs, now)
-        named = len(hints.steps or ()) + sum(self._forecast_agents(one) for one in runs if one != key)
+        forecasts = [self.board.forecast(one) for one in runs if one != key]
+        named = len(hints.steps or ()) + sum(len(one.next_runs) for one in forecasts if one)
         if hints.steps and named > MAX_FORECAST_AGENTS:
             why = f"the forecasts of all runs have at most {MAX_FORECAST_AGENTS} agents"
             raise _full("agents", named, why, runs, now)
 
-    def started(self, run: ClientRun, agent: AgentId) -> None:
-        """Record the start of an agent's call."""
+    def moved(self, run: ClientRun, agent: AgentId, *, has_ended: bool) -> None:
+        """Record the start of an agent's call, or its end."""
         if run.progress is not None:
-            self._publish(run.progress.started(agent, time.monotonic()))
+            move = run.progress.finished if has_ended else run.progress.started
+            self._publish(move(agent, time.monotonic()))
             run.called.clear()
         self.look_ahead(run)
-
-    def finished(self, run: ClientRun, agent: AgentId) -> None:
-        """Record the end of an agent's call."""
-        if run.progress is not None:
-            self._publish(run.progress.finished(agent, time.monotonic()))
-            run.called.clear()
-        self.look_ahead(run)
-
-    def filled(
-        self, run: ClientRun, registered: Registered, step: Step, request: GenerateRequest, asked: ReuseMode | None
-    ) -> None:
-        """Record a registered agent's call with its filled template; `asked` is the mode that the call names."""
-        self._lookahead.called(run, registered, step, request, asked)
 
     def look_ahead(self, run: ClientRun) -> None:
         """Send the prompts of the upcoming agents to the engine."""
         if forecast := self.board.forecast(run.key):
-            self._lookahead.expect(run, forecast.next_runs)
+            self.lookahead.expect(run, forecast.next_runs)
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
         if self._of(run.key.namespace).pop(run.key, None) is not None:
-            self._lookahead.end_run(run.key)
+            self.lookahead.end_run(run.key)
             self._publish(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key)
 
@@ -157,10 +146,6 @@ class ClientRuns:
     def _forget_old(self, runs: OrderedDict[RunKey, ClientRun], now: float) -> None:
         while (oldest := next(iter(runs.values()), None)) and (len(runs) > MAX_RUNS or oldest.heard + TTL <= now):
             self.end(oldest)
-
-    def _forecast_agents(self, key: RunKey) -> int:
-        forecast = self.board.forecast(key)
-        return len(forecast.next_runs) if forecast else 0
 
 
 def _key(namespace: Namespace, hints: Hints) -> RunKey:
@@ -235,11 +220,16 @@ def values_for(
 
     Raises `RequestError` for a binding that the agent does not read, or a placeholder without a value.
     """
-    require_known(bindings, prompt.placeholders)
+    names = {placeholder.name for placeholder in prompt.placeholders}
+    for name in bindings:
+        if name not in names:
+            raise RequestError("kedge.bindings", name, f"the agent reads only {', '.join(sorted(names)) or 'nothing'}")
     values: dict[Placeholder, Value] = {}
     for placeholder in prompt.placeholders:
-        text = bindings.get(placeholder.name)
-        known = _remembered(registered, run, step, placeholder)
+        text, known = bindings.get(placeholder.name), None
+        if run is not None and placeholder.kind is ValueKind.AGENT:
+            sample = registered.workflow.sample(step, placeholder)
+            known = Remembered(NOTHING, "") if sample is None else run.answers.find(sample)
         if text is None and known is None:
             raise RequestError("kedge.bindings", placeholder.name, "has no value")
         if known is not None and text in (None, known.text):
@@ -247,15 +237,6 @@ def values_for(
         else:
             values[placeholder] = value_of(tokenizer, placeholder, text or "")
     return values
-
-
-def _remembered(
-    registered: Registered, run: ClientRun | None, step: Step, placeholder: Placeholder
-) -> Remembered | None:
-    if run is None or placeholder.kind is not ValueKind.AGENT:
-        return None
-    sample = registered.workflow.sample(step, placeholder)
-    return Remembered(NOTHING, "") if sample is None else run.answers.find(sample)
 
 
 PREPARED_STEPS = 1.0
@@ -356,11 +337,3 @@ def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value
     tokens = tokenizer.encode(text, special=False) if text else ()
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=12).hexdigest()
     return Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, digest))
-
-
-def require_known(bindings: Mapping[str, str], placeholders: Sequence[Placeholder]) -> None:
-    """Raise `RequestError` for a binding that none of the placeholders reads."""
-    names = {placeholder.name for placeholder in placeholders}
-    for name in bindings:
-        if name not in names:
-            raise RequestError("kedge.bindings", name, f"the agent reads only {', '.join(sorted(names)) or 'nothing'}")

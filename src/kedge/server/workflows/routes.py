@@ -10,7 +10,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.errors import RequestError, SpecError
 from kedge.guard import GuardMode
-from kedge.hints import Hints
 from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
 from kedge.server.http import (
@@ -102,7 +101,14 @@ async def register(
     mode = ReuseMode(reuse) if reuse else None
 
     def build() -> Registered:
-        new = registered(_parsed(content, kind), mode, frozenset(judge), tools=service.settings.tools)
+        if len(content) > MAX_FILE_BYTES:
+            raise SpecError("body", f"{len(content)} bytes", f"a workflow file has at most {MAX_FILE_BYTES}")
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
+        data = parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
+        new = registered(data, mode, frozenset(judge), tools=service.settings.tools)
         prompts = compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         return replace(new, prompts=prompts)
 
@@ -144,16 +150,6 @@ async def delete(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     return JSONAnswer({"id": name, "object": "workflow", "deleted": True})
 
 
-def _parsed(content: bytes, kind: str) -> object:
-    if len(content) > MAX_FILE_BYTES:
-        raise SpecError("body", f"{len(content)} bytes", f"a workflow file has at most {MAX_FILE_BYTES}")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
-    return parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
-
-
 def _described(one: Registered) -> dict[str, Any]:
     flow = one.workflow
     agents = [
@@ -187,7 +183,8 @@ def _described(one: Registered) -> dict[str, Any]:
 async def start(name: str, body: RunBody, service: TheService, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
     found, default = known.registry.get(tenant.id, name), service.default_mode(ReuseMode.TRANSLATE)
-    _refuse_unknown(body)
+    for unknown in body.model_extra or {}:
+        raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
     runs = known.server_runs
     served = runs.start(tenant, found.for_run(default, body.mode, body.modes, body.guard_mode), body.inputs)
     if body.stream:
@@ -231,11 +228,6 @@ async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
         yield KEEP_ALIVE if item is None else event(item[1].data, name=item[1].name, number=item[0])
 
 
-def _refuse_unknown(body: RunBody) -> None:
-    for name in body.model_extra or {}:
-        raise RequestError(name, "…", "must be one of inputs, reuse, guard, stream")
-
-
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
@@ -254,12 +246,9 @@ async def hints(
     allowed.use(1 + len(given.steps or ()) + len(given.expects or ()))
     namespace = tenant.namespace(given.salt)
     found = known.registry.find(tenant.id, given.workflow)
-    taken = [] if _is_of_session_only(given) else known.client_runs.hint(namespace, given, found)
+    # The run that hints name may be their session alone, of which they bring no forecast.
+    is_session = given.run == given.session and not (given.workflow or given.steps is not None or given.final)
+    taken = [] if is_session else known.client_runs.hint(namespace, given, found)
     taken += await service.advise(namespace, given.turn)
     data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
     return JSONAnswer(data)
-
-
-def _is_of_session_only(hints: Hints) -> bool:
-    """Return whether the run that hints name is their session, of which they bring no forecast."""
-    return hints.run == hints.session and not (hints.workflow or hints.steps is not None or hints.final)

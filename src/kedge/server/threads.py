@@ -1,0 +1,102 @@
+"""Thread pools of a server, and the path from the engine's threads to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from kedge.engine.base import Engine, Item, Listenable, Listener, Stream
+from kedge.errors import EngineClosed
+from kedge.types import RequestId
+
+logger = logging.getLogger(__name__)
+WORK_THREADS = 4
+"""Threads for work of milliseconds: tokenizing, submitting, cancelling."""
+T = TypeVar("T")
+
+
+class Threads:
+    """Thread pools of a server: a few threads for short work, and one for each call in flight that waits.
+
+    An engine's thread puts tokens into a queue, which wakes the event loop once per batch instead of once per token.
+    """
+
+    def __init__(self, engine: Engine, max_in_flight: int) -> None:
+        self._engine = engine
+        self._work = ThreadPoolExecutor(WORK_THREADS, "kedge-work")
+        self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
+        self._followed = 0
+        self._all_ended = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._items: deque[tuple[Listener, Item]] = deque()
+        self._is_woken = False
+
+    async def work(self, task: Callable[[], T]) -> T:
+        """Run a short task off the event loop and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._work, task)
+
+    def wait(self, task: Callable[[], T]) -> Future[T]:
+        """Run a task that mostly waits in a thread of its own."""
+        return self._wait.submit(task)
+
+    def follow(self, stream: Stream, take: Listener) -> None:
+        """Call `take` on the running event loop with each delta of a stream, in their order, and with its error."""
+        loop = self._loop = self._loop or asyncio.get_running_loop()
+        with self._all_ended:
+            self._followed += 1
+        hear = partial(self._hear, loop, take)
+        if isinstance(stream, Listenable):
+            stream.listen(hear)
+        else:
+            self._wait.submit(_read, stream, hear)
+
+    def _hear(self, loop: asyncio.AbstractEventLoop, take: Listener, item: Item) -> None:
+        self._items.append((take, item))
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed, so nothing waits for the item
+                loop.call_soon_threadsafe(self._empty)
+        if isinstance(item, BaseException) or item.completion:
+            with self._all_ended:
+                self._followed -= 1
+                self._all_ended.notify_all()
+
+    def _empty(self) -> None:
+        self._is_woken = False  # first, so that an item that comes from now on wakes the loop again
+        while self._items:
+            take, item = self._items.popleft()
+            take(item)
+
+    def cancel(self, requests: Sequence[RequestId]) -> None:
+        """Schedule the cancellation of requests in the engine."""
+        for request_id in requests:
+            self._work.submit(self._cancel, request_id)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        try:
+            self._engine.cancel(request_id)
+        except EngineClosed:
+            logger.debug("request %s ended with the engine", request_id)
+
+    def shut(self) -> None:
+        """Wait for all running tasks and refuse new ones."""
+        with self._all_ended:
+            self._all_ended.wait_for(lambda: not self._followed)
+        self._wait.shutdown()
+        self._work.shutdown()
+
+
+def _read(stream: Stream, hear: Listener) -> None:
+    """Pass on all deltas of a stream, or its error."""
+    try:
+        for delta in stream:
+            hear(delta)
+    except BaseException as error:  # its reader raises it
+        hear(error)
