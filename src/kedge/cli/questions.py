@@ -35,30 +35,28 @@ def read_questions(file: Path, common: Inputs, flow: Workflow) -> list[Inputs]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError("--inputs", str(file), f"cannot be read: {error}") from error
-    questions = [
-        _question(line, f"{file}:{number}", common, flow) for number, line in enumerate(lines, 1) if line.strip()
-    ]
+    from kedge.runner.run import check_inputs
+
+    questions: list[Inputs] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
+        questions.append({**common, **values})
+        try:
+            check_inputs(flow, questions[-1])
+        except KedgeError as error:
+            error.add_note(f"in {where}")
+            raise
     if not questions:
         raise RequestError("--inputs", str(file), "has no line with inputs")
     return questions
-
-
-def _question(line: str, where: str, common: Inputs, flow: Workflow) -> Inputs:
-    from kedge.runner.run import check_inputs
-
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
-    inputs = {**common, **values}
-    try:
-        check_inputs(flow, inputs)
-    except KedgeError as error:
-        error.add_note(f"in {where}")
-        raise
-    return inputs
 
 
 @dataclass(frozen=True)

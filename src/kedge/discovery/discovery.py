@@ -387,20 +387,17 @@ class Discovery:
                 segments.append(Segment(_tokens(prompt, at, one.start), f"p{number}"))
             name = one.slot.label if one.slot.label not in names else f"{one.slot.label}#{number}"
             names.add(name)
-            segments.append(self._value(prompt, one, name))
+            value = token_bytes.cut(prompt, one.start, one.stop)
+            sample = self.texts.answer(value)
+            if sample is None:
+                sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
+            label = self._labels[one.slot.label]
+            around = label.context, label.stand_in, label.trail
+            segments.append(Segment(token_bytes.unpack(value), name, sample, *around, in_context=label.in_context))
             at = one.stop
         if at < token_bytes.size(prompt):
             segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))
         return tuple(segments)
-
-    def _value(self, prompt: bytes, filled: Filled, name: str) -> Segment:
-        value = token_bytes.cut(prompt, filled.start, filled.stop)
-        sample = self.texts.answer(value)
-        if sample is None:
-            sample = SampleId(ValueKind.INPUT, filled.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
-        label = self._labels[filled.slot.label]
-        around = label.context, label.stand_in, label.trail
-        return Segment(token_bytes.unpack(value), name, sample, *around, in_context=label.in_context)
 
 
 def _answer_of(agent: AgentId, request_id: RequestId) -> SampleId:

@@ -183,7 +183,9 @@ class FoundAgents:
         if self._by_block.get(agent.block) is agent:
             del self._by_block[agent.block]
         agent.block, agent.head = block, token_bytes.size(head)
-        for other in [one for one in self._by_block.values() if one is not agent and _begins_with(one, head)]:
+        size = token_bytes.size(head)
+        near = [one for one in self._by_block.values() if size <= one.head < (1 + LEAST_SHARE) * size]
+        for other in [one for one in near if one is not agent and one.templates[0].head.startswith(head)]:
             del self._by_block[other.block]
             self._drop(other)
             agent.absorb(other)
@@ -192,12 +194,6 @@ class FoundAgents:
     def _drop(self, agent: FoundAgent) -> None:
         if self.by_id.get(agent.id) is agent:
             del self.by_id[agent.id]
-
-
-def _begins_with(agent: FoundAgent, head: bytes) -> bool:
-    """Return whether an agent is known by a packed beginning with little more after it."""
-    size = token_bytes.size(head)
-    return size <= agent.head < (1 + LEAST_SHARE) * size and agent.templates[0].head.startswith(head)
 
 
 def grouped(heads: Sequence[int]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -73,31 +73,18 @@ class Finding:
 
 def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
     """Return what was found in the prompts of some agents, what saves the most first."""
-    found = [*_early_values(agents), *_roles_first(agents), *_alike_heads(agents)]
-    worth = [one for one in found if one.tokens >= LEAST_TOKENS]
-    return sorted(worth, key=lambda one: one.tokens * one.calls, reverse=True)
-
-
-def _early_values(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
-    """Yield the agents with a short value of their own, and much fixed text between it and the next one."""
-    for agent in agents:
-        slots = agent.templates[0].slots
-        behind = token_bytes.size(slots[0].after)
-        if len(slots) > 1 and _is_own(slots[0], agent) and token_bytes.size(slots[0].first) <= SHORT_VALUE:
-            yield Finding(FindingKind.EARLY_VALUE, agent.id, behind, agent.calls)
-
-
-def _roles_first(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
-    """Yield the agents that read what another reads too, behind another beginning."""
+    found: list[Finding] = []
     readers = Counter(slot.label for agent in agents for slot in agent.templates[0].slots)
     for agent in agents:
-        first = next((slot for slot in agent.templates[0].slots if readers[slot.label] > 1), None)
+        slots = agent.templates[0].slots
+        # A short value of its own, and much fixed text between it and the next one.
+        if len(slots) > 1 and _is_own(slots[0], agent) and token_bytes.size(slots[0].first) <= SHORT_VALUE:
+            found.append(Finding(FindingKind.EARLY_VALUE, agent.id, token_bytes.size(slots[0].after), agent.calls))
+        # A text that another reads too, behind another beginning.
+        first = next((slot for slot in slots if readers[slot.label] > 1), None)
         if first is not None and not _is_own(first, agent):
-            yield Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls)
-
-
-def _alike_heads(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
-    """Yield the agents whose fixed prompt is nearly that of an agent with more calls."""
+            found.append(Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls))
+    # A fixed prompt that is nearly that of an agent with more calls.
     heads = [agent.templates[0].head for agent in agents[:MAX_COMPARED]]
     samples = [_sample(head) for head in heads]
     for at, (agent, head) in enumerate(zip(agents, heads, strict=False)):
@@ -105,7 +92,9 @@ def _alike_heads(agents: Sequence[FoundAgent]) -> Iterator[Finding]:
         if other := next((one for one in likely if _alike(one, head)), None):
             lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
             kind = FindingKind.ANOTHER_ORDER if _is_reordered(other, head) else FindingKind.COMMON_BEHIND
-            yield Finding(kind, agent.id, lost, agent.calls)
+            found.append(Finding(kind, agent.id, lost, agent.calls))
+    worth = [one for one in found if one.tokens >= LEAST_TOKENS]
+    return sorted(worth, key=lambda one: one.tokens * one.calls, reverse=True)
 
 
 @lru_cache(MAX_COMPARED)  # a report is made every few seconds, and what agents begin with stays

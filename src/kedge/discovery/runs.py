@@ -70,7 +70,11 @@ class FoundRuns:
             self._observe(run, agent, now, reads=True)
         else:
             before, name = self._likeliest(agent, now), self._name()
-            run = FoundRun(name, self._taken(before, agent, now) if before else name, agent)
+            if before:  # the run takes over its flow
+                self._observe(before, agent, now, reads=False)
+                before.is_open = False
+                del self._idle[before.id]
+            run = FoundRun(name, before.flow if before else name, agent)
         run.last = agent
         return self._called(run)
 
@@ -119,13 +123,6 @@ class FoundRuns:
         self._idle.pop(run.id, None)
         self._runs[run.id] = run
         return run
-
-    def _taken(self, run: FoundRun, agent: AgentId, now: float) -> RunId:
-        """Return the flow of a run for another one that begins with an agent's call."""
-        self._observe(run, agent, now, reads=False)
-        run.is_open = False
-        del self._idle[run.id]
-        return run.flow
 
     def _name(self) -> RunId:
         self._count += 1
@@ -319,21 +316,19 @@ class TextsOfRuns:
     def read(self, agent: AgentId, run: RunId, segments: Iterable[Segment]) -> None:
         """Take note of what a call of a run reads."""
         for one in segments:
-            if one.sample and not _is_answer(one):
-                self._read(agent, run, one.sample)
-
-    def _read(self, agent: AgentId, run: RunId, sample: SampleId) -> None:
-        kind, known = self._kinds.use(sample.of, _ValueKind), self._texts.get(sample)
-        if known is None or not self._is_live(known):
-            kind.values += 1
-            self._texts[sample] = known = _RunText(run)
-        elif known.run not in (run, None) and agent in known.readers:
-            kind.shared += 1
-            known.run = None
-        if len(known.readers) < MAX_READERS:
-            known.readers.add(agent)
-        else:
-            known.run = None
+            if one.sample is None or _is_answer(one):
+                continue
+            kind, known = self._kinds.use(one.sample.of, _ValueKind), self._texts.get(one.sample)
+            if known is None or not self._is_live(known):
+                kind.values += 1
+                self._texts[one.sample] = known = _RunText(run)
+            elif known.run not in (run, None) and agent in known.readers:
+                kind.shared += 1
+                known.run = None
+            if len(known.readers) < MAX_READERS:
+                known.readers.add(agent)
+            else:
+                known.run = None
 
     def _run_of(self, sample: SampleId | None) -> RunId | None:
         known = self._texts.get(sample) if sample else None

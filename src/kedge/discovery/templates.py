@@ -106,7 +106,10 @@ class PromptTemplate:
 
 def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     """Return the template that examples follow; None where they are equal or begin with nothing in common."""
-    labels = _common_labels([[one.label for one in example.known] for example in examples])
+    sequences = [[one.label for one in example.known] for example in examples]
+    in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
+    orders = [[one for one in each if one in in_all] for each in sequences]
+    labels = [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
     rows = [_split(example, labels) for example in examples]
     parts: list[_Part] = []
     for column in zip(*rows, strict=True):
@@ -122,13 +125,6 @@ def learn(examples: Sequence[Example]) -> PromptTemplate | None:
 
 _Part = bytes | Slot
 """Fixed text, or a slot"""
-
-
-def _common_labels(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """Return the labels that all sequences have once, as far as all have them in the same order."""
-    in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
-    orders = [[one for one in each if one in in_all] for each in sequences]
-    return [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
 
 
 def _split(example: Example, labels: Sequence[str]) -> list[_Part]:

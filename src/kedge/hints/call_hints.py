@@ -287,7 +287,11 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     _count_unknown(body, ignored)
     kedge = body["kedge"]
     reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
-    return Hints(reuse=reuse, guard=guard, bindings=_bindings(kedge), **given), ignored
+    bindings = kedge.get("bindings")
+    is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
+    if bindings is not None and not is_read:
+        raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
+    return Hints(reuse=reuse, guard=guard, bindings=bindings, **given), ignored
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
@@ -326,13 +330,6 @@ def _mode(kedge: Mapping[str, Any], key: str, modes: type[M]) -> M | None:
     return None if value is None else modes(value)
 
 
-def _bindings(kedge: Mapping[str, Any]) -> Mapping[str, str] | None:
-    value = kedge.get("bindings")
-    if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
-        raise RequestError("kedge.bindings", value, "must be an object with a text for each placeholder")
-    return value
-
-
 def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
     known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
     ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints", "cache_control"} for name in body)
@@ -340,16 +337,11 @@ def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
     for name, dialect in CARRIERS:
         if name in body:
             ignored[dialect, IgnoredReason.UNSUPPORTED] += _count_others(body[name], {"kedge"})
-    for path in UNSUPPORTED:
-        _count_within(path, body, ignored)
-
-
-def _count_within(path: tuple[str, ...], body: Mapping[str, Any], ignored: IgnoredHints) -> None:
-    """Count the hints without an effect in one object of a body."""
-    (dialect, unsupported), data = UNSUPPORTED[path], _at(path, body)
-    effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
-    ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
-    ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
+    for path, (dialect, unsupported) in UNSUPPORTED.items():
+        data = _at(path, body)
+        effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
+        ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
+        ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
 
 
 def _at(path: tuple[str, ...], data: Any) -> Any:

@@ -87,9 +87,14 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], place: str) -> None:
     """Add an item to a conversation; calls belong to the message before them, if that is the assistant's."""
     match item.get("type", "message"):
         case "message":
-            messages.append(_message(item, place))
+            role: Any = item.get("role")
+            if role not in ("system", "developer", "user", "assistant"):
+                raise RequestError(f"{place}.role", role, "must be system, developer, user or assistant")
+            messages.append(ChatMessage(role=role, content=_content(item.get("content"), f"{place}.content")))
         case "function_call":
-            call = CalledTool(id=_text(item, "call_id", place), function=_function(item, place))
+            call_id, name = _text(item, "call_id", place), _text(item, "name", place)
+            function = CalledFunction(name=name, arguments=_text(item, "arguments", place))
+            call = CalledTool(id=call_id, function=function)
             if messages and messages[-1].role == "assistant":
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
             else:
@@ -104,30 +109,19 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], place: str) -> None:
             raise RequestError(f"{place}.type", other, why)
 
 
-def _message(item: dict[str, Any], place: str) -> ChatMessage:
-    role: Any = item.get("role")
-    if role not in ("system", "developer", "user", "assistant"):
-        raise RequestError(f"{place}.role", role, "must be system, developer, user or assistant")
-    return ChatMessage(role=role, content=_content(item.get("content"), f"{place}.content"))
-
-
-def _function(item: dict[str, Any], place: str) -> CalledFunction:
-    return CalledFunction(name=_text(item, "name", place), arguments=_text(item, "arguments", place))
-
-
 def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(place, content, "must be a string or a list of text parts")
-    return "".join(_part(part, f"{place}.{at}") for at, part in enumerate(content))
-
-
-def _part(part: Any, place: str) -> str:
-    if not isinstance(part, dict) or part.get("type") not in TEXTS:
+    text = ""
+    for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
-        raise RequestError(f"{place}.type", kind, f"must be {', '.join(sorted(TEXTS))}: this server reads text only")
-    return _text(part, "text", place)
+        if not isinstance(part, dict) or kind not in TEXTS:
+            why = f"must be {', '.join(sorted(TEXTS))}: this server reads text only"
+            raise RequestError(f"{place}.{at}.type", kind, why)
+        text += _text(part, "text", f"{place}.{at}")
+    return text
 
 
 def _text(item: dict[str, Any], name: str, place: str) -> str:

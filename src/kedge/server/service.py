@@ -273,19 +273,14 @@ def submit_all(
     return requests, streams
 
 
-def service_of(request: Request) -> Service:
-    """Return the service of the application that got a request."""
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-async def _service(request: Request) -> Service:
-    return service_of(request)
-
-
-async def _authenticated(request: Request) -> Tenant:
+async def _authenticated(request: Request, service: Annotated[Service, Depends(_service)]) -> Tenant:
     given, key = request.headers.get("authorization"), request.headers.get("x-api-key")
-    tenant = service_of(request).keys.authenticate(given if given or not key else f"Bearer {key}")
+    tenant = service.keys.authenticate(given if given or not key else f"Bearer {key}")
     request.state.tenant = tenant
     return tenant
 

@@ -124,16 +124,13 @@ def dot(diagram: Diagram) -> str:
         f"  graph [rankdir=LR, label={name}, labelloc=t]",
         "  node [shape=box, style=rounded]",
         *(f"  {{rank=same; {'; '.join(map(_dot_string, column))}}}" for column in diagram.columns),
-        *(f"  {_dot_string(edge.start)} -> {_dot_string(edge.to)} [{_dot_style(edge)}]" for edge in diagram.edges),
-        "}",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _dot_style(edge: Edge) -> str:
-    label = [f"label={_dot_string(edge.label)}"] if edge.label else []
-    loop = ["style=dashed", "constraint=false"] if edge.is_loop else []
-    return ", ".join([*label, *loop, f'color="{edge.colour}"'])
+    for edge in diagram.edges:
+        label = [f"label={_dot_string(edge.label)}"] if edge.label else []
+        loop = ["style=dashed", "constraint=false"] if edge.is_loop else []
+        style = ", ".join([*label, *loop, f'color="{edge.colour}"'])
+        lines.append(f"  {_dot_string(edge.start)} -> {_dot_string(edge.to)} [{style}]")
+    return "\n".join([*lines, "}"]) + "\n"
 
 
 def _dot_string(text: str) -> str:

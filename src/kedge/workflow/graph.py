@@ -108,17 +108,6 @@ class Workflow:
     def __post_init__(self) -> None:
         for key in ("agents", "inputs", "loops"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
-        self._check_shape()
-        for agent in self.agents:
-            for placeholder in agent.placeholders:
-                self._check(agent, placeholder)
-        for speaker, listener in self.loops:
-            reads = self.agent(listener).placeholders if listener in self.ids else ()
-            if speaker not in (placeholder.of for placeholder in reads if _is_current(placeholder)):
-                raise WorkflowError("loops", (speaker, listener), "the second does not read the first's current answer")
-        order(self.ids, self.waits_for)
-
-    def _check_shape(self) -> None:
         if not self.agents:
             raise WorkflowError("agents", (), "a workflow needs at least one agent")
         for key, names in (("agents", self.ids), ("inputs", self.inputs)):
@@ -132,6 +121,14 @@ class Workflow:
         for agent in self.agents:
             if not agent.user.strip():
                 raise WorkflowError(f"agent {agent.id}: user", agent.user, "the user message is empty")
+        for agent in self.agents:
+            for placeholder in agent.placeholders:
+                self._check(agent, placeholder)
+        for speaker, listener in self.loops:
+            reads = self.agent(listener).placeholders if listener in self.ids else ()
+            if speaker not in (placeholder.of for placeholder in reads if _is_current(placeholder)):
+                raise WorkflowError("loops", (speaker, listener), "the second does not read the first's current answer")
+        order(self.ids, self.waits_for)
 
     def _check(self, agent: Agent, placeholder: Placeholder) -> None:
         key, name = f"agent {agent.id}", placeholder.name

@@ -97,16 +97,25 @@ class StepGraph:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
-        self._check_names()
+        if not self.nodes:
+            raise WorkflowError("nodes", (), "a step graph needs at least one node")
+        if len(self._place) < len(self.nodes):
+            double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
+            raise WorkflowError("nodes", double, "duplicate")
+        for node in self.nodes:
+            for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
+                for name in names:
+                    if name not in self._place:
+                        raise WorkflowError(f"node {node.id}: {key}", name, "there is no such node")
         try:
             graphlib.TopologicalSorter({node.id: set(_members(node.after)) for node in self.nodes}).prepare()
         except graphlib.CycleError as error:
             why = "each waits for the one before, so none can run; move the back edge to `loops`"
             raise CycleError("nodes", " -> ".join(error.args[1]), why) from None
         for node in self.nodes:
-            for names in node.loops:
-                if self.descendants(node.id).isdisjoint(names):
-                    raise WorkflowError(f"node {node.id}: loops", sorted(names), "none of them comes after it")
+            for members in node.loops:
+                if self.descendants(node.id).isdisjoint(members):
+                    raise WorkflowError(f"node {node.id}: loops", sorted(members), "none of them comes after it")
             for name in node.then:
                 chosen = self._by_id(name)
                 if not _waits_for((*chosen.after, *chosen.loops), node.id):
@@ -245,20 +254,6 @@ class StepGraph:
             for name in _members(node.after):
                 followers[NodeId(name)].add(NodeId(node.id))
         return followers
-
-    # checks ---------------------------------------------------------------------------------------------------
-
-    def _check_names(self) -> None:
-        if not self.nodes:
-            raise WorkflowError("nodes", (), "a step graph needs at least one node")
-        if len(self._place) < len(self.nodes):
-            double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
-            raise WorkflowError("nodes", double, "duplicate")
-        for node in self.nodes:
-            for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
-                for name in names:
-                    if name not in self._place:
-                        raise WorkflowError(f"node {node.id}: {key}", name, "there is no such node")
 
 
 def _members(alternatives: Iterable[Collection[str]]) -> Iterator[str]:

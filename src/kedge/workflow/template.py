@@ -73,20 +73,17 @@ def parse(text: str) -> tuple[Part, ...]:
         literal += text[at : match.start()]
         at = match.end()
         if match[1] is None:
-            literal += _unescaped(match, text)
+            if len(match[0]) == 1:
+                excerpt = text[max(0, match.start() - 20) : match.end() + 20]
+                why = f"a single {match[0]!r} (double it to write the brace itself)"
+                raise WorkflowError("template", excerpt, why)
+            literal += match[0][0]
             continue
         parts += [literal] if literal else []
         parts.append(Placeholder.parse(match[1]))
         literal = ""
     literal += text[at:]
     return (*parts, literal) if literal else tuple(parts)
-
-
-def _unescaped(brace: re.Match[str], text: str) -> str:
-    if len(brace[0]) == 2:
-        return brace[0][0]
-    excerpt = text[max(0, brace.start() - 20) : brace.end() + 20]
-    raise WorkflowError("template", excerpt, f"a single {brace[0]!r} (double it to write the brace itself)")
 
 
 def escape(text: str) -> str:

@@ -56,11 +56,6 @@ class Health(NamedTuple):
     state: HealthState
     reason: str = ""
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the engine answers nothing any more."""
-        return self.state in (HealthState.CLOSED, HealthState.FAILED)
-
 
 HEALTHY = Health(HealthState.HEALTHY)
 

@@ -7,7 +7,7 @@ is refused in chats, `tools` in text completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -174,7 +174,10 @@ class GenerationBody(Body):
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for an unsupported parameter with an effect, or for two that contradict each other."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED and value is not None and not _asks_nothing(value, UNSUPPORTED[name]):
+            neutral = UNSUPPORTED.get(name)
+            if neutral is None or value is None:
+                continue
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
                 raise RequestError(name, value, "this server does not support this parameter")
 
     def sampling(self, base: SamplingParams) -> SamplingParams:
@@ -295,10 +298,6 @@ class CompletionBody(GenerationBody):
         if isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         return [one for one in prompt if not isinstance(one, int)]
-
-
-def _asks_nothing(value: object, neutral: Iterable[object]) -> bool:
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def _stops(stop: str | list[str]) -> tuple[str, ...]:

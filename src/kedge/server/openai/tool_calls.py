@@ -44,13 +44,6 @@ class ToolParser(Protocol):
         """Take the next piece and return what is certain now; after the last piece, everything left."""
 
 
-class PlainText:
-    """Parser that finds no calls."""
-
-    def push(self, text: str, *, last: bool = False) -> ParsedText:  # noqa: ARG002 (nothing is ever held back)
-        return ParsedText(text)
-
-
 class Hermes:
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which may occur several times (Hermes, Qwen).
 
@@ -78,21 +71,16 @@ class Hermes:
                 calls.append(call)
             content += before.rstrip() if call else before + self.OPEN + body + close
             self._held, self._ends_in_call = after, bool(call)
-        return ParsedText(content + self._release(last), tuple(calls))
-
-    def _release(self, last: bool) -> str:
-        size = len(self._held) if last else self._certain()
+        size = len(self._held)
+        if not last:  # what may belong to a call, or to the white space before it, is held back
+            at = self._held.find(self.OPEN)
+            if at < 0:
+                begun = (many for many in range(len(self.OPEN) - 1, 0, -1) if self._held.endswith(self.OPEN[:many]))
+                at = size - next(begun, 0)
+            size = len(self._held[:at].rstrip())
         out, self._held = self._held[:size], self._held[size:]
         self._ends_in_call = self._ends_in_call and not out.strip()
-        return "" if self._ends_in_call else out
-
-    def _certain(self) -> int:
-        """Return how many leading characters cannot belong to a call or to the white space before it."""
-        at = self._held.find(self.OPEN)
-        if at < 0:
-            begun = (size for size in range(len(self.OPEN) - 1, 0, -1) if self._held.endswith(self.OPEN[:size]))
-            at = len(self._held) - next(begun, 0)
-        return len(self._held[:at].rstrip())
+        return ParsedText(content if self._ends_in_call else content + out, tuple(calls))
 
 
 class Llama3Json:
@@ -125,12 +113,12 @@ class AnswerReader:
 
     def __init__(self, form: ToolCallFormat | None = None, max_calls: int | None = None) -> None:
         """Without a format, no calls are found; without `max_calls`, all of them count."""
-        self._parser = PARSERS[form]() if form else PlainText()
+        self._parser = PARSERS[form]() if form else None
         self._left = max_calls
 
     def push(self, text: str, *, last: bool) -> ParsedText:
         """Take the next piece and return what is certain now."""
-        content, calls = self._parser.push(text, last=last)
+        content, calls = self._parser.push(text, last=last) if self._parser else ParsedText(text)
         if self._left is not None:
             calls = calls[: self._left]
             self._left -= len(calls)

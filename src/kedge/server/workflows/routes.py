@@ -51,21 +51,6 @@ class RunBody(Body):
     """Mode of the quality guard for all agents without one of their own."""
     stream: bool = False
 
-    @property
-    def mode(self) -> ReuseMode | None:
-        """The mode for all agents, if the body gives one."""
-        return ReuseMode(self.reuse) if isinstance(self.reuse, str) else None
-
-    @property
-    def guard_mode(self) -> GuardMode | None:
-        """The guard's mode, if the body gives one."""
-        return GuardMode(self.guard) if self.guard else None
-
-    @property
-    def modes(self) -> dict[str, ReuseMode]:
-        """The modes by agent."""
-        return {name: ReuseMode(mode) for name, mode in self.reuse.items()} if isinstance(self.reuse, dict) else {}
-
 
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
@@ -185,8 +170,10 @@ async def start(name: str, body: RunBody, service: TheService, known: TheWorkflo
     found, default = known.registry.get(tenant.id, name), service.default_mode(ReuseMode.TRANSLATE)
     for unknown in body.model_extra or {}:
         raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
-    runs = known.server_runs
-    served = runs.start(tenant, found.for_run(default, body.mode, body.modes, body.guard_mode), body.inputs)
+    mode = ReuseMode(body.reuse) if isinstance(body.reuse, str) else None
+    modes = {agent: ReuseMode(one) for agent, one in body.reuse.items()} if isinstance(body.reuse, dict) else {}
+    runs, guard = known.server_runs, GuardMode(body.guard) if body.guard else None
+    served = runs.start(tenant, found.for_run(default, mode, modes, guard), body.inputs)
     if body.stream:
         return EventStream(_events(served, 0), lambda: runs.cancel(served))
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
