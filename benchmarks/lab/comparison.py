@@ -41,8 +41,7 @@ from kedge.engine.local.sequence import LocalStream
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
-from kedge.runner.results import AgentResult, RunResult
-from kedge.runner.run import run
+from kedge.runner.run import AgentResult, RunResult, run
 from kedge.settings import EngineSettings
 from kedge.types import (
     AgentId,

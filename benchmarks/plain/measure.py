@@ -33,7 +33,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.policies.sessions import SessionKey, SessionTracker, StopReason, TurnEnd
-from kedge.runner.tools import tool_result
+from kedge.runner.run import tool_result
 from kedge.settings import (
     DiscoveryMode,
     DiscoverySettings,

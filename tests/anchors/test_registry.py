@@ -8,7 +8,7 @@ import torch
 from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_site_offsets
 from kedge.anchors.sites import SiteOffsets
 from kedge.settings import AnchorSettings, estimator_settings
-from kedge.settings.anchors import CriterionName, EstimatorName
+from kedge.settings.sections import CriterionName, EstimatorName
 from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
 
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
 from kedge.bench.ttft import TtftSettings
-from kedge.cli import bench_tables, demo, questions, run_output
+from kedge.cli import bench_tables, demo, questions, run
 from kedge.cli.main import app
 from kedge.cli.tables import FittingTable
-from kedge.runner.results import AgentResult, RunResult
+from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
 WIDTH = 80
@@ -103,7 +103,7 @@ SESSIONS = {
 
 def tables() -> Iterator[tuple[str, Any]]:
     """Every table that the commands make, with results that are stored or as large as any."""
-    yield "run", run_output.receipts(run_result("an agent of a longer name", 10_000))
+    yield "run", run.receipts(run_result("an agent of a longer name", 10_000))
     yield "run --inputs", questions.reuse_table([run_result("solver", 500 * at) for at in range(23)])
     yield "demo", demo.score_table("interpolate", comparison())
     yield "bench ttft", bench_tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))

@@ -12,8 +12,7 @@ from kedge.engine import base
 from kedge.engine.base import Stream
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.results import EventKind, RunEvent
-from kedge.runner.run import run
+from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
     FinishReason,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kedge.engine.base import Engine
-from kedge.runner.results import AgentResult, RunResult
-from kedge.runner.run import run
+from kedge.runner.run import AgentResult, RunResult, run
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workloads.miniature import Question, Task, workflow

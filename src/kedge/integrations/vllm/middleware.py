@@ -15,7 +15,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from kedge.discovery.page import page
+from kedge.discovery.report import page
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionResult

@@ -1,16 +1,25 @@
-"""Prometheus metrics of one server, by tenant. Names follow vLLM's, as `kedge:…`."""
+"""Prometheus metrics: of one server, by tenant, and of its engine's cache and guard, of all tenants together.
+
+Names follow vLLM's, as `kedge:…`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
+from kedge.engine.base import Engine
+from kedge.errors import EngineClosed
+from kedge.guard import GuardState
 from kedge.hints import IgnoredHints
+from kedge.server.threads import Threads
 from kedge.types import Completion, ReuseMode, Source, TenantId
 from kedge.workflow.forecast import Ignored
 
@@ -116,14 +125,12 @@ class _TenantView(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            family.samples = [self._named(sample) for sample in family.samples if self._shows(sample)]
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name})
+                for sample in family.samples
+                if not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
+            ]
             yield family
-
-    def _shows(self, sample: Sample) -> bool:
-        return not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
-
-    def _named(self, sample: Sample) -> Sample:
-        return sample._replace(labels={**sample.labels, "model_name": self._model_name})
 
 
 class _IgnoredForecasts(Collector):
@@ -136,3 +143,129 @@ class _IgnoredForecasts(Collector):
         for reason, count in self._by_reason.items():
             family.add_metric([reason], count)
         yield family
+
+
+class InFlight:
+    """Generations of one call or run that wait for or have their first token. Belongs to the event loop."""
+
+    def __init__(self, metrics: ServerMetrics, tenant: TenantId) -> None:
+        self._metrics, self._tenant = metrics, tenant
+        self._stages: dict[Hashable, Gauge] = {}
+
+    def submitted(self, name: Hashable) -> None:
+        """Count a generation as waiting."""
+        self._move(name, self._metrics.waiting)
+
+    def begun(self, name: Hashable) -> None:
+        """Count a generation as running from its first token on; later ones change nothing."""
+        if name in self._stages:
+            self._move(name, self._metrics.running)
+
+    def ended(self, name: Hashable) -> None:
+        """Stop counting a generation; an unknown one changes nothing."""
+        self._move(name, None)
+
+    def clear(self) -> None:
+        """Stop counting all of them."""
+        for name in list(self._stages):
+            self.ended(name)
+
+    def _move(self, name: Hashable, to: Gauge | None) -> None:
+        if left := self._stages.pop(name, None):
+            left.labels(self._tenant).dec()
+        if to is not None:
+            self._stages[name] = to
+            to.labels(self._tenant).inc()
+
+
+PATIENCE = 0.5
+"""Longest wait for a busy engine, in seconds; then the figures of the last answer are shown."""
+COUNTERS = {
+    "hit_tokens": "Prompt tokens whose KV was on the device when their request was admitted.",
+    "host_hit_tokens": "Those of them that a request had to wait for.",
+    "evictions": "Blocks evicted from the device.",
+    "host_evictions": "Blocks evicted from the host.",
+    "blocks_loaded": "Blocks copied from the host to the device.",
+    "blocks_offloaded": "Blocks copied from the device to the host.",
+    "failed_copies": "Copies that failed; their blocks were computed.",
+    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
+    "skipped_backups": "Backups that found no room on the host.",
+}
+DISK_COUNTERS = {
+    "written": "Blocks written to the disk.",
+    "read": "Blocks read from the disk.",
+    "evicted": "Blocks deleted from the disk to make room.",
+    "skipped": "Blocks not written, as the disk was behind, had failed or had no room.",
+    "failed": "Blocks not read, as a file was gone or unreadable, or the host had no room.",
+    "corrupt": "Blocks not read, as their file was damaged.",
+}
+GAUGES = {
+    "cached_blocks": "Blocks cached on the device.",
+    "host_cached_blocks": "Blocks cached on the host.",
+    "disk_blocks": "Blocks on disk.",
+}
+
+
+class CacheMetrics(Collector):
+    """The figures of an engine's cache, of all tenants together. The event loop owns it."""
+
+    def __init__(self, engine: Engine, threads: Threads) -> None:
+        self._engine, self._threads = engine, threads
+        self._look: Future[Mapping[str, Any]] | None = None
+        self._seen: Mapping[str, Any] = {}
+
+    async def refresh(self) -> None:
+        """Ask the engine, unless it still owes an answer, and wait for it for `PATIENCE` seconds at most."""
+
+        def ask() -> Mapping[str, Any]:
+            try:
+                return self._engine.inspect()
+            except EngineClosed:
+                return {}
+
+        if self._look is None:
+            self._look = self._threads.wait(ask)
+        look = self._look
+        await asyncio.wait([asyncio.wrap_future(look)], timeout=PATIENCE)
+        if look.done():
+            self._look = None if self._look is look else self._look
+            self._seen = look.result() or self._seen
+
+    def collect(self) -> Iterator[Metric]:
+        """Iterate over the families of the figures that the engine has."""
+        cache = self._seen.get("cache", {})
+        disk = cache.get("disk", {})
+        counts = {f"cache_{name}": (text, cache.get(name)) for name, text in COUNTERS.items()}
+        counts |= {f"disk_{name}_blocks": (text, disk.get(name)) for name, text in DISK_COUNTERS.items()}
+        for name, (text, value) in counts.items():
+            if value is not None:
+                yield CounterMetricFamily(f"kedge:{name}", text, value=value)
+        for name, text in GAUGES.items():
+            if name in cache:
+                yield GaugeMetricFamily(f"kedge:{name}", text, value=cache[name])
+        yield from guard_families(self._seen.get("guard", {}))
+
+
+GUARD_COUNTERS = {
+    "suspicions": "Times that an answer changed, or a check was far off, and a placeholder was withheld.",
+    "breaches": "Times that too many answers changed, and anchors were discarded.",
+}
+
+
+def guard_families(figures: Mapping[str, Any]) -> Iterator[Metric]:
+    """Iterate over the families of an engine's figures of its guard; none where it has no guard."""
+    if not figures:
+        return
+    states = [one["state"] for one in figures["agents"]]
+    by_state = GaugeMetricFamily("kedge:guard_placeholders", "Placeholders of agents by state.", labels=["state"])
+    for state in GuardState:
+        by_state.add_metric([state], states.count(state))
+    yield by_state
+    withheld = sum(one["withheld"] for one in figures["agents"])
+    yield GaugeMetricFamily("kedge:guard_withheld", "Those that are not translated as answers changed.", value=withheld)
+    checks = CounterMetricFamily("kedge:guard_checks", "Checks by outcome.", labels=["outcome"])
+    for outcome in ("done", "dropped"):
+        checks.add_metric([outcome], figures[f"checks_{outcome}"])
+    yield checks
+    for name, text in GUARD_COUNTERS.items():
+        yield CounterMetricFamily(f"kedge:guard_{name}", text, value=figures[name])
