@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.vllm import forking
 from tests.integrations.vllm.model_runner_v2 import enable_v2
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -55,11 +56,12 @@ def save_tiny_llama(folder: Path, **other: Any) -> Path:
 def quick_starts() -> Iterator[None]:
     """Make vLLM's starts and ends cheap: nearly all of their time is eight collections of garbage, which go through
     all that was ever imported, and a search of every module for kernels. Only vLLM's own modules have any, and on
-    llvmlite's, which come with n-gram drafts, vLLM 0.32 fails.
+    llvmlite's, which come with n-gram drafts, vLLM 0.32 fails. Processes of engines are forked.
     """
     if not importlib.util.find_spec("vllm"):
         yield
         return
+    processes = importlib.import_module("vllm.v1.engine.utils")
     importlib.import_module("vllm.v1.engine.core")
     dispatcher: Any = _dispatcher()
     gc.collect()
@@ -67,6 +69,7 @@ def quick_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        patch.setattr(processes, "get_mp_context", forking.context)
         if rebind := getattr(dispatcher, "_rebind_kernels", None):
             patch.setattr(dispatcher, "_rebind_kernels", partial(_in_own_modules, dispatcher, rebind))
         yield

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.utils.system_utils import get_mp_context  # noqa: E402
+
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.guard import GuardState  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
@@ -60,6 +62,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sitecustomize.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv(FAULT, str(tmp_path / "fault"))
+    monkeypatch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)  # else they are forked
     return tmp_path / "fault"
 
 
