@@ -35,6 +35,8 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 
 BLOCK = 32
 VOCABULARY = 256
+SCHEDULING = [pytest.param(False, marks=pytest.mark.slow), True]
+"""Whether a step is scheduled while the one before it runs: on push, only so, where nothing depends on it"""
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
