@@ -11,6 +11,7 @@ from scripts import discovery_crowd
 from scripts.discovery_crowd import crowd
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small bounds, so that a small crowd fills them."""
     for module, name, limit in (

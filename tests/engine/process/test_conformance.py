@@ -35,6 +35,7 @@ def tiny_engine(num_blocks: int = 256) -> LocalEngine:
     return engine_of(tiny_model("llama"), num_blocks=num_blocks, block_size=16)
 
 
+@pytest.mark.slow
 class TestLocalEngineInAProcess(EngineConformance):
     small_capacity = 16 * 16
 

@@ -37,7 +37,7 @@ WHOLE = 5
 """Segments of a prompt"""
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.slow), "async"])
 def engine(tiny_llama: Path, request: Any) -> Iterator[Driver]:
     with lane_engine(tiny_llama, asynchronous=request.param == "async") as built:
         yield built

@@ -329,6 +329,7 @@ def test_whatever_happens_the_counts_are_right(happened: list[tuple[str, int]]) 
 # the engine that tells ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 class TestWatchedEngine(EngineConformance):
     """Being watched changes nothing about an engine."""
 

@@ -40,8 +40,6 @@ from kedge.workflow.steps import NextRun  # noqa: E402
 from tests.engine.conformance import EngineConformance  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_llama  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 NANO_SHAPE = {"vocab_size": 1152, "bos_token_id": 0, "eos_token_id": 1}
 PATIENCE = 120.0
 FIXED = 8 * BLOCK

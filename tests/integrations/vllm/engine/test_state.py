@@ -34,8 +34,6 @@ from kedge.types import (  # noqa: E402
 )
 from tests.integrations.vllm.conftest import prompt, save_tiny_llama  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 PATIENCE = 120.0
 HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
 LEAD_IN, STAND_IN = tuple(prompt(5, 3)), tuple(prompt(4, 4))
