@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from kedge.engine.local.model.architectures import TriedArchitecture
+    from kedge.engine.local.model.replica import TriedArchitecture
 
 
 def show_architectures(console: Console) -> None:
     """Try a small random model of every architecture, and print what Kedge does with it."""
-    from kedge.engine.local.model.architectures import ARCHITECTURES, verdict
+    from kedge.engine.local.model.replica import ARCHITECTURES, verdict
 
     with console.status("trying small models") as status, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about their random weights and unusual sizes

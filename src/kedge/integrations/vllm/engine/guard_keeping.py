@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kedge.engine.common.state.snapshot import GuardFolder, SavesRecords
+from kedge.engine.common.state.snapshot import GuardFolder
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine.options import KeepingOptions
+from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ FOLDER = "guard"
 
 
 def keep_guard(
-    guard: SavesRecords, config: VllmConfig, anchors: AnchorSettings, keeping: KeepingOptions
+    guard: QualityGuard, config: VllmConfig, anchors: AnchorSettings, keeping: KeepingOptions
 ) -> RankState | None:
     """Load what a guard knew before, and begin to save what it learns; None where nothing is kept.
 

@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.common.tokenizer import HFTokenizer, TextStream
 from kedge.errors import ForwardFailed
 from kedge.integrations.vllm.engine.receipts import answer_logprobs, fallback_receipt, plugin_receipt, prompt_logprobs
 from kedge.types import Completion, FinishReason, GenerateRequest, Receipt, TokenDelta, TokenLogprob
