@@ -47,13 +47,7 @@ class EngineCore:
         self.judge: Judge = lambda request, _: (request, False)
         """What decides on sentinel tokens"""
         parts.learning = Learning(
-            parts.runtime,
-            parts.cache,
-            parts.storage,
-            parts.jobs,
-            config.learning,
-            parts.longest,
-            self.requests.release,
+            parts.runtime, parts.cache, parts.storage, parts.jobs, config.learning, parts.longest, self.requests.release
         )
         parts.scheduler = self.scheduler = Scheduler(
             Admission(parts, self.requests),
