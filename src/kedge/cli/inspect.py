@@ -157,7 +157,7 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
 
 def show_architectures(console: Console) -> None:
     """Try a small random model of every architecture, and print what Kedge does with it."""
-    from kedge.engine.local.model.architectures import ARCHITECTURES, verdict
+    from kedge.engine.local.model.replica import ARCHITECTURES, verdict
 
     with console.status("trying small models") as status, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about their random weights and unusual sizes

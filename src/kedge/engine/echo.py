@@ -236,7 +236,14 @@ class EchoEngine(Engine):
 
     def _serve(self) -> None:
         while jobs := self._next_jobs():
-            self._step(jobs)
+            full = False
+            for job in jobs:
+                if job.cancelled:
+                    self._end(job, FinishReason.CANCELLED)
+                elif job.lease is not None or (not full and self._admit(job)):
+                    self._advance(job)
+                else:
+                    full = True
             time.sleep(self._delay_s)
 
     def _next_jobs(self) -> list[_Job]:
@@ -246,16 +253,6 @@ class EchoEngine(Engine):
             for job in self._jobs.values():
                 job.cancelled = job.cancelled or self._closed
             return list(self._jobs.values())
-
-    def _step(self, jobs: list[_Job]) -> None:
-        full = False
-        for job in jobs:
-            if job.cancelled:
-                self._end(job, FinishReason.CANCELLED)
-            elif job.lease is not None or (not full and self._admit(job)):
-                self._advance(job)
-            else:
-                full = True
 
     def _admit(self, job: _Job) -> bool:
         request = job.request
@@ -270,7 +267,8 @@ class EchoEngine(Engine):
     def _advance(self, job: _Job) -> None:
         if not job.first_token:
             job.first_token = time.perf_counter()
-            job.prompt_logprobs = _of_prompt(job.request)
+            if (top := job.request.prompt_logprobs) is not None:
+                job.prompt_logprobs = (None, *(_made_up(token, top) for token in job.request.tokens[1:]))
         if not job.request.sampling.max_tokens:
             self._end(job, FinishReason.LENGTH)
             return
@@ -292,7 +290,9 @@ class EchoEngine(Engine):
     def _end(self, job: _Job, reason: FinishReason, text: str = "", tokens: Tokens = ()) -> None:
         text += job.text.push(b"", last=True)
         if job.lease is not None:
-            self.cache.finish(job.request.request_id, _tokens_with_kv(job))
+            # Others may reuse all but the last token, which was drawn and never read.
+            kept = () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
+            self.cache.finish(job.request.request_id, kept)
         with self._changed:
             del self._jobs[job.request.request_id]
             reason = FinishReason.CANCELLED if job.cancelled else reason
@@ -305,22 +305,10 @@ def _made_up(token: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, _HALF, tuple((other, at * _HALF) for at, other in enumerate(others, 1)))
 
 
-def _of_prompt(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
-    top = request.prompt_logprobs
-    return () if top is None else (None, *(_made_up(token, top) for token in request.tokens[1:]))
-
-
 def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None = None) -> TokenDelta:
     news, job.sent_logprobs = tuple(job.logprobs[job.sent_logprobs :]), len(job.logprobs)
     prompt, job.told_prompt = () if job.told_prompt else job.prompt_logprobs, True
     return TokenDelta(text, tokens, completion, news, prompt)
-
-
-def _tokens_with_kv(job: _Job) -> Tokens:
-    """Return the tokens that others may reuse: all but the last one, which was drawn and never read; none where reuse
-    is off.
-    """
-    return () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
 
 
 def _completion(job: _Job, reason: FinishReason) -> Completion:

@@ -74,7 +74,14 @@ def sensible_hints(
 
     Never raises: a hint is never an error.
     """
-    return _usable_changes(changes), _usable_prompts(prompts)
+    if not isinstance(changes, Mapping):
+        changes = {}
+    if not isinstance(prompts, Mapping):
+        prompts = {}
+    return (
+        {key: next_run for key, next_run in changes.items() if _is_agent(key) and _is_run(next_run)},
+        {key: tokens for key, tokens in prompts.items() if _is_agent(key) and _are_tokens(tokens)},
+    )
 
 
 def _require_turn(turn: TurnHints) -> None:
@@ -86,10 +93,7 @@ def _require_turn(turn: TurnHints) -> None:
         seconds = getattr(turn, key)
         if seconds is not None and not (is_number(seconds) and seconds >= 0):
             raise RequestError(f"turn.{key}", brief(seconds), "must be a number of seconds from 0 on, or None")
-    _require_expected(turn.expects)
-
-
-def _require_expected(expects: Mapping[str, float]) -> None:
+    expects = turn.expects
     if not isinstance(expects, Mapping) or len(expects) > MAX_EXPECTED:
         raise RequestError("turn.expects", brief(expects), f"must be a mapping of at most {MAX_EXPECTED} sessions")
     for session, seconds in expects.items():
@@ -118,19 +122,16 @@ def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> 
     for at, segment in enumerate(segments):
         if not isinstance(segment, Segment):
             raise RequestError(f"segments[{at}]", brief(segment), "must be a Segment")
-        _require_segment(f"segments[{at}]", segment, vocab_size)
-
-
-def _require_segment(key: str, segment: Segment, vocab_size: int | None) -> None:
-    require_text(f"{key}.name", segment.name)
-    _require_sample(f"{key}.sample", segment.sample)
-    for part in ("tokens", "base_context", "placeholder_text", "trail", "held"):
-        _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
-    if not isinstance(segment.in_context, bool):
-        raise RequestError(f"{key}.in_context", brief(segment.in_context), "must be True or False")
-    held, tokens = segment.held, segment.tokens
-    if held and tokens and tokens[-len(held) :] != held:
-        raise RequestError(f"{key}.held", brief(held), "must be what the segment's tokens end with")
+        key = f"segments[{at}]"
+        require_text(f"{key}.name", segment.name)
+        _require_sample(f"{key}.sample", segment.sample)
+        for part in ("tokens", "base_context", "placeholder_text", "trail", "held"):
+            _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
+        if not isinstance(segment.in_context, bool):
+            raise RequestError(f"{key}.in_context", brief(segment.in_context), "must be True or False")
+        held, tokens = segment.held, segment.tokens
+        if held and tokens and tokens[-len(held) :] != held:
+            raise RequestError(f"{key}.held", brief(held), "must be what the segment's tokens end with")
 
 
 def _require_sample(key: str, sample: SampleId | None) -> None:
@@ -149,32 +150,17 @@ def _require_tokens(key: str, tokens: Tokens, vocab_size: int | None) -> None:
         raise RequestError(key, brief(tokens), "must be a tuple of token ids")
     if not tokens:
         return
+    vocabulary = "" if vocab_size is None else f", in the vocabulary of {vocab_size}"
     if not set(map(type, tokens)) <= {int}:
         bad = next(token for token in tokens if type(token) is not int)
-        raise InvalidToken(key, brief(bad), f"must be an integer{_vocabulary(vocab_size)}")
+        raise InvalidToken(key, brief(bad), f"must be an integer{vocabulary}")
     most = MAX_COUNT if vocab_size is None else vocab_size - 1
     if min(tokens) < 0 or max(tokens) > most:
         bad = next(token for token in tokens if not 0 <= token <= most)
-        raise InvalidToken(key, brief(bad), f"must be from 0 to {most}{_vocabulary(vocab_size)}")
-
-
-def _vocabulary(size: int | None) -> str:
-    return "" if size is None else f", in the vocabulary of {size}"
+        raise InvalidToken(key, brief(bad), f"must be from 0 to {most}{vocabulary}")
 
 
 # hints ----------------------------------------------------------------------------------------------------------------
-
-
-def _usable_changes(changes: object) -> dict[AgentKey, NextRun | None]:
-    if not isinstance(changes, Mapping):
-        return {}
-    return {key: next_run for key, next_run in changes.items() if _is_agent(key) and _is_run(next_run)}
-
-
-def _usable_prompts(prompts: object) -> dict[AgentKey, Tokens]:
-    if not isinstance(prompts, Mapping):
-        return {}
-    return {key: tokens for key, tokens in prompts.items() if _is_agent(key) and _are_tokens(tokens)}
 
 
 def _is_agent(key: object) -> bool:

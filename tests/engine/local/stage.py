@@ -7,7 +7,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common import logprobs
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.components import EngineComponents, Translating

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Scoring, _attend_one, kernels_of
-from kedge.engine.local.attention.sequence_slice import SequenceSlice
+from kedge.engine.local.attention.paged import Scoring, SequenceSlice, _attend_one, kernels_of
 from kedge.engine.local.build import EngineParts
 from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode

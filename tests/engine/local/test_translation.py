@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import HunYuanDenseV1Config, PreTrainedModel
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.core import EngineCore

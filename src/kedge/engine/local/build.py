@@ -34,7 +34,7 @@ from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.preassembly import PromptPreassembler, PromptWriter
+from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
@@ -116,7 +116,7 @@ class EngineParts:
         copy has ended. `components` are replaced in experiments only.
         """
         self.runner, self.config = runner, config
-        size, tiers = config.block_size, config.tiers
+        size, tiers, kept = config.block_size, config.tiers, config.anchors
         block_bytes = runner.spec.bytes_per_token * size
         num_blocks = config.num_blocks or config.kv_memory // block_bytes
         if num_blocks < 1:
@@ -132,9 +132,8 @@ class EngineParts:
             runner.graphs.capture(config.max_running)
 
         expected = UpcomingSteps()
-        anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, tiers, expected))
-        base_host = host_bound(config.anchors.host_base_bytes, tiers, expected)
-        bases = components.bases(config.anchors.max_base_bytes, base_host)
+        anchors = components.anchors(kept, host_bound(kept.host_bytes, tiers, expected))
+        bases = components.bases(kept.max_base_bytes, host_bound(kept.host_base_bytes, tiers, expected))
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, self.costs)
 
@@ -149,7 +148,6 @@ class EngineParts:
         )
         self.loading = Loading(cache, tiers, has_host=copier is not None)
         self.assembler = components.assembler(runner, storage)
-
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.fixed = FixedPrompts(cache, self.sessions)
         self.snapshots = StateSnapshots(runner.recurrent, cache, config.state_memory, self.fixed.length)
@@ -161,8 +159,9 @@ class EngineParts:
         """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
         self.sentinels = Sentinels(storage)
         self.shared = SharedWrites(cache, storage, self.running)
-        writer = PromptWriter(cache, self.runtime, storage, self.ahead, self.costs, self.sentinels)
-        self.preassembly = PromptPreassembler(cache, self.runtime, writer, self.longest, self.ahead)
+        self.preassembly = PromptPreassembler(
+            cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
+        )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from kedge.cache import Changes
 from kedge.engine.base import Quota
 from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.local.admission import Admission
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.requests import Answers, Requests
+from kedge.engine.local.requests import Admission, Requests
 from kedge.engine.local.scheduler import Scheduler, ServiceOrders, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
@@ -47,15 +46,8 @@ class EngineCore:
         self.requests = Requests(parts)
         self.judge: Judge = lambda request, _: (request, False)
         """What decides on sentinel tokens"""
-        self._answers = Answers(parts, self.requests)
         parts.learning = Learning(
-            parts.runtime,
-            parts.cache,
-            parts.storage,
-            parts.jobs,
-            config.learning,
-            parts.longest,
-            self.requests.release,
+            parts.runtime, parts.cache, parts.storage, parts.jobs, config.learning, parts.longest, self.requests.release
         )
         parts.scheduler = self.scheduler = Scheduler(
             Admission(parts, self.requests),
@@ -151,13 +143,19 @@ class EngineCore:
         for item in work:
             del item.sequence.todo[: len(item.positions)]
             self.parts.snapshots.computed(item.sequence, item.positions[-1] + 1)
-        self._answers.read_prompts(work, logits)
+        self.requests.read_prompts(work, logits)
         ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         refuted = self._refuted([item.sequence for item, _ in ended])
-        for sequence in refuted:
-            self.requests.compute_again(sequence)
-        ready = [(item, row) for item, row in ended if item.sequence not in refuted]
-        self._computed([item.sequence for item, _ in ready], [row for _, row in ready])
+        for wrong in refuted:
+            self.requests.compute_again(wrong)
+        ready = [(item.sequence, row) for item, row in ended if item.sequence not in refuted]
+        for sequence, _ in ready:
+            if isinstance(sequence, BaseJob):
+                self.parts.learning.done(sequence)
+                self.parts.preassembly.wake()
+            elif isinstance(sequence, PreparedPrompt):
+                self.scheduler.done(sequence)
+        self.requests.go_on([(one, row) for one, row in ready if isinstance(one, RequestSequence)])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
         if ready:  # a GPU has certainly finished only once a result has been read
             self.parts.costs.observe_pass(tokens, len(work), seconds)
@@ -240,19 +238,6 @@ class EngineCore:
         else:
             why = "no room, though nothing else runs"
             self.requests.end(sequence, OutOfBlocks("request_id", sequence.request.request_id, why))
-
-    # after a pass ---------------------------------------------------------------------------------------------
-
-    def _computed(self, sequences: list[Sequence], rows: list[Tensor]) -> None:
-        """Continue sequences with all tokens computed; `rows` are their last logits [vocab]."""
-        for sequence in sequences:
-            if isinstance(sequence, BaseJob):
-                self.parts.learning.done(sequence)
-                self.parts.preassembly.wake()
-            elif isinstance(sequence, PreparedPrompt):
-                self.scheduler.done(sequence)
-        pairs = zip(sequences, rows, strict=True)
-        self._answers.go_on([(one, row) for one, row in pairs if isinstance(one, RequestSequence)])
 
     # upkeep -----------------------------------------------------------------------------------------------------
 

@@ -21,13 +21,12 @@ from typing import TypeVar
 
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
-from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
-from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.common.tokenizer import HFTokenizer, TextStream
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
@@ -270,7 +269,7 @@ class LocalEngine(Engine):
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
-        self._state = StateKeeper(partial(_open_state, self, self._guard))
+        self._state = StateKeeper(self._open_state)
         self._core.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
 
@@ -293,11 +292,10 @@ class LocalEngine(Engine):
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
-        _validate(request, self.runner, self.capacity)
+        self._validate(request)
         request = self._with_trails(request)
         tokens = list(request.tokens)
-        room = min(self.runner.max_positions, self.capacity) - len(tokens)
-        max_tokens = min(request.sampling.max_tokens, room)
+        max_tokens = min(request.sampling.max_tokens, self._core.parts.longest - len(tokens))
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
             namespace=request.namespace,
@@ -316,14 +314,22 @@ class LocalEngine(Engine):
         """Pass a request to the core; if that fails, end the request with the error."""
         try:
             sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
-            if sequence.sampler.draw is None:
-                _put_under(self._guard, sequence)
-            if sequence.room + len(sequence.request.trail) <= min(self.runner.max_positions, self.capacity):
+            if sequence.sampler.draw is None:  # served as the guard orders, with the log-probabilities that it compares
+                asked = sequence.request
+                sequence.request, sequence.stream.tap = self._guard.begin(asked)
+                if sequence.request.logprobs != asked.logprobs:
+                    sequence.logprobs = Logprobs(sequence.request, self._guard.watched_tokens(asked))
+            if sequence.room + len(sequence.request.trail) <= self._core.parts.longest:
                 sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
+
+    def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request, self.runner.vocab_size)
+        if (longest := self._core.parts.longest) <= request.prompt_tokens:
+            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
 
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
@@ -331,7 +337,7 @@ class LocalEngine(Engine):
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.end_run(run, partial(self._mailbox.post, partial(self._core.end_run, run)))
+        self._guard.checks.end_run(run, partial(self._mailbox.post, partial(self._core.end_run, run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint of how soon agents run. A closed engine ignores it."""
@@ -341,7 +347,7 @@ class LocalEngine(Engine):
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
-            _validate(request, self.runner, self.capacity)
+            self._validate(request)
             self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
@@ -360,7 +366,7 @@ class LocalEngine(Engine):
         after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        waits = self._thread.wait_idle, self._guard.wait_idle, self._thread.wait_idle
+        waits = self._thread.wait_idle, self._guard.checks.drain, self._thread.wait_idle
         if not all(wait(deadline - time.monotonic()) for wait in waits):
             raise TimeoutError(f"the engine is still busy after {timeout} s")
 
@@ -389,7 +395,7 @@ class LocalEngine(Engine):
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV."""
         self._mailbox.ask(self._core.clear)
-        self._guard.clear()
+        self._guard.guard.clear()
 
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
@@ -398,7 +404,7 @@ class LocalEngine(Engine):
         is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
         folder. Raises `ConfigError` if another process uses it, and `OSError`.
         """
-        return self._state.save(Path(folder))
+        return self._state.of(Path(folder)).save()
 
     def load(self, folder: str | Path) -> SavedState:
         """Replace all anchors, base KV and records of the guard by saved ones; an empty folder holds none.
@@ -407,33 +413,18 @@ class LocalEngine(Engine):
         `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process
         uses the folder, and `OSError`.
         """
-        return self._state.load(Path(folder))
+        return self._state.of(Path(folder)).load()
+
+    def _open_state(self, folder: Path) -> EngineState:
+        identity, spec = state_identity(self.runner, self.tokenizer, self.config.anchors), self.runner.spec
+        like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
+        ask: AskLearned = lambda ask: self.query(lambda parts: ask(*parts.learned))  # noqa: E731
+        return EngineState(folder, identity, like, ask, guard=self._guard.guard)
 
     def close(self) -> None:
         """End every stream as cancelled, and the engine's thread. Idempotent."""
-        self._guard.stop()
+        self._guard.checks.stop()
         self._mailbox.close()
         self._thread.join()
-        self._guard.join()
+        self._guard.checks.join()
         self._state.close()
-
-
-def _validate(request: GenerateRequest, runner: ModelRunner, capacity: int) -> None:
-    require_sensible(request, runner.vocab_size)
-    if (longest := min(runner.max_positions, capacity)) <= request.prompt_tokens:
-        raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
-
-
-def _put_under(guard: GuardedCalls, sequence: RequestSequence) -> None:
-    """Serve a request as the guard orders, with the log-probabilities that it compares."""
-    asked = sequence.request
-    sequence.request, sequence.stream.tap = guard.begin(asked)
-    if sequence.request.logprobs != asked.logprobs:
-        sequence.logprobs = Logprobs(sequence.request, guard.watched_tokens(asked))
-
-
-def _open_state(engine: LocalEngine, guard: GuardedCalls, folder: Path) -> EngineState:
-    identity, spec = state_identity(engine.runner, engine.tokenizer, engine.config.anchors), engine.runner.spec
-    like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, engine.runner.device)
-    ask: AskLearned = lambda ask: engine.query(lambda parts: ask(*parts.learned))  # noqa: E731
-    return EngineState(folder, identity, like, ask, guard=guard)

@@ -39,7 +39,7 @@ class States(Cache):
 
     def copied(self) -> States:
         """Return a copy that changes no more with this one."""
-        new = States(layers=[combined([layer], _cloned) for layer in self.layers])
+        new = States(layers=[combined([layer], lambda tensors: tensors[0].clone()) for layer in self.layers])
         new.has_begun = self.has_begun
         return new
 
@@ -60,10 +60,6 @@ def combined(layers: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> A
             new_values = {key: [one[key] for one in values] for key in value}
             setattr(new, name, {k: join(v) if isinstance(v[0], Tensor) else v[0] for k, v in new_values.items()})
     return new
-
-
-def _cloned(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].clone()
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -108,15 +104,12 @@ class StateStack:
             return last
         self._last = None
         if last is not None:
-            _take_out([one for one in last.members if one is not None and id(one) not in ids])
+            for one in last.members:
+                if one is not None and id(one) not in ids:
+                    one.layers, one.stack = one.copied().layers, None
         stacked = _stacked(joined) if joined else None
         self._last = ref(stacked) if stacked is not None else None
         return stacked
-
-
-def _take_out(states: Sequence[States]) -> None:
-    for one in states:
-        one.layers, one.stack = one.copied().layers, None
 
 
 def _stacked(members: Sequence[States]) -> StackedStates:

@@ -111,7 +111,6 @@ class ProcessEngine(Engine):
     # what an engine does --------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Queue a request, see `kedge.engine.base.Engine`."""
         if not isinstance(request, GenerateRequest):  # all else is the engine's to check: it knows its vocabulary
             require_sensible(request)
         stream = TokenStream(request.request_id)
@@ -119,39 +118,32 @@ class ProcessEngine(Engine):
         return stream
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Cancel a request, see `kedge.engine.base.Engine`."""
         return bool(self._ask("cancel", request_id))
 
     def end_run(self, run: RunKey) -> None:
-        """Forget a run, see `kedge.engine.base.Engine`."""
         self._tell("end_run", run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Pass a hint on, see `kedge.engine.base.Engine`."""
         with suppress(EngineClosed):
             self._tell("forecast", *sensible_hints(changes, prompts))
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Pass a hint on, see `kedge.engine.base.Engine`."""
         with suppress(EngineClosed, RequestError):
             self._tell("prepare", request)
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Pass hints on sessions on, see `kedge.engine.base.Engine`."""
         return tuple(self._ask("advise", namespace, hints))
 
     def inspect(self) -> dict[str, Any]:
-        """Return the engine's figures, see `kedge.engine.base.Engine`."""
         return dict(self._ask("inspect"))
 
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, Any]:
-        """Return some tenants' figures, see `kedge.engine.base.Engine`. `owns` is pickled, as `make` is."""
+        """See `kedge.engine.base.Engine`. `owns` is pickled, as `make` is."""
         return dict(self._ask("inspect_tenants", owns, list(prompts)))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Bound what a tenant holds, see `kedge.engine.base.Engine`."""
         self._ask("limit", tenant, quota)
 
     def save(self, folder: str | Path) -> SavedState:
@@ -227,7 +219,11 @@ class ProcessEngine(Engine):
 
     def _take(self, item: Packed | Answer | Failed) -> None:
         if isinstance(item, Answer):
-            return self._settle(item)
+            with self._lock:
+                pending = self._pending.pop(item.number)
+                if item.error is not None:
+                    self._streams.pop(item.number, None)
+            return pending.set_result(item.value) if item.error is None else pending.set_exception(item.error)
         if isinstance(item, Failed):
             self._cause = item.error
             return None
@@ -237,16 +233,6 @@ class ProcessEngine(Engine):
             with self._lock:
                 del self._streams[number]
         return stream.put(heard)
-
-    def _settle(self, answer: Answer) -> None:
-        with self._lock:
-            pending = self._pending.pop(answer.number)
-            if answer.error is not None:
-                self._streams.pop(answer.number, None)
-        if answer.error is not None:
-            pending.set_exception(answer.error)
-        else:
-            pending.set_result(answer.value)
 
     def _end(self) -> None:
         """End all streams and calls of a process that has ended."""

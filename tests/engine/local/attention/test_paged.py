@@ -11,6 +11,7 @@ from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import (
     FEW,
     Scoring,
+    SequenceSlice,
     _attend,
     _attend_causal,
     _attend_latents,
@@ -18,7 +19,6 @@ from kedge.engine.local.attention.paged import (
     _attend_written_out,
     attend_plainly,
 )
-from kedge.engine.local.attention.sequence_slice import SequenceSlice
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
 RUNS = [

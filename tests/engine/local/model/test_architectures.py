@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.model.architectures import ARCHITECTURES, Architecture, verdict
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.replica import random_model
+from kedge.engine.local.model.replica import ARCHITECTURES, Architecture, random_model, verdict
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import RequestSequence, Sequence

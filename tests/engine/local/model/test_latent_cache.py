@@ -16,11 +16,10 @@ from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model import loading
-from kedge.engine.local.model.architectures import Architecture
 from kedge.engine.local.model.comparing import attention
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.replica import random_model
+from kedge.engine.local.model.replica import Architecture, random_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence

@@ -98,7 +98,7 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         before = ask(built, 12, "before")
         assert before.translated > 100
         for _ in range(40):
-            built._guard._guard.observe(question(12, "before"), ("q",), CHANGED)
+            built._guard.guard.observe(question(12, "before"), ("q",), CHANGED)
         known = guard_of(built)
         assert known[0]["breaches"] > 0
     with engine(model, state) as built:

@@ -156,7 +156,10 @@ class CheckThread:
                 return
             self._waiting.append(check)
             self._ends.hold(check.run)
-            dropped = [self._excess()] if len(self._waiting) > self._settings.max_pending else []
+            dropped = []
+            if len(self._waiting) > self._settings.max_pending:
+                counts = Counter(check.of.workflow_agent for check in self._waiting)
+                dropped.append(max(self._waiting, key=lambda check: counts[check.of.workflow_agent]))
             self._drop(dropped)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
@@ -168,10 +171,6 @@ class CheckThread:
         """Return whether another check of an agent would be carried out soon."""
         with self._changed:
             return sum(check.of.workflow_agent == agent for check in self._waiting) < MAX_WAITING
-
-    def _excess(self) -> Check:
-        counts = Counter(check.of.workflow_agent for check in self._waiting)
-        return max(self._waiting, key=lambda check: counts[check.of.workflow_agent])
 
     def _drop(self, checks: Sequence[Check]) -> None:
         for check in checks:
@@ -294,10 +293,10 @@ class GuardedCalls:
 
     def __init__(self, submit: Callable[[GenerateRequest], Stream], settings: GuardSettings) -> None:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
-        self._settings, self._guard = settings, QualityGuard(settings)
-        self.saved, self.restore = self._guard.saved, self._guard.restore
+        self._settings, self.guard = settings, QualityGuard(settings)
         self._calls: dict[RequestId, GuardedCall] = {}
-        self._checks = CheckThread(submit, self._judged, settings)
+        self.checks = CheckThread(submit, self._judged, settings)
+        """To be stopped before the engine ends, and joined once it has ended the stream of the check under way"""
 
     def ordered(self, request: GenerateRequest) -> GenerateRequest:
         """Return an expected request as it will be served."""
@@ -305,18 +304,18 @@ class GuardedCalls:
 
     def arriving(self, request: GenerateRequest) -> None:
         """Note that a request is about to be submitted. To be called before anything of it is queued."""
-        if not self._checks.is_under_way(request.request_id):
-            self._checks.begin_run(request.run_key)
+        if not self.checks.is_under_way(request.request_id):
+            self.checks.begin_run(request.run_key)
 
     def begin(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
         """Return the request to serve, and what its stream's items have to pass through: exactly one end of it."""
-        if self._checks.is_under_way(request.request_id):
+        if self.checks.is_under_way(request.request_id):
             return request, None
         verdict = self._verdict(request)
         call = GuardedCall(request, replace(request, guard=verdict.orders), verdict.tried, is_checked=False)
-        if verdict.is_checked and self._checks.wants(request.workflow_agent):
+        if verdict.is_checked and self.checks.wants(request.workflow_agent):
             self._check(call)
-        self._checks.arrived()
+        self.checks.arrived()
         self._calls[request.request_id] = call
         return call.served, partial(self._pass_on, call)
 
@@ -338,20 +337,17 @@ class GuardedCalls:
         call = self._calls.get(request.request_id)
         if call is None:
             return request, False
-        found = {self._sentinels_read(request, errors, weak=weak) for weak in (False, True)}
+        found = set()
+        for weak in (False, True):
+            of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
+            found.add(self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak))
         if SentinelFinding.UNUSUAL in found and not call.is_checked:
             self._check(call)
         return call.served, SentinelFinding.REFUTED in found
 
-    def _sentinels_read(
-        self, request: GenerateRequest, errors: Mapping[Sentinel, float], *, weak: bool
-    ) -> SentinelFinding:
-        of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
-        return self._guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak)
-
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:
-            return self._guard.verdict(request)
+            return self.guard.verdict(request)
         except Exception:  # nothing is translated while nothing is known
             logger.exception("the guard failed on request %s", request.request_id)
             return GuardVerdict(replace(request.guard, withheld=frozenset((EVERYTHING,))))
@@ -360,36 +356,16 @@ class GuardedCalls:
         """Return of how many tokens of a checked answer log-probabilities are needed; None: of all."""
         return self._settings.tokens if asked.logprobs is None else None
 
-    def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
-        """Call `end`, which forgets what the run shared, once no check needs that any more."""
-        self._checks.end_run(run, end)
-
-    def wait_idle(self, timeout: float) -> bool:
-        """Carry out all checks that wait. Returns False if some are left after `timeout` seconds."""
-        return self._checks.drain(timeout)
-
-    def clear(self) -> None:
-        """Forget what is known of all agents."""
-        self._guard.clear()
-
-    def stop(self) -> None:
-        """Begin no more checks."""
-        self._checks.stop()
-
-    def join(self) -> None:
-        """Wait for the check under way, once the engine has ended its stream."""
-        self._checks.join()
-
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
         """Return the agents' states with their evidence, of the namespaces that `owns` picks, and counts of checks."""
         return {
             "mode": self._settings.mode.value,
             "max_changed": self._settings.max_changed,
-            "checks_done": self._checks.done,
-            "checks_dropped": self._checks.dropped,
-            "suspicions": self._guard.suspicions,
-            "breaches": self._guard.breaches,
-            "agents": self._guard.stats(owns),
+            "checks_done": self.checks.done,
+            "checks_dropped": self.checks.dropped,
+            "suspicions": self.guard.suspicions,
+            "breaches": self.guard.breaches,
+            "agents": self.guard.stats(owns),
         }
 
     # streams -----------------------------------------------------------------------------------------------------
@@ -397,20 +373,27 @@ class GuardedCalls:
     def _pass_on(self, call: GuardedCall, item: Item) -> Item:
         if isinstance(item, BaseException):
             self._calls.pop(call.asked.request_id, None)
-            self._checks.left(0)
+            self.checks.left(0)
             return item
         if item.completion is None:
             return self._stripped(call, item)
         done = item.completion
         self._calls.pop(call.asked.request_id, None)
-        self._checks.left(done.receipt.computed + len(done.tokens))
+        self.checks.left(done.receipt.computed + len(done.tokens))
         return self._stripped(call, replace(item, completion=self._noted(call, done)))
 
     def _noted(self, call: GuardedCall, done: Completion) -> Completion:
         """Return a completion with the guard's notes, having queued its check."""
+        served = call.served
         try:
-            self._completed(call, done)
-            return replace(done, receipt=replace(done.receipt, guard=self._guard.notes(call.served)))
+            if done.finish_reason is not FinishReason.CANCELLED and self.guard.mode(served) is not GuardMode.OFF:
+                names = translated_placeholders(served, done.receipt)
+                self.guard.translated(served, names)
+                if call.is_checked and call.tried:
+                    self.checks.add(trial(served, done, self._settings, call.tried))
+                elif call.is_checked and names:
+                    self.checks.add(dense_check(served, done, self._settings))
+            return replace(done, receipt=replace(done.receipt, guard=self.guard.notes(served)))
         except Exception:  # an answer is not lost for what the guard makes of it
             logger.exception("the guard failed on request %s", call.asked.request_id)
             return done
@@ -428,20 +411,7 @@ class GuardedCalls:
             return ()
         return tuple(replace(one, top=one.top[: call.asked.logprobs]) for one in logprobs)
 
-    def _completed(self, call: GuardedCall, done: Completion) -> None:
-        served = call.served
-        if done.finish_reason is FinishReason.CANCELLED or self._guard.mode(served) is GuardMode.OFF:
-            return
-        names = translated_placeholders(served, done.receipt)
-        self._guard.translated(served, names)
-        if not call.is_checked:
-            return
-        if call.tried:
-            self._checks.add(trial(served, done, self._settings, call.tried))
-        elif names:
-            self._checks.add(dense_check(served, done, self._settings))
-
     def _judged(self, check: Check, again: Completion) -> None:
         if (judged := check.judge(again, self._settings.margin)) is not None:
             names, seen = judged
-            self._guard.observe(check.of, (check.tried,) if check.tried else names, seen)
+            self.guard.observe(check.of, (check.tried,) if check.tried else names, seen)

@@ -137,7 +137,8 @@ class Recovery:
     def _read_snapshots(self) -> list[list[Entry]]:
         sound: dict[str, list[Entry]] = {}
         broken: dict[str, str] = {}
-        for name in self._manifests():
+        is_there = {name: os.path.lexists(self._path / name) for name in (MANIFEST, PREVIOUS)}
+        for name in [one for one in is_there if is_there[one] or is_there[PREVIOUS]]:
             try:
                 sound[name] = read_manifest(self._path / name, self._identity)
             except StateDamaged as damage:
@@ -150,12 +151,6 @@ class Recovery:
         replacement = next(iter(sound), RECORDS if snapshots else "")
         self.damages += [Damage(name, (), why, replacement) for name, why in broken.items()]
         return snapshots
-
-    def _manifests(self) -> tuple[str, ...]:
-        """Return the names of the expected manifests."""
-        if os.path.lexists(self._path / PREVIOUS):
-            return MANIFEST, PREVIOUS
-        return (MANIFEST,) if os.path.lexists(self._path / MANIFEST) else ()
 
     def _snapshots_of_records(self) -> list[list[Entry]]:
         """Return snapshots rebuilt from records where no manifest lists them: of each name the two latest."""
@@ -223,7 +218,13 @@ class StateFolder:
                 self._write(name, content)
             self._force()
         self._snapshots = [newest, before]
-        self._sweep({entry.file for entry in (*newest, *before)})
+        kept = {entry.file for entry in (*newest, *before)}
+        for path in self._path.iterdir():
+            if path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def _claim(self) -> list[list[Entry]]:
         """Return the existing snapshots. Before the first write, state of another model is moved away."""
@@ -257,15 +258,10 @@ class StateFolder:
         finally:
             os.close(descriptor)
 
-    def _sweep(self, kept: set[str]) -> None:
-        for path in self._path.iterdir():
-            if path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
-                _remove(path)
-
     def _move_refused(self, refusal: StateRefused) -> None:
         """Move state of another model or format to a subfolder, which appears there complete.
 
-        Files are linked first; without their manifests, the next sweep deletes their old names.
+        Files are linked first; without their manifests, the next `commit` deletes their old names.
         """
         aside = next(path for n in count(1) if not (path := self._path / f"refused-{n}").exists())
         partial = aside.with_name(f"{aside.name}{PARTIAL}")
@@ -274,25 +270,13 @@ class StateFolder:
         manifests = [path for name in (MANIFEST, PREVIOUS) if (path := self._path / name).is_file()]
         for path in [*self._path.glob(f"*{SUFFIX}"), *manifests]:
             if path.is_file():
-                _link(path, partial / path.name)
+                try:
+                    os.link(path, partial / path.name)
+                except OSError:  # a file system without hard links
+                    shutil.copy2(path, partial / path.name)
         self._force(partial)
         partial.rename(aside)
         self._force()
         for path in manifests:
             path.unlink()
         logger.warning("state that cannot be used is moved to %s: %s", aside, refusal)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link a file; copy it if the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -23,7 +23,7 @@ from kedge.engine.common.state.files import Entry, Name
 from kedge.engine.common.state.folder import Damage, StateFolder
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
-from kedge.reuse.guard.guard import Group
+from kedge.reuse.guard.guard import Group, QualityGuard
 from kedge.reuse.guard.record import GuardRecord, from_data
 from kedge.types import Namespace, WorkflowId
 
@@ -36,15 +36,7 @@ TRIES = 8
 T = TypeVar("T")
 
 
-class SavesRecords(Protocol):
-    """A guard whose records are saved. Any thread may call."""
-
-    def saved(self) -> Mapping[Group, list[dict[str, object]]]: ...
-
-    def restore(self, groups: Mapping[Group, Mapping[tuple[str, str], GuardRecord]]) -> None: ...
-
-
-def guard_records(guard: SavesRecords) -> list[Record]:
+def guard_records(guard: QualityGuard) -> list[Record]:
     """Return the guard's records as they are now."""
     return [
         Record((GUARD, str(namespace), workflow), {"records": held}, {})
@@ -52,16 +44,14 @@ def guard_records(guard: SavesRecords) -> list[Record]:
     ]
 
 
-def write_guard(guard: SavesRecords, files: StateFolder, written: Mapping[Name, tuple[Hashable, Entry]]) -> Written:
+def write_guard(guard: QualityGuard, files: StateFolder, written: Mapping[Name, tuple[Hashable, Entry]]) -> Written:
     """Write the guard's records as they are now, of those in `written` the changed ones only. Raises `OSError`."""
-    return {record.name: _put(record, files, written.get(record.name)) for record in guard_records(guard)}
-
-
-def _put(record: Record, files: StateFolder, before: tuple[Hashable, Entry] | None) -> tuple[Hashable, Entry]:
-    content = json.dumps(record.data)
-    if before and before[0] == content and files.has(before[1]):
-        return before
-    return content, files.put(record)
+    new: Written = {}
+    for record in guard_records(guard):
+        content, before = json.dumps(record.data), written.get(record.name)
+        is_same = before is not None and before[0] == content and files.has(before[1])
+        new[record.name] = before if before is not None and is_same else (content, files.put(record))
+    return new
 
 
 class RestoredGuard:
@@ -116,7 +106,7 @@ class EngineState:
         ask: AskLearned,
         *,
         values: bool = False,
-        guard: SavesRecords | None = None,
+        guard: QualityGuard | None = None,
     ) -> None:
         """Open the folder. `identity` is a text of all that saved KV depends on, `like` is KV, perhaps of no tokens, of
         the model's shape, dtype and device; base KV of values is saved if `values`, and the records of a `guard` with
@@ -175,27 +165,20 @@ class EngineState:
 
 
 class StateKeeper:
-    """The engine's state folder, opened at the first `save` or `load`. Any thread may call."""
+    """The engine's state folder, opened when it is first asked for. Any thread may call."""
 
     def __init__(self, open_state: Callable[[Path], EngineState]) -> None:
         self._open = open_state
         self._lock = threading.Lock()
         self._state: EngineState | None = None
 
-    def save(self, folder: Path) -> SavedState:
-        """Write a snapshot, see `LocalEngine.save`."""
-        return self._in(folder).save()
-
-    def load(self, folder: Path) -> SavedState:
-        """Load the last snapshot, see `LocalEngine.load`."""
-        return self._in(folder).load()
-
     def close(self) -> None:
         """Give the folder back."""
         with self._lock:
             self._give_back()
 
-    def _in(self, folder: Path) -> EngineState:
+    def of(self, folder: Path) -> EngineState:
+        """Return the engine's state in a folder; another one is given back."""
         with self._lock:
             if self._state is None or self._state.folder != folder:
                 self._give_back()
@@ -219,7 +202,7 @@ def summary(entries: Sequence[Entry], began: float, damaged: Sequence[Damage] = 
 class GuardFolder:
     """The guard's records in one folder. Any thread may call."""
 
-    def __init__(self, folder: Path, identity: str, guard: SavesRecords) -> None:
+    def __init__(self, folder: Path, identity: str, guard: QualityGuard) -> None:
         """Open the folder. `identity` is a text of all that the records depend on. Raises `ConfigError` if another
         process uses the folder, and `OSError`.
         """

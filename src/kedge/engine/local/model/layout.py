@@ -8,7 +8,7 @@ Their tables are combined with all known pairings of dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
-from kedge.engine.local.attention.latent import LatentProjection, latent_of
+from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.errors import UnsupportedModel
@@ -99,7 +99,7 @@ def recorded(model: nn.Module) -> Iterator[list[RotaryCall]]:
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         found = cos_and_sin(output)
-        if found and not any(_same(found, call.result) for call in calls):
+        if found and not any(all(map(torch.equal, found, call.result)) for call in calls):
             calls.append(RotaryCall(module, args, kwargs, found))
 
     bare = [module for module in model.modules() if next(module.parameters(), None) is None]
@@ -109,10 +109,6 @@ def recorded(model: nn.Module) -> Iterator[list[RotaryCall]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @dataclass(slots=True)
@@ -179,9 +175,7 @@ class Recording:
             heads, dims = ((key.shape[n], value.shape[n]) for n in (1, 3))
             raise unsupported(module, f"its keys and values have {heads} heads and {dims} dimensions")
         self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        self._add_rows(layer, latent_of(module), key, value)
-
-    def _add_rows(self, layer: int, latent: LatentProjection | None, key: Tensor, value: Tensor) -> None:
+        latent = latent_of(module)
         rows = None if latent is None else latent.rows(key, value)
         limit = TOLERANCE.get(precision(key.dtype), 0.0)
         if latent is not None and rows is not None and latent.explains(rows, key, value, limit):
@@ -215,14 +209,36 @@ def find(
     """
     places = sorted({at for at in (*PLACES, max_positions - 1) if at < max_positions})
     positions = torch.tensor(places, device=model.device)
-    recording, calls, rank = _recorded(model, recurrent, positions, latent)
-    numbers = sorted(recording.keys)
-    _require_every_layer(model, spec, list(range(len(numbers))) if recurrent else numbers)
-    rotaries = [Rotary(call, max_positions, model.device) for call in calls]
-    candidates = Candidates(rotaries)
-    fits = [candidates.best(recording.keys[n], positions) for n in sorted(recording.keys)]
-    refusal = _refusal(spec, [error for _, error in fits], [spread(v) for _, v in sorted(recording.values.items())])
-    spec = measured(replace(spec, numbers=_unusual(numbers), latent=rank), recording.shapes)
+    rank = 0
+    if latent:
+        latents.watch(model)
+    try:
+        recording, calls = _record(model, recurrent, positions)
+        rank = recording.as_rows() if latent else 0
+    finally:
+        if latent and not rank:
+            latents.unwatch(model)
+
+    numbers, in_order = sorted(recording.keys), list(range(len(recording.keys)))
+    attending = in_order if recurrent else numbers
+    if attending != in_order or len(attending) < spec.layers:
+        known = len([layer for layer in attending if layer < spec.layers])
+        counts = f"{len(attending)} times, in {known} of {spec.layers} layers"
+        why = f"Kedge's attention is not called once by every layer, but {counts}"
+        raise UnsupportedModel("model_type", model.config.model_type, why)
+
+    candidates = Candidates([Rotary(call, max_positions, model.device) for call in calls])
+    fits = [candidates.best(recording.keys[n], positions) for n in numbers]
+    refusal, limit = None, TOLERANCE.get(precision(spec.dtype), 0.0)
+    for layer, (n, (_, error)) in enumerate(zip(numbers, fits, strict=True)):
+        if not error <= limit:
+            refusal = f"the keys of layer {layer} are rotated in none of the known ways"
+        elif not spread(recording.values[n]) <= limit:
+            refusal = f"the values of layer {layer} depend on their position"
+        if refusal:
+            break
+    unusual = () if numbers == in_order else tuple(numbers)
+    spec = measured(replace(spec, numbers=unusual, latent=rank), recording.shapes)
     return Layout(spec, by_layer([rotary for rotary, _ in fits]), refusal)
 
 
@@ -232,30 +248,6 @@ def measured(spec: KVSpec, shapes: tuple[LayerShape, ...]) -> KVSpec:
     whole = LayerShape(kv_heads, head_dim, head_dim)
     kept = () if all(shape == whole for shape in shapes) else shapes
     return replace(spec, layers=len(shapes), kv_heads=kv_heads, head_dim=head_dim, shapes=kept)
-
-
-def _unusual(numbers: list[int]) -> tuple[int, ...]:
-    """Return the numbers of layers, or nothing where they are those of their rows in the pool."""
-    return () if numbers == list(range(len(numbers))) else tuple(numbers)
-
-
-def _recorded(
-    model: PreTrainedModel, recurrent: RecurrentLayers, positions: Tensor, latent: bool
-) -> tuple[Recording, list[RotaryCall], int]:
-    """Run one token at all positions, and turn its KV into rows where a latent is to be kept. Returns the dimensions of
-    the latent too, or 0.
-    """
-    if not latent:
-        return *_record(model, recurrent, positions), 0
-    latents.watch(model)
-    rank = 0
-    try:
-        recording, calls = _record(model, recurrent, positions)
-        rank = recording.as_rows()
-    finally:
-        if not rank:
-            latents.unwatch(model)
-    return recording, calls, rank
 
 
 @torch.inference_mode()
@@ -269,25 +261,6 @@ def _record(
         states = recurrent.fresh([1] * len(positions))
         model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording, **states)
     return recording, calls
-
-
-def _require_every_layer(model: PreTrainedModel, spec: KVSpec, layers: Sequence[int]) -> None:
-    if layers != list(range(len(layers))) or len(layers) < spec.layers:
-        known = len([layer for layer in layers if layer < spec.layers])
-        counts = f"{len(layers)} times, in {known} of {spec.layers} layers"
-        why = f"Kedge's attention is not called once by every layer, but {counts}"
-        raise UnsupportedModel("model_type", model.config.model_type, why)
-
-
-def _refusal(spec: KVSpec, keys: Sequence[float], values: Sequence[float]) -> str | None:
-    """Return why KV cannot be moved to another position, by the relative errors of each layer's keys and values."""
-    limit = TOLERANCE.get(precision(spec.dtype), 0.0)
-    for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
-        if not of_keys <= limit:
-            return f"the keys of layer {layer} are rotated in none of the known ways"
-        if not of_values <= limit:
-            return f"the values of layer {layer} depend on their position"
-    return None
 
 
 def _record_layer(

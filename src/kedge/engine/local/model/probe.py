@@ -80,8 +80,9 @@ def require_same(runner: ModelRunner) -> None:
         raise refusal(runner, f"it gives logits of shape {tuple(ours.shape)}, and {tuple(theirs.shape)} by itself")
     if not theirs.isfinite().all():
         raise refusal(runner, "its own logits are not finite")
-    error, most = _difference(ours, theirs, precision(runner.spec.dtype))
-    if not error <= most:
+    dtype, errors = precision(runner.spec.dtype), relative_errors(ours, theirs)
+    error = float(errors.max() if dtype is torch.float32 else _usual(errors.cpu()))
+    if not error <= TOLERANCE[dtype]:
         raise refusal(runner, f"its logits differ from those of its own attention by {error:.2g} of their size")
 
 
@@ -109,13 +110,6 @@ def eager_logits(model: PreTrainedModel, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab] as the model computes them without Kedge."""
     with attention(model, "eager"):
         return model(input_ids=prompts, use_cache=False).logits.float()
-
-
-def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the relative difference of logits [prompts, tokens, vocab], and its limit."""
-    errors = relative_errors(ours, theirs)
-    worst = errors.max() if dtype is torch.float32 else _usual(errors.cpu())
-    return float(worst), TOLERANCE[dtype]
 
 
 def relative_errors(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -218,8 +212,13 @@ def stacking_refusal(runner: ModelRunner) -> str | None:
     except Exception as error:  # the code of any family
         words = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"its code fails with the states of two sequences stacked: {words}"
-    dtype = precision(runner.spec.dtype)
-    difference = _worst(relative_errors(together, one_by_one), dtype)
+    dtype, errors = precision(runner.spec.dtype), relative_errors(together, one_by_one)
+    if dtype is torch.float32:
+        difference = float(errors.max())
+    else:
+        # Single rows go to other experts: most rows of the prompt that is worse off decide, and the better one of those
+        # computed alone.
+        difference = float(torch.maximum(errors.median(dim=1).values.max(), errors[:, -1].min()))
     if difference <= TOLERANCE[dtype]:
         return None
     return f"with the states of two sequences stacked its logits differ by {difference:.2g} of their size"
@@ -238,12 +237,3 @@ def _decoded(runner: ModelRunner, at_once: int) -> Tensor:
     logits(0, BEGUN, len(prompts))
     steps = [logits(at, at + 1, at_once if at < ALONE else 1) for at in range(BEGUN, LENGTH)]
     return torch.stack(steps, dim=1)
-
-
-def _worst(errors: Tensor, dtype: torch.dtype) -> float:
-    """Return the error that decides, of rows [prompts, tokens]. In half precision single rows go to other experts: most
-    rows of the prompt that is worse off decide, and the better one of those computed alone.
-    """
-    if dtype is torch.float32:
-        return float(errors.max())
-    return float(torch.maximum(errors.median(dim=1).values.max(), errors[:, -1].min()))

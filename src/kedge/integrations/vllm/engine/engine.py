@@ -174,7 +174,7 @@ class VLLMEngine(Engine):
         from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
 
         try:
-            state = GuardFolder(folder, guard_identity(config, self.config.anchors), self._guard)
+            state = GuardFolder(folder, guard_identity(config, self.config.anchors), self._guard.guard)
         except OSError as error:
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
         kept = RankState(state, self._keeping.snapshot_interval, lambda: True)
@@ -256,7 +256,7 @@ class VLLMEngine(Engine):
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
+        self._guard.checks.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
@@ -287,12 +287,12 @@ class VLLMEngine(Engine):
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
-            self._guard.stop()
+            self._guard.checks.stop()
             grace = STATE_GRACE if self._keeping.state else None
             asyncio.run_coroutine_threadsafe(self._driver.close(grace), self._loop).result()
             self._end_loop()
         self._thread.join()
-        self._guard.join()
+        self._guard.checks.join()
         if is_first and self._guard_state is not None:
             self._guard_state.close()
 

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.common.tokenizer import HFTokenizer, TextStream
 from kedge.errors import ForwardFailed
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.reuse.reasons import with_reasons

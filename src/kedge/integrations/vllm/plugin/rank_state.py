@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from kedge.engine.common.state.identity import identity_of
+from kedge.engine.common.state.files import identity_of
 from kedge.engine.common.state.snapshot import SavedState
 from kedge.errors import ConfigError, StateRefused
 from kedge.kv.segment import KVSegment
