@@ -256,11 +256,8 @@ class Learner:
             misses = (Miss("*", refusal),)
             is_lesson = refusal is UNCHECKED
             return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
-        if query.may_wait:
-            exact = max(query.exact, self._heads.tokens(request))
-            awaits = self._note(request, self._runtime.prerequisites(request, exact, of_later_readers=True))
-            if awaits:
-                return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=awaits)
+        if query.may_wait and (first := self._prerequisites(query)):
+            return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
         return self._planned(query, wanted)
 
     def _note(self, request: GenerateRequest, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
@@ -270,6 +267,10 @@ class Learner:
         self._balances.spend(request, sum(self._costs.added_seconds(len(tokens), 1) for _, tokens in new))
         self._needs.update(by_prompt)
         return tuple(tokens for _, tokens in by_prompt)
+
+    def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
+        exact = max(query.exact, self._heads.tokens(query.request))
+        return self._note(query.request, self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
@@ -384,18 +385,23 @@ class Learner:
             self._is_settled = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice, prompt.plan)
-        began, has_more = time.monotonic(), False
-        try:
-            has_more = next(prompt.steps, None) is not None
-        except TranslationRefused as refusal:  # its offsets cannot be kept, which changes no pool
-            logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
-        finally:
-            self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
-        if not has_more:
+        if not self._observe(prompt):
             self._captured.remove(prompt)
             self._taught.append(prompt.request.workflow_agent)
             self._forget_ended_runs()
         return True
+
+    def _observe(self, prompt: _CapturedPrompt) -> bool:
+        """Return False where no segment is left, or where offsets cannot be kept (which changes no pool)."""
+        assert prompt.steps is not None
+        began = time.monotonic()
+        try:
+            return next(prompt.steps, None) is not None
+        except TranslationRefused as refusal:
+            logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
+            return False
+        finally:
+            self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
 
     def take_taught(self) -> tuple[WorkflowAgent, ...]:
         """Return the agent of each prompt that has been learned from since the last call."""
