@@ -69,7 +69,10 @@ class FoundRuns:
         if run is not None:
             self._observe(run, agent, now, reads=True)
         else:
-            before, name = self._likeliest(agent, now), self._name()
+            odds = {one.id: (self._odds(one, agent, now), -one.answered) for one in self._idle.values()}
+            best = max(odds, key=odds.__getitem__, default=None)
+            before = self._idle[best] if best is not None and odds[best][0] >= LEAST else None
+            name = self._name()
             if before:  # the run takes over its flow
                 self._observe(before, agent, now, reads=False)
                 before.is_open = False
@@ -127,11 +130,6 @@ class FoundRuns:
     def _name(self) -> RunId:
         self._count += 1
         return RunId(f"found-{self._count}")
-
-    def _likeliest(self, agent: AgentId, now: float) -> FoundRun | None:
-        odds = {one.id: (self._odds(one, agent, now), -one.answered) for one in self._idle.values()}
-        best = max(odds, key=odds.__getitem__, default=None)
-        return self._idle[best] if best is not None and odds[best][0] >= LEAST else None
 
     def _odds(self, run: FoundRun, agent: AgentId, now: float) -> float:
         """Return how likely a run goes on with an agent: the longer it has been idle, the less.
