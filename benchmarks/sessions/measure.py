@@ -410,11 +410,9 @@ def measure(
     results = open_loop.measure(settings, traces, COLUMNS, progress)
     found = {name: result.as_json() for name, result in results.items()}
     for trace in traces:
-
-        def note(what: str, name: str = trace.name) -> None:
-            progress(f"{name}, {what}")
-
-        found[trace.name]["closed"] = closed(trace.conversations, note)
+        found[trace.name]["closed"] = closed(
+            trace.conversations, lambda what, name=trace.name: progress(f"{name}, {what}")
+        )
     progress("cost")
     *_, most = traffic_of(traces[0], settings)
     return {"traces": found, "cost": measure_cost(most.arrivals, most.capacity(COST_SHARE)).as_json()}

@@ -173,7 +173,7 @@ class Study:
             raise ConfigError("seeds", settings.seeds, "must be at least 1")
         yield from done[: settings.seeds]
         for seed in range(len(done), settings.seeds):
-            yield self.measure(settings, seed, lambda what, seed=seed: note(f"seed {seed}: {what}"))  # type: ignore[misc]
+            yield self.measure(settings, seed, noted(note, f"seed {seed}"))
 
 
 QUICK = {"task": "choice", "questions": 4, "taught": 5, "agents": 3, "seeds": 1}
@@ -196,6 +196,11 @@ def _averaged(rows: Sequence[Row]) -> Row:
         if len(rows) > 1:
             result[f"{key}_sd"] = stdev(known) if len(known) > 1 else None
     return result
+
+
+def noted(note: Note, where: str) -> Note:
+    """Return a callback for progress that says where."""
+    return lambda what: note(f"{where}, {what}")
 
 
 # what most studies do -------------------------------------------------------------------------------------------------
