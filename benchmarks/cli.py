@@ -22,7 +22,6 @@ from kedge.errors import ConfigError
 from kedge.models import bundled
 
 if TYPE_CHECKING:
-    from benchmarks.guard.measure import GuardResult
     from benchmarks.studies.study import SeedRows, Study, StudySettings
 
 ABOUT = {
@@ -141,22 +140,16 @@ def guard(
     settings = replace(base, **given, faults=tuple(fault or ()), device=device or "auto")
     console = Console()
     with console.status("guard") as status:
-        result = measure(settings, status.update)
-    _show_guard(console, result)
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **result.as_json(), "evidence": result.evidence()})
-
-
-def _show_guard(console: Console, result: GuardResult) -> None:
-    data = result.as_json()
-    if result.faults:
-        console.print(tables.guard(data["faults"], result.evidence()))
-    for how, clean in (("anchors", result.clean), ("default", result.clean_default)):
+        data = measure(settings, status.update)
+    if "faults" in data:
+        console.print(tables.guard(data["faults"], data["evidence"]))
+    for how, clean in (("anchors", data.get("clean")), ("default", data.get("clean_default"))):
         if clean:
-            console.print(
-                f"clean, {how}: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
-                f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
-            )
+            counts = "{calls} calls, {translated} translated, {checks} checked, {false_alarms} false alarms"
+            end = "switched off" if clean["ever_off"] else "never switched off"
+            console.print(f"clean, {how}: {counts.format(**clean)}, {end}")
+    if json_file:
+        save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @benchmarks.command()

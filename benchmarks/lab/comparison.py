@@ -264,9 +264,6 @@ def _first_placeholder(request: GenerateRequest) -> int:
     return start
 
 
-# judge consistency ----------------------------------------------------------------------------------------------------
-
-
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
     """Return the judge's request with the other agents' answers in a random order; the rest stays in place."""
     places = [i for i, segment in enumerate(request.segments) if segment.is_answer]

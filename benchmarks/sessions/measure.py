@@ -300,9 +300,6 @@ def product_hit_rate(case: ProductCase, arrivals: Sequence[Arrival], capacity: i
     return product_replay(case, capacity).hit_rate(arrivals)
 
 
-# what it costs --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SessionCost:
     """Medians on the real clock."""
@@ -409,10 +406,12 @@ def measure(
     closed = closed or partial(closed_loop, settings.live, ClosedSettings(seed=settings.seed))
     results = open_loop.measure(settings, traces, COLUMNS, progress)
     found = {name: result.as_json() for name, result in results.items()}
+
+    def noted(name: str) -> Progress:
+        return lambda what: progress(f"{name}, {what}")
+
     for trace in traces:
-        found[trace.name]["closed"] = closed(
-            trace.conversations, lambda what, name=trace.name: progress(f"{name}, {what}")
-        )
+        found[trace.name]["closed"] = closed(trace.conversations, noted(trace.name))
     progress("cost")
     *_, most = traffic_of(traces[0], settings)
     return {"traces": found, "cost": measure_cost(most.arrivals, most.capacity(COST_SHARE)).as_json()}

@@ -203,9 +203,6 @@ def noted(note: Note, where: str) -> Note:
     return lambda what: note(f"{where}, {what}")
 
 
-# what most studies do -------------------------------------------------------------------------------------------------
-
-
 def asked(settings: StudySettings, seed: int, *, taught: bool) -> tuple[Workload, list[Question]]:
     """Return the workload with its questions, the taught ones first."""
     workload, questions = load(settings.task, settings.dataset, seed)
