@@ -26,7 +26,7 @@ from benchmarks.workflow.measure import (
 from kedge.bench.demo import answer, questions
 from kedge.bench.flows import random_tokens
 from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, Traffic, load_traces, traffic_of
-from kedge.bench.sessions.replay import STOPS
+from kedge.bench.sessions.measure import STOPS
 from kedge.bench.shapes import random_runner
 from kedge.discovery import Discovery
 from kedge.engine.local.engine import LocalEngine

@@ -18,11 +18,13 @@ from typing import Any
 
 from benchmarks.sessions.closed import ClosedSettings, closed_loop
 from kedge.bench.sessions import measure as open_loop
-from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, traffic_of
-from kedge.bench.sessions.measure import Columns, Leaves, Progress
-from kedge.bench.sessions.replay import (
+from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, SessionTrace, traffic_of
+from kedge.bench.sessions.measure import (
     SPACE,
     CacheReplay,
+    Columns,
+    Leaves,
+    Progress,
     ReplayHooks,
     SessionHooks,
     hit_rate,
@@ -30,7 +32,6 @@ from kedge.bench.sessions.replay import (
     lru_hit_rate,
     tiered_cache,
 )
-from kedge.bench.sessions.traces import Conversation
 from kedge.cache import CacheManager, Lease
 from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.sessions import SessionHints

@@ -249,8 +249,7 @@ def load(
 ) -> None:
     """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
     require_outputs(json_file)
-    from kedge.bench.load import LoadSettings, Selection, measure
-    from kedge.bench.teams import case_names
+    from kedge.bench.load import LoadSettings, Selection, case_names, measure
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
     seconds = seconds or (10.0 if quick else 120.0)

@@ -14,20 +14,22 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kedge.bench.clients import LoadWindow, drive, warm
-from kedge.bench.shapes import SHAPES
-from kedge.bench.teams import (
+from kedge.bench.load import (
     NANO,
     OPEN,
     OPEN_GUARD,
     SHARE_ALL,
     USUAL,
+    LoadWindow,
     Questions,
+    drive,
     nano_questions,
     random_flow,
     random_questions,
+    warm,
     word_tokenizer,
 )
+from kedge.bench.shapes import SHAPES
 from kedge.bench.vllm.lane import KvRoom
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kedge.bench.flows import single_flow
-from kedge.bench.vllm import flows, load, team
+from kedge.bench.vllm import lane, load, team
 from kedge.errors import ConfigError
 
 Progress = Callable[[str], None]
@@ -23,7 +23,7 @@ class VllmBenchSettings:
     quick: bool = False
     model_size: str = "32m"
     trials: int | None = None
-    load_ratio: float = flows.FlowSettings.load_ratio
+    load_ratio: float = lane.FlowSettings.load_ratio
     samples: int | None = None
     questions: int | None = None
     clients: Sequence[int] | None = None
@@ -31,9 +31,9 @@ class VllmBenchSettings:
     seed: int = 0
 
     @property
-    def flow(self) -> flows.FlowSettings:
+    def flow(self) -> lane.FlowSettings:
         """The trials of workflows."""
-        return flows.FlowSettings(self.trials or (3 if self.quick else 5), self.load_ratio)
+        return lane.FlowSettings(self.trials or (3 if self.quick else 5), self.load_ratio)
 
     @property
     def team(self) -> team.TeamSettings:
@@ -63,10 +63,10 @@ Case = Callable[[VllmBenchSettings, Path, int, Progress], Measured]
 """(settings, folder of the random model, its vocabulary, progress) -> figures"""
 
 
-def cycle(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> flows.FlowResult:
+def cycle(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> lane.FlowResult:
     """Measure ten agents in a cycle, with room for four."""
-    work = single_flow(flows.QUICK if settings.quick else flows.USUAL, vocab, settings.seed, room=flows.ROOM)
-    return asyncio.run(flows.measure_flow("cycle", work, settings.flow, model, progress))
+    work = single_flow(lane.QUICK if settings.quick else lane.USUAL, vocab, settings.seed, room=lane.ROOM)
+    return asyncio.run(lane.measure_flow("cycle", work, settings.flow, model, progress))
 
 
 def team_ttft(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> team.TeamResult:
@@ -91,8 +91,8 @@ class VllmResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results: workflows under `cases`, all others by name."""
-        workflows = [one.as_json() for one in self.cases.values() if isinstance(one, flows.FlowResult)]
-        others = {name: one.as_json() for name, one in self.cases.items() if not isinstance(one, flows.FlowResult)}
+        workflows = [one.as_json() for one in self.cases.values() if isinstance(one, lane.FlowResult)]
+        others = {name: one.as_json() for name, one in self.cases.items() if not isinstance(one, lane.FlowResult)}
         return {"settings": asdict(self.settings), "cases": workflows, **others}
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kedge.bench.copy_machine import LEAD, TAIL, CopyMachine
+from kedge.bench.ttft import LEAD, TAIL, CopyMachine
 from kedge.bench.vllm.lane import KvRoom, VllmCall, VllmLane
 from kedge.integrations.vllm.engine.requests import expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
