@@ -440,10 +440,6 @@ class Selection:
     clients: tuple[int, ...] = (1, 8, 32)
     modes: tuple[ReuseMode, ...] = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.TRANSLATE)
 
-    def of(self, case: str) -> list[Key]:
-        """Return the combinations of one case, in the order of measurement."""
-        return [(case, clients, mode) for clients, mode in product(self.clients, self.modes)]
-
 
 def measure(
     settings: LoadSettings,
@@ -454,7 +450,8 @@ def measure(
     """Yield the figures of each combination that is not `done`, as soon as they are there. Raises `ConfigError`."""
     _check(settings, selection)
     for case in selection.cases:
-        keys = [key for key in selection.of(case) if not done(key)]
+        keys = [(case, clients, mode) for clients, mode in product(selection.clients, selection.modes)]
+        keys = [key for key in keys if not done(key)]
         if not keys:
             continue
         progress(f"{case}: loading and warming up")

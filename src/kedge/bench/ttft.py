@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -121,15 +121,14 @@ def bandwidth(device: torch.device) -> float:
     """Measure the bytes per second of a large copy within `device`, read and written; the best of several copies."""
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / min(_copy_seconds(source, target) for _ in range(_COPIES))
-
-
-def _copy_seconds(source: Tensor, target: Tensor) -> float:
-    _wait(source)
-    began = time.perf_counter()
-    target.copy_(source)
-    _wait(target)
-    return time.perf_counter() - began
+    seconds = []
+    for _ in range(_COPIES):
+        _wait(source)
+        began = time.perf_counter()
+        target.copy_(source)
+        _wait(target)
+        seconds.append(time.perf_counter() - began)
+    return 2 * source.nbytes / min(seconds)
 
 
 def _wait(tensor: Tensor) -> None:
@@ -139,7 +138,7 @@ def _wait(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Bytes that must move until the first token of one translated prompt, whatever the implementation: base KV and each
+    """Bytes that must move until the first token of a translated prompt, whatever the implementation: base KV and each
     row of offsets are read once, translated KV is written once, and the pass reads the weights and the prompt's KV.
     """
 
@@ -296,20 +295,19 @@ class TtftResult:
         }
 
 
-def workload_of(settings: TtftSettings) -> CopyMachine:
-    """Return the copy machine of these settings, in token ids of the model."""
-    return CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
-
-
 def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
     """Fill the pools, then measure every agent `repeats` times, translated and dense."""
-    workload = workload_of(settings)
+    vocab = SHAPES[settings.model_size]["vocab_size"]
+    workload = CopyMachine(settings.agents, settings.prefix, vocab, settings.seed)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch = WatchingAssembler()
     with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
         runs = (f"run-{i}" for i in count())
-        _warm(engine, generate, workload, settings, runs)
+        # One request first, so that no measurement pays for the first use of kernels and memory.
+        first = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
+        ask(engine, first, 2)
+        generate.ttft_ms(first.tokens)
         for i in range(settings.samples):
             progress(f"filling the pools: sample {i + 1} of {settings.samples}")
             fill(engine, workload, settings, next(runs), extra=i)
@@ -351,15 +349,6 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
     )
 
 
-def _warm(
-    engine: LocalEngine, generate: ReferenceGenerate, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]
-) -> None:
-    """Run one request first, so that no measurement pays for the first use of kernels and memory."""
-    request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
-    ask(engine, request, 2)
-    generate.ttft_ms(request.tokens)
-
-
 def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
     """Put one sample into every pool, with given answers instead of decoded ones: minutes instead of hours.
 
@@ -375,12 +364,8 @@ def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run
 
 def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
     """Return the answer to a request, exactly `max_tokens` long."""
-    return engine.submit(of_length(request, max_tokens)).result()
-
-
-def of_length(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
-    """Return the request with an answer of exactly `max_tokens`."""
-    return replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return engine.submit(replace(request, sampling=sampling)).result()
 
 
 def _measure_once(

@@ -1,4 +1,4 @@
-"""What an engine has learned: it does not grow with past messages, and weighs what it holds."""
+"""What an engine has learned does not grow with past messages, and weighs what it holds."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import random
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -253,29 +252,20 @@ def read_trace(file: Path) -> list[TraceRecord]:
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the numbers and objects of all lines that are not blank."""
     try:
-        with _opened(file) as stream:
-            for number, line in _bounded_lines(file, stream):
+        with file.open("rb") as raw:
+            is_compressed = raw.read(2) == _GZIP
+        with gzip.open(file, "rb") if is_compressed else file.open("rb") as stream:
+            number = 0
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if number > MAX_LINES:
+                    raise bad_line(file, number, f"a trace has at most {MAX_LINES} lines")
+                if len(line) > MAX_LINE_BYTES:
+                    raise bad_line(file, number, f"a line has at most {MAX_LINE_BYTES} bytes")
                 if line.strip():
                     yield number, _parsed(file, number, line)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError("trace", str(file), f"cannot be read: {error}") from error
-
-
-def _opened(file: Path) -> gzip.GzipFile | BufferedReader:
-    with file.open("rb") as stream:
-        is_compressed = stream.read(2) == _GZIP
-    return gzip.open(file, "rb") if is_compressed else file.open("rb")
-
-
-def _bounded_lines(file: Path, stream: gzip.GzipFile | BufferedReader) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if number > MAX_LINES:
-            raise bad_line(file, number, f"a trace has at most {MAX_LINES} lines")
-        if len(line) > MAX_LINE_BYTES:
-            raise bad_line(file, number, f"a line has at most {MAX_LINE_BYTES} bytes")
-        yield number, line
 
 
 def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """A vLLM engine in a process of its own, the clients of workflows that drive it, and how both engines compare.
 
 Stock vLLM and vLLM with the plug-in have prefix caching on and the same room for KV, and take turns trial by trial,
-each time in another order. Trials have new dynamic parts; fixed prompts are warm. Copies from the host are slowed down until
-loading a prompt costs the wanted share of computing it, as measured on stock vLLM. In a control, where nothing can be
-gained, stock vLLM runs a second time, started last: its difference is noise.
-
+each time in another order. Trials have new dynamic parts; fixed prompts are warm. Copies from the host are slowed down
+until loading a prompt costs the wanted share of computing it, as measured on stock vLLM. In a control, where nothing
+can be gained, stock vLLM runs a second time, started last: its difference is noise.
 vLLM is imported where an engine is started: the environment of its processes has to be set before.
 """
 

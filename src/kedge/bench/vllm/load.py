@@ -105,18 +105,13 @@ def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progre
         team = nano_team(load.seed) if name == NANO else random_team(name, folder, load.seed)
         by_clients = found.setdefault(name, {})
         for clients in load.clients:
-            pairs = [_pair(load, team, clients, number, progress) for number in range(load.trials)]
+            pairs: list[dict[str, Figures]] = [{} for _ in range(load.trials)]
+            for number, pair in enumerate(pairs):
+                for engine in list(MODES) if number % 2 == 0 else reversed(MODES):  # who goes first takes turns
+                    progress(f"load: {team.name}, {clients} at once, {engine}, trial {number + 1} of {load.trials}")
+                    pair[engine] = measure_one(load, team, clients, engine)
             by_clients[str(clients)] = summary(pairs)
     return VllmLoadResult(found)
-
-
-def _pair(load: VllmLoad, team: ServedTeam, clients: int, number: int, progress: Progress) -> dict[str, Figures]:
-    """Measure one trial of both engines; which of them goes first takes turns."""
-    found = {}
-    for engine in list(MODES) if number % 2 == 0 else reversed(MODES):
-        progress(f"load: {team.name}, {clients} at once, {engine}, trial {number + 1} of {load.trials}")
-        found[engine] = measure_one(load, team, clients, engine)
-    return found
 
 
 def nano_team(seed: int) -> ServedTeam:
