@@ -24,8 +24,8 @@ from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpr
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, questions
 from kedge.bench.flows import FlowWorkload, single_flow
 from kedge.bench.shapes import load_model
-from kedge.bench.vllm.lane import BLOCK, FlowResult, KvRoom, VllmCall, VllmLane, block_bytes, measure_flow
-from kedge.bench.vllm.measure import Case, Progress, VllmBenchSettings, given
+from kedge.bench.vllm.lane import BLOCK, FlowResult, KvRoom, Progress, VllmCall, VllmLane, block_bytes, measure_flow
+from kedge.bench.vllm.measure import Case, VllmBenchSettings, given
 from kedge.engine.base import Engine
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer

@@ -29,8 +29,7 @@ from kedge.bench.vllm.lane import (
     plugin,
     summary,
 )
-from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure
-from kedge.bench.vllm.team import TeamSettings, VllmAgentTimes
+from kedge.bench.vllm.measure import CASES, TeamSettings, VllmAgentTimes, VllmBenchSettings, measure
 from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.types import Tokens
@@ -165,7 +164,7 @@ def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("vllm", reason="vLLM is not installed")
     monkeypatch.setattr("kedge.bench.vllm.lane.QUICK", SIZES)
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
-    monkeypatch.setattr("kedge.bench.vllm.team.QUICK_TEAM", small)
+    monkeypatch.setattr("kedge.bench.vllm.measure.QUICK_TEAM", small)
     file = tmp_path / "vllm.json"
     arguments = ["bench", "vllm", "--quick", "--trials", "1", "--case", "cycle", "--case", "team", "--json", str(file)]
     done = CliRunner().invoke(app, arguments)
