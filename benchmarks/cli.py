@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,12 +17,11 @@ from benchmarks import tables
 from kedge.cli import options
 from kedge.cli.options import Device, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_folder, require_model, require_outputs, require_packages
-from kedge.cli.results import save, write
+from kedge.cli.results import earlier, save, write
 from kedge.errors import ConfigError
 from kedge.models import bundled
 
 if TYPE_CHECKING:
-    from benchmarks.guard.measure import GuardResult
     from benchmarks.studies.study import SeedRows, Study, StudySettings
 
 ABOUT = {
@@ -37,13 +35,7 @@ ABOUT = {
     "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",
     "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",
 }
-NEEDS: Mapping[str, tuple[tuple[str, ...], str] | None] = {
-    "links": None,
-    "sessions": None,
-    "gain": None,
-    "teams": (("openai", "fastapi", "uvicorn"), "openai,server"),
-}
-"""Case -> the packages that it needs, and the extra that has them. Without `--case`, those run that have theirs."""
+PLAIN_CASES = ("links", "sessions", "gain", "teams")
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({"seconds": 0.0, "trials": ()})
 """The results of a study before its first seed."""
@@ -148,27 +140,21 @@ def guard(
     settings = replace(base, **given, faults=tuple(fault or ()), device=device or "auto")
     console = Console()
     with console.status("guard") as status:
-        result = measure(settings, status.update)
-    _show_guard(console, result)
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **result.as_json(), "evidence": result.evidence()})
-
-
-def _show_guard(console: Console, result: GuardResult) -> None:
-    data = result.as_json()
-    if result.faults:
-        console.print(tables.guard(data["faults"], result.evidence()))
-    for how, clean in (("anchors", result.clean), ("default", result.clean_default)):
+        data = measure(settings, status.update)
+    if "faults" in data:
+        console.print(tables.guard(data["faults"], data["evidence"]))
+    for how, clean in (("anchors", data.get("clean")), ("default", data.get("clean_default"))):
         if clean:
-            console.print(
-                f"clean, {how}: {clean.calls} calls, {clean.translated} translated, {clean.checks} checked, "
-                f"{clean.false_alarms} false alarms, {'switched off' if clean.ever_off else 'never switched off'}"
-            )
+            counts = "{calls} calls, {translated} translated, {checks} checked, {false_alarms} false alarms"
+            end = "switched off" if clean["ever_off"] else "never switched off"
+            console.print(f"clean, {how}: {counts.format(**clean)}, {end}")
+    if json_file:
+        save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @benchmarks.command()
 def plain(
-    case: Annotated[list[str] | None, options.name(help=f"{', '.join(NEEDS)}; repeatable.")] = None,
+    case: Annotated[list[str] | None, options.name(help=f"{', '.join(PLAIN_CASES)}; repeatable.")] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Agent trace or Mooncake's, .jsonl or .gz, for links and sessions."),
@@ -187,16 +173,15 @@ def plain(
     require_outputs(json_file)
     for file in trace or []:
         require_file("--trace", file)
-    for name in case or ():
-        if needed := NEEDS.get(name):
-            require_packages(f"kedge bench plain --case {name}", *needed)
+    if "teams" in (case or PLAIN_CASES):
+        require_packages("kedge bench plain, teams", ("openai", "fastapi", "uvicorn"), "openai,server")
     from benchmarks.plain.measure import QUICK, PlainBenchSettings, measure
     from kedge.bench.sessions.arrivals import SLICE
 
     base = QUICK if quick else PlainBenchSettings()
     settings = replace(
         base,
-        cases=tuple(case or filter(_is_possible, NEEDS)),
+        cases=tuple(case or PLAIN_CASES),
         live=live or base.live,
         requests=requests or base.requests,
         seed=seed,
@@ -209,11 +194,6 @@ def plain(
     _show_plain(console, data)
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
-
-
-def _is_possible(case: str) -> bool:
-    packages, _ = NEEDS[case] or ((), "")
-    return all(map(find_spec, packages))
 
 
 def _show_plain(console: Console, data: Mapping[str, Any]) -> None:
@@ -370,14 +350,9 @@ def _measured(
 
 def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[str, Any]:
     """Return the file's results of this study. Raises `ConfigError` where it holds other results."""
-    if file is None:
-        raise ConfigError("resume", True, "needs --json, the file with earlier results")
-    if not file.exists():
+    saved = earlier(file)
+    if saved is None:
         return _NOTHING
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("json", str(file), f"is not valid JSON: {error}") from error
     wanted = json.loads(json.dumps({"study": study.name, "settings": settings.as_json()}))
     if not isinstance(saved, dict) or _asked(saved) != _asked(wanted):
         raise ConfigError("json", str(file), "holds results of another study or of other settings")

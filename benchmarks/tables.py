@@ -76,16 +76,11 @@ def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
 
 def links(traces: Mapping[str, Row]) -> FittingTable:
     """Return the table of requests that were given to the right session, another's, or one too many."""
-    rows = [
-        [name, f"{row['requests']}", *(f"{100 * share:.1f}" for share in _shares_of_links(row))]
-        for name, row in traces.items()
-    ]
-    headings = ("trace", "requests", "right %", "wrong %", "not linked %")
-    return FittingTable("sessions found without ids", headings, rows)
-
-
-def _shares_of_links(row: Row) -> tuple[float, float, float]:
-    return row["right"], row["wrong"], 1 - row["right"] - row["wrong"]
+    rows = []
+    for name, row in traces.items():
+        shares = row["right"], row["wrong"], 1 - row["right"] - row["wrong"]
+        rows.append([name, f"{row['requests']}", *(f"{100 * share:.1f}" for share in shares)])
+    return FittingTable("sessions found without ids", ("trace", "requests", "right %", "wrong %", "not linked %"), rows)
 
 
 def plain_gain(cases: Mapping[str, Row], agents: Mapping[str, Row]) -> FittingTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -220,10 +220,6 @@ class CleanResult:
     ever_off: bool
     """Whether an agent was switched off on evidence: too many changed answers"""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures."""
-        return asdict(self)
-
 
 def measure_clean(
     loaded: Loaded, settings: GuardBenchSettings, move: Move, progress: Callable[[str], None] = lambda _: None
@@ -256,31 +252,9 @@ def _by_agent(records: list[dict[str, Any]], name: str) -> int:
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class GuardResult:
-    """The figures of the parts that were measured; None is a part that was not."""
-
-    faults: Mapping[str, FaultResult] | None
-    clean: CleanResult | None
-    """By anchors, as the faults are measured"""
-    clean_default: CleanResult | None
-    """With the default way to move values"""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        faults = None if self.faults is None else {name: one.as_json() for name, one in self.faults.items()}
-        others = {"clean": self.clean, "clean_default": self.clean_default}
-        parts = {"faults": faults, **{name: one and one.as_json() for name, one in others.items()}}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def evidence(self) -> dict[str, Any]:
-        """Return how much each fault changes: one that changes nothing is none."""
-        return {name: one.evidence() for name, one in (self.faults or {}).items()}
-
-
-def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -> GuardResult:
-    """Measure the chosen parts, one after the other, on one model. Raises `ConfigError` for an unknown task, fault or
-    part.
+def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """Measure the chosen parts, one after the other, on one model; return the figures as written to a file of results,
+    with how much each fault changes: one that changes nothing is none. Raises `ConfigError` for an unknown name.
     """
     _check("task", settings.task, TASKS)
     for key, names, known in (("fault", settings.faults, FAULTS), ("part", settings.parts, PARTS)):
@@ -291,12 +265,15 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
             raise ConfigError("fault", name, f"the questions of {settings.task} are all of one kind")
     with _one_thread():
         loaded = load_model(None, EngineSettings(device=settings.device))
-        parts: dict[str, Callable[[], Any]] = {
-            "faults": lambda: _faults(loaded, settings, progress),
-            "clean": lambda: measure_clean(loaded, settings, LEARNED_MOVE, progress),
-            "clean_default": lambda: measure_clean(loaded, settings, DEFAULT_MOVE, progress),
-        }
-        return GuardResult(**{name: part() if name in settings.parts else None for name, part in parts.items()})
+        found: dict[str, Any] = {"evidence": {}}
+        if "faults" in settings.parts:
+            faults = _faults(loaded, settings, progress)
+            found["faults"] = {name: one.as_json() for name, one in faults.items()}
+            found["evidence"] = {name: one.evidence() for name, one in faults.items()}
+        for name, move in (("clean", LEARNED_MOVE), ("clean_default", DEFAULT_MOVE)):
+            if name in settings.parts:
+                found[name] = asdict(measure_clean(loaded, settings, move, progress))
+        return found
 
 
 def _faults(loaded: Loaded, settings: GuardBenchSettings, progress: Progress) -> dict[str, FaultResult]:

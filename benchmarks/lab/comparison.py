@@ -263,9 +263,6 @@ def _first_placeholder(request: GenerateRequest) -> int:
     return start
 
 
-# judge consistency ----------------------------------------------------------------------------------------------------
-
-
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
     """Return the judge's request with the other agents' answers in a random order; the rest stays in place."""
     places = [i for i, segment in enumerate(request.segments) if segment.is_answer]
@@ -431,7 +428,6 @@ class LabSettings:
     """The team, the measures and the seed. `anchors`, `planner` and `engine` override the methods' own settings."""
 
     agents: int | None = None
-    topology: str = "fully_connected"
     model: Path | None = None
     """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
     taught: int = 0
@@ -516,7 +512,7 @@ class Lab:
 
     def __init__(self, workload: Workload, methods: Mapping[str, Method], settings: LabSettings) -> None:
         self._workload, self._settings = workload, settings
-        self._flow = workload.workflow(settings.agents, settings.topology)
+        self._flow = workload.workflow(settings.agents)
         self._taught_flow = settings.taught_as(self._flow)
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))

@@ -1,4 +1,7 @@
-"""The ways to serve a workflow that the papers' tables compare, by name."""
+"""The ways to serve a workflow that the papers' tables compare, by name, and the components that they need.
+
+A baseline changes the plan of a request before it is written; planning, pools and everything after are Kedge's own.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,8 @@ WHOLE = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Seams:
     """A choice of the tokens to compute: the `last` ones of every prefix segment and, unless `inputs` are to be
-    rotated, all of the values that are no agent's answer.
+    rotated, all of the values that are no agent's answer. The end of a prefix segment names what comes next, so that it
+    depends on all that was read before, while its base KV has read the placeholders' names instead.
     """
 
     last: int
@@ -168,7 +172,7 @@ class _SeamsAssembler:
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         plan = replace(plan, translations=tuple(map(without_offsets, plan.translations)))
         self.translate(table, plan.translations)
-        sources = [span.source for span in plan.spans for _ in range(len(span))]
+        sources = sources_of(plan)
         for placed in layout(request):
             for position in self.seams.computed(placed):
                 if sources[position] is Source.TRANSLATED:
@@ -226,7 +230,11 @@ RATIOS = (0.3, 0.25, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class CacheBlend:
-    """The shares of reused tokens to compute again, from the second layer on.
+    """The shares of reused tokens to compute again, from the second layer on (Yao et al., EuroSys 2025, section 4).
+
+    From there on a token's KV is computed and compared with the reused KV; those that deviate most go on to the next
+    layer, fewer in each. The choice, and every K and V, are the paper's; the time is not: chosen tokens run through the
+    first layers twice, as the engine then computes them like any others.
 
     The last ratio holds for all layers above; a model with fewer layers takes the last ratios. Raises `ConfigError` for
     ratios that grow or lie outside (0, 1].
@@ -392,7 +400,14 @@ class RelayedAnswers(NoAnchors):
 
 @dataclass(frozen=True, slots=True)
 class RelayCaching:
-    """The choice of tokens to correct: by thresholds, or a fixed share of them.
+    """The choice of tokens to correct: by thresholds, or a fixed share of them (Geng et al., arXiv 2603.13289).
+
+    From the paper: decode-time KV moved to the reader's positions; at a detection layer in the middle a token is
+    corrected if the cosine distance of its reused value from its recomputed one, or the attention of its answer's last
+    tokens to it, exceeds a multiple of the mean. The constants 1.5, 1.45 and 10 are taken from a public implementation:
+    we had no more of the text than its introduction. Our reading: means are taken answer by answer; the detection layer
+    is the middle one; only answers are relayed; tokens run from the first layer on, and a corrected one is corrected in
+    every layer above. Corrected tokens run through the first layers twice, so its time is not comparable.
 
     Raises `ConfigError` for a share outside [0, 1] or a threshold that is not positive.
     """

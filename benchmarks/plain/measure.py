@@ -16,17 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.sessions.measure import COLUMNS
 from benchmarks.workflow.measure import QUICK as SMALL_SHAPE
-from benchmarks.workflow.measure import (
-    CaseResult,
-    CaseRunner,
-    LanePolicy,
-    WorkflowSettings,
-    cases,
-)
+from benchmarks.workflow.measure import CaseResult, CaseRunner, LanePolicy, WorkflowSettings, cases
 from kedge.bench.demo import answer, questions
 from kedge.bench.flows import random_tokens
 from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, Traffic, load_traces, traffic_of
-from kedge.bench.sessions.replay import STOPS
+from kedge.bench.sessions.measure import STOPS
 from kedge.bench.shapes import random_runner
 from kedge.discovery import Discovery
 from kedge.engine.local.engine import LocalEngine

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from kedge.bench.sessions.arrivals import is_traffic
-from kedge.bench.sessions.measure import Leaves, Progress
-from kedge.bench.sessions.replay import SPACE, STOPS, NoCopier
-from kedge.bench.sessions.traces import BLOCK, Conversation, TraceTurn
+from kedge.bench.sessions.arrivals import BLOCK, Conversation, TraceTurn, is_traffic
+from kedge.bench.sessions.measure import SPACE, STOPS, Leaves, NoCopier, Progress
 from kedge.cache import CacheManager, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks

@@ -18,11 +18,13 @@ from typing import Any
 
 from benchmarks.sessions.closed import ClosedSettings, closed_loop
 from kedge.bench.sessions import measure as open_loop
-from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, traffic_of
-from kedge.bench.sessions.measure import Columns, Leaves, Progress
-from kedge.bench.sessions.replay import (
+from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, SessionTrace, traffic_of
+from kedge.bench.sessions.measure import (
     SPACE,
     CacheReplay,
+    Columns,
+    Leaves,
+    Progress,
     ReplayHooks,
     SessionHooks,
     hit_rate,
@@ -30,7 +32,6 @@ from kedge.bench.sessions.replay import (
     lru_hit_rate,
     tiered_cache,
 )
-from kedge.bench.sessions.traces import Conversation
 from kedge.cache import CacheManager, Lease
 from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.sessions import SessionHints
@@ -300,9 +301,6 @@ def product_hit_rate(case: ProductCase, arrivals: Sequence[Arrival], capacity: i
     return product_replay(case, capacity).hit_rate(arrivals)
 
 
-# what it costs --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SessionCost:
     """Medians on the real clock."""
@@ -409,12 +407,12 @@ def measure(
     closed = closed or partial(closed_loop, settings.live, ClosedSettings(seed=settings.seed))
     results = open_loop.measure(settings, traces, COLUMNS, progress)
     found = {name: result.as_json() for name, result in results.items()}
+
+    def noted(name: str) -> Progress:
+        return lambda what: progress(f"{name}, {what}")
+
     for trace in traces:
-
-        def note(what: str, name: str = trace.name) -> None:
-            progress(f"{name}, {what}")
-
-        found[trace.name]["closed"] = closed(trace.conversations, note)
+        found[trace.name]["closed"] = closed(trace.conversations, noted(trace.name))
     progress("cost")
     *_, most = traffic_of(traces[0], settings)
     return {"traces": found, "cost": measure_cost(most.arrivals, most.capacity(COST_SHARE)).as_json()}

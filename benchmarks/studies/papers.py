@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.lab.comparison import LabSettings, Probe, Summary, run_pairs
 from benchmarks.lab.methods import WHOLE, Method, ablation, cacheblend, epic, method_named, open_engine, relay, seams
-from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings, asked, compared, picked, team_sizes
+from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings, asked, compared, noted, picked, team_sizes
 from benchmarks.workloads.catalog import load
 from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.store import AnchorStore
@@ -32,9 +31,6 @@ class Contexts:
 
     def __init__(self, settings: StudySettings) -> None:
         loaded = load_model(settings.model, EngineSettings())
-        self.embeddings: Tensor = loaded[0].model.get_input_embeddings().weight.detach().float().cpu()
-        """float32 [vocab, hidden]"""
-        self.special: frozenset[int] = frozenset(loaded[1].inner.all_special_ids)
         dense = method_named("dense")
         self._probe = Probe(dense.components)
         self._engine = open_engine(dense, loaded, components=self._probe.components)
@@ -42,9 +38,7 @@ class Contexts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.close()
 
     def encode(self, text: str) -> Tokens:
@@ -99,14 +93,9 @@ def measure_accuracy(settings: StudySettings, seed: int, note: Note) -> list[Row
     """Return a row for every method and number of agents; `dense` repeats dense prefill, the ceiling."""
     rows: list[Row] = []
     for agents in team_sizes(settings, _QUICK_TEAMS if settings.quick else _TEAMS):
-
-        def note_team(what: str, agents: int = agents) -> None:
-            note(f"{agents} agents, {what}")
-
         team = replace(settings, agents=agents)
-        summaries = compared(
-            team, seed, settings.methods or ACCURACY_METHODS, note_team, forced=False, judged=True, timed=True
-        )
+        methods, say = settings.methods or ACCURACY_METHODS, noted(note, f"{agents} agents")
+        summaries = compared(team, seed, methods, say, forced=False, judged=True, timed=True)
         rows += [
             {"agents": agents, "method": name, "accuracy_dense": one.accuracy_dense, **picked(one, *_JUDGED)}
             for name, one in summaries.items()
@@ -182,12 +171,9 @@ def measure_frontier(settings: StudySettings, seed: int, note: Note) -> list[Row
     methods = {" ".join(key): (key, one) for key, one in (named or swept(quick=settings.quick)).items()}
     rows: list[Row] = []
     for task in TASKS if settings.task == ALL else (settings.task,):
-
-        def note_task(what: str, task: str = task) -> None:
-            note(f"{task}, {what}")
-
         these = {name: one for name, (_, one) in methods.items()}
-        summaries = compared(replace(settings, task=task), seed, these, note_task, taught=True, judged=True)
+        here = replace(settings, task=task)
+        summaries = compared(here, seed, these, noted(note, task), taught=True, judged=True)
         rows += with_best([_row(task, *methods[name][0], one) for name, one in summaries.items()])
     return rows
 

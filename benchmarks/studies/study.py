@@ -173,7 +173,7 @@ class Study:
             raise ConfigError("seeds", settings.seeds, "must be at least 1")
         yield from done[: settings.seeds]
         for seed in range(len(done), settings.seeds):
-            yield self.measure(settings, seed, lambda what, seed=seed: note(f"seed {seed}: {what}"))  # type: ignore[misc]
+            yield self.measure(settings, seed, noted(note, f"seed {seed}"))
 
 
 QUICK = {"task": "choice", "questions": 4, "taught": 5, "agents": 3, "seeds": 1}
@@ -198,7 +198,9 @@ def _averaged(rows: Sequence[Row]) -> Row:
     return result
 
 
-# what most studies do -------------------------------------------------------------------------------------------------
+def noted(note: Note, where: str) -> Note:
+    """Return a callback for progress that says where."""
+    return lambda what: note(f"{where}, {what}")
 
 
 def asked(settings: StudySettings, seed: int, *, taught: bool) -> tuple[Workload, list[Question]]:

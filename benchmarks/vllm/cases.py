@@ -1,4 +1,10 @@
-"""Further cases of `kedge bench vllm`: controls, the workflows of KVFlow's figures 6 and 8, sessions and accuracy."""
+"""Further cases of `kedge bench vllm`: controls, the workflows of KVFlow's figures 6 and 8, sessions and accuracy.
+
+Sessions: every client asks, waits for the answer, pauses, and asks again with all of its history, on stock vLLM, on
+stock with its own CPU offloading, and with the plug-in; pauses are shortened recorded ones, and no hints are given.
+Accuracy (KVCOMM, Table 1): each of the bundled model's teams answers by itself, translated and densely, on vLLM and on
+the embedded engine, whatever it costs and without a guard; pools fill from empty.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +24,8 @@ from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpr
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, questions
 from kedge.bench.flows import FlowWorkload, single_flow
 from kedge.bench.shapes import load_model
-from kedge.bench.vllm.flows import FlowResult, measure_flow
-from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmLane, block_bytes
-from kedge.bench.vllm.measure import Case, Progress, VllmBenchSettings, given
+from kedge.bench.vllm.lane import BLOCK, FlowResult, KvRoom, Progress, VllmCall, VllmLane, block_bytes, measure_flow
+from kedge.bench.vllm.measure import Case, VllmBenchSettings, given
 from kedge.engine.base import Engine
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -32,9 +37,7 @@ from kedge.workloads.miniature import TASKS, Task
 
 METHOD = "token"
 """The embedded engine's method, with Kedge's defaults."""
-ARGUMENTS = {
-    "max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 64,
-}  # fmt: skip
+ARGUMENTS = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 64}
 """vLLM's: room for a team, and rows for the parts of a prompt that are computed side by side."""
 COMPARED: Mapping[str, Any] = {"planner": {"by_cost": False}, "guard": {"mode": "off"}}
 """What vLLM has in common with the lab's engines."""
@@ -65,10 +68,8 @@ class AccuracyResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
-        return {
-            engine: {task: comparison_json(one) for task, one in found.items()}
-            for engine, found in self.engines.items()
-        }
+        engines = self.engines.items()
+        return {name: {task: comparison_json(one) for task, one in found.items()} for name, found in engines}
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.bench.clients import LoadRecord, TeamRun, TimedCall, percentile
+from kedge.bench.load import LoadRecord, TeamRun, TimedCall, percentile
 from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
 MEASURED = (

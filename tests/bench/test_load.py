@@ -11,16 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.bench.clients import TimedCall, WindowEngine, now
-from kedge.bench.load import LoadSettings, Selection, load, measure
-from kedge.bench.teams import (
+from kedge.bench.load import (
     AGENTS,
     OPEN,
     PREFIX,
+    LoadSettings,
     LoadTeam,
+    Selection,
     TeamSizes,
+    TimedCall,
+    WindowEngine,
     case_names,
+    load,
+    measure,
     nano_team,
+    now,
     random_flow,
     random_team,
     team,

@@ -9,9 +9,10 @@ as a copy of the same run measures it.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kedge.bench.copy_machine import LEAD, TAIL, CopyMachine
 from kedge.bench.shapes import SHAPES, random_engine, random_llama
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents, Translating
@@ -32,7 +32,85 @@ from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
-from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, SamplingParams, Tokens
+from kedge.types import (
+    AgentId,
+    Completion,
+    GenerateRequest,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Tokens,
+    ValueKind,
+    WorkflowId,
+)
+
+LEAD, TAIL = 24, 16
+"""Tokens of the prefix segment before an agent's answer, and of the last one."""
+TRAIL = 2
+"""Tokens that begin all prefix segments but the first alike, as in templates that end a value with a line break."""
+
+
+@dataclass
+class CopyMachine:
+    """The agents' prompts: fixed random prefixes of `prefix` tokens, drawn from `vocab` token ids."""
+
+    agents: int
+    prefix: int
+    vocab: int
+    seed: int = 0
+    _prefixes: list[list[Tokens]] = field(init=False, repr=False)
+    _names: list[Tokens] = field(init=False, repr=False)
+    _lead_in: Tokens = field(init=False, repr=False)
+    _trail: Tokens = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._trail = self.tokens(TRAIL)
+        self._prefixes = [self._prefix_segments(agent) for agent in range(self.agents)]
+        self._names = [self.tokens(4) for _ in range(self.agents)]
+        self._lead_in = self.tokens(4)
+
+    def tokens(self, size: int) -> Tokens:
+        """Return the next `size` random token ids."""
+        return tuple(self._rng.randrange(2, self.vocab) for _ in range(size))
+
+    def _prefix_segments(self, agent: int) -> list[Tokens]:
+        later = [self._trail + self.tokens(size - TRAIL) for size in (*[LEAD] * agent, TAIL)]
+        return [self.tokens(self.prefix), *later]
+
+    def request(
+        self,
+        run: str,
+        agent: int,
+        question: Tokens,
+        answers: list[Tokens],
+        reuse: ReuseMode = ReuseMode.TRANSLATE,
+        *,
+        produces: bool = True,
+    ) -> GenerateRequest:
+        """Return agent `agent`'s request, which reads `question` and `answers` of the agents before it."""
+        fills = [("user_question", SampleId(ValueKind.INPUT, "user_question"), question)]
+        fills += [(f"agent_{i}_current", SampleId(ValueKind.AGENT, str(i)), answer) for i, answer in enumerate(answers)]
+        segments = []
+        for i, prefix in enumerate(self._prefixes[agent]):
+            segments.append(Segment(prefix, f"p{i}"))
+            if i < len(fills):
+                name, sample, tokens = fills[i]
+                context = self._prefixes[0][0] if i == 0 else self._lead_in
+                segments.append(Segment(tokens, name, sample, context, self._names[i], self._trail, in_context=i == 0))
+        return GenerateRequest(
+            tuple(segments),
+            reuse=reuse,
+            run=RunId(run),
+            workflow=WorkflowId("copy-machine"),
+            agent=AgentId(str(agent)),
+            produces=SampleId(ValueKind.AGENT, str(agent)) if produces else None,
+            trail=self._trail,
+        )
+
 
 _COPIED = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the timed copy: more than any CPU or GPU cache holds."""
@@ -43,15 +121,14 @@ def bandwidth(device: torch.device) -> float:
     """Measure the bytes per second of a large copy within `device`, read and written; the best of several copies."""
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / min(_copy_seconds(source, target) for _ in range(_COPIES))
-
-
-def _copy_seconds(source: Tensor, target: Tensor) -> float:
-    _wait(source)
-    began = time.perf_counter()
-    target.copy_(source)
-    _wait(target)
-    return time.perf_counter() - began
+    seconds = []
+    for _ in range(_COPIES):
+        _wait(source)
+        began = time.perf_counter()
+        target.copy_(source)
+        _wait(target)
+        seconds.append(time.perf_counter() - began)
+    return 2 * source.nbytes / min(seconds)
 
 
 def _wait(tensor: Tensor) -> None:
@@ -61,7 +138,9 @@ def _wait(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Bytes that must move until the first token of one translated prompt."""
+    """Bytes that must move until the first token of a translated prompt, whatever the implementation: base KV and each
+    row of offsets are read once, translated KV is written once, and the pass reads the weights and the prompt's KV.
+    """
 
     base: int
     """Base KV that is read."""
@@ -216,20 +295,19 @@ class TtftResult:
         }
 
 
-def workload_of(settings: TtftSettings) -> CopyMachine:
-    """Return the copy machine of these settings, in token ids of the model."""
-    return CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
-
-
 def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
     """Fill the pools, then measure every agent `repeats` times, translated and dense."""
-    workload = workload_of(settings)
+    vocab = SHAPES[settings.model_size]["vocab_size"]
+    workload = CopyMachine(settings.agents, settings.prefix, vocab, settings.seed)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch = WatchingAssembler()
     with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
         runs = (f"run-{i}" for i in count())
-        _warm(engine, generate, workload, settings, runs)
+        # One request first, so that no measurement pays for the first use of kernels and memory.
+        first = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
+        ask(engine, first, 2)
+        generate.ttft_ms(first.tokens)
         for i in range(settings.samples):
             progress(f"filling the pools: sample {i + 1} of {settings.samples}")
             fill(engine, workload, settings, next(runs), extra=i)
@@ -271,15 +349,6 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
     )
 
 
-def _warm(
-    engine: LocalEngine, generate: ReferenceGenerate, workload: CopyMachine, settings: TtftSettings, runs: Iterator[str]
-) -> None:
-    """Run one request first, so that no measurement pays for the first use of kernels and memory."""
-    request = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
-    ask(engine, request, 2)
-    generate.ttft_ms(request.tokens)
-
-
 def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
     """Put one sample into every pool, with given answers instead of decoded ones: minutes instead of hours.
 
@@ -295,12 +364,8 @@ def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run
 
 def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
     """Return the answer to a request, exactly `max_tokens` long."""
-    return engine.submit(of_length(request, max_tokens)).result()
-
-
-def of_length(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
-    """Return the request with an answer of exactly `max_tokens`."""
-    return replace(request, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return engine.submit(replace(request, sampling=sampling)).result()
 
 
 def _measure_once(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from kedge.cli import bench_tables as tables
 from kedge.cli import checkout, options
 from kedge.cli.options import Device, Json, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_outputs, require_packages
-from kedge.cli.results import save, write
+from kedge.cli.results import earlier, save, write
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
@@ -250,8 +249,7 @@ def load(
 ) -> None:
     """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
     require_outputs(json_file)
-    from kedge.bench.load import LoadSettings, Selection, measure
-    from kedge.bench.teams import case_names
+    from kedge.bench.load import LoadSettings, Selection, case_names, measure
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
     seconds = seconds or (10.0 if quick else 120.0)
@@ -285,14 +283,9 @@ def _put(leaves: Leaves, key: Key, figures: dict[str, Any]) -> None:
 
 def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
     """Return the file's results. Raises `ConfigError` where it holds other results."""
-    if file is None:
-        raise ConfigError("resume", True, "needs --json, the file with earlier results")
-    if not file.exists():
+    saved = earlier(file)
+    if saved is None:
         return {}
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("json", str(file), f"is not valid JSON: {error}") from error
     if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
         raise ConfigError("json", str(file), "holds results of another benchmark or of other settings")
     return saved["cases"]

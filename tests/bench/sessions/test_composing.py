@@ -10,13 +10,14 @@ from hypothesis import given
 
 from kedge.bench.sessions.arrivals import (
     Arrival,
+    Conversation,
     as_recorded,
     compose,
+    conversations,
     distinct_blocks,
     is_traffic,
     working_set,
 )
-from kedge.bench.sessions.traces import Conversation, conversations
 from tests.bench.sessions.builders import arrival, record, traffic
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
-from kedge.bench.sessions.replay import (
+from kedge.bench.sessions.measure import (
     SPACE,
     CacheReplay,
     NoCopier,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kedge.bench.load import AGENTS, NANO, USUAL, TeamSizes, random_flow
 from kedge.bench.shapes import SHAPES
-from kedge.bench.teams import AGENTS, NANO, USUAL, TeamSizes, random_flow
-from kedge.bench.vllm import load as bench
-from kedge.bench.vllm.load import KEDGE, STOCK, ServedTeam, VllmLoad, engine_settings, measure_load
+from kedge.bench.vllm import measure as bench
+from kedge.bench.vllm.measure import KEDGE, STOCK, ServedTeam, VllmLoad, engine_settings, measure_load
 from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine

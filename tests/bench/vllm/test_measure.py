@@ -13,10 +13,23 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.bench.flows import Sizes, single_flow
-from kedge.bench.vllm.flows import AGAIN, KEDGE, QUICK, STOCK, USUAL, FlowResult, longest_call, plugin, summary
-from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmClients, VllmTrial
-from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure
-from kedge.bench.vllm.team import TeamSettings, VllmAgentTimes
+from kedge.bench.vllm.lane import (
+    AGAIN,
+    BLOCK,
+    KEDGE,
+    QUICK,
+    STOCK,
+    USUAL,
+    FlowResult,
+    KvRoom,
+    VllmCall,
+    VllmClients,
+    VllmTrial,
+    longest_call,
+    plugin,
+    summary,
+)
+from kedge.bench.vllm.measure import CASES, TeamSettings, VllmAgentTimes, VllmBenchSettings, measure
 from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.types import Tokens
@@ -149,9 +162,9 @@ def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    monkeypatch.setattr("kedge.bench.vllm.flows.QUICK", SIZES)
+    monkeypatch.setattr("kedge.bench.vllm.lane.QUICK", SIZES)
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
-    monkeypatch.setattr("kedge.bench.vllm.team.QUICK_TEAM", small)
+    monkeypatch.setattr("kedge.bench.vllm.measure.QUICK_TEAM", small)
     file = tmp_path / "vllm.json"
     arguments = ["bench", "vllm", "--quick", "--trials", "1", "--case", "cycle", "--case", "team", "--json", str(file)]
     done = CliRunner().invoke(app, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.plain.measure import measure_hits
 from kedge.bench.sessions.arrivals import SLICE, SessionBenchSettings, load_traces, traffic_of
-from kedge.bench.sessions.replay import lru_hit_rate
+from kedge.bench.sessions.measure import lru_hit_rate
 
 
 def test_what_is_found_without_ids_is_measured_beside_lru_and_ids() -> None:

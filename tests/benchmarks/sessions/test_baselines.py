@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sessions.measure import belady_hit_rate, ttl_hit_rate
 from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
-from kedge.bench.sessions.replay import ceiling, lru_hit_rate
+from kedge.bench.sessions.measure import ceiling, lru_hit_rate
 from tests.bench.sessions.builders import arrival, traffic
 from tests.bench.sessions.test_replay import naive_hits, total
 

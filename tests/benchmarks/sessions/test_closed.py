@@ -18,8 +18,7 @@ from benchmarks.sessions.closed import (
     main_sessions,
     systems,
 )
-from kedge.bench.sessions.arrivals import SLICE, load_traces
-from kedge.bench.sessions.traces import Conversation, TraceTurn
+from kedge.bench.sessions.arrivals import SLICE, Conversation, TraceTurn, load_traces
 from kedge.settings import TierSettings
 from tests.bench.sessions.builders import record
 

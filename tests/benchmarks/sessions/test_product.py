@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sessions.measure import PRODUCT_CASES, HintedHooks, agent_of, measure_cost, product_replay
 from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, load_traces, traffic_of
-from kedge.bench.sessions.replay import lru_hit_rate
+from kedge.bench.sessions.measure import lru_hit_rate
 from kedge.cache import CacheManager
 from tests.bench.sessions.builders import arrival, link, traffic
 from tests.bench.sessions.test_replay import PACES

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sessions.measure import EDGES, QUANTILE, ToolTimes, ttl_hit_rate
 from kedge.bench.sessions.arrivals import Arrival
-from kedge.bench.sessions.replay import leading
+from kedge.bench.sessions.measure import leading
 from tests.bench.sessions.builders import arrival, traffic
 
 

@@ -1,4 +1,4 @@
-"""What an engine has learned: it does not grow with past messages, and weighs what it holds."""
+"""What an engine has learned does not grow with past messages, and weighs what it holds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kedge.anchors.store import AnchorStore
-from kedge.bench.copy_machine import CopyMachine
 from kedge.bench.shapes import SHAPES, load_model, random_engine
+from kedge.bench.ttft import CopyMachine
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
