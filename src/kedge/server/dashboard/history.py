@@ -434,7 +434,8 @@ class History(Watcher):
                 one.see_load(len(mine.live))
             agent = mine.agent(name)
             if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:
-                agent.fixed = request.namespace, tuple(islice(request.tokens, request.fixed))
+                tokens = chain.from_iterable(segment.tokens for segment in request.segments)
+                agent.fixed = request.namespace, tuple(islice(tokens, request.fixed))
             if key:
                 run = mine.run(key, now)
                 run.workflow, run.has_ended = request.workflow, False
