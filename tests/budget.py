@@ -1,4 +1,4 @@
-"""What the package has of each kind that has a budget in `budget.toml`: lines by room, settings, constants, and so on."""
+"""What the package has of everything that has a budget in `budget.toml`: lines by room, settings, constants."""
 
 from __future__ import annotations
 
