@@ -250,9 +250,9 @@ class Lookahead:
 
     This is for runs whose templates the server fills. What a call has bound is remembered, and so are the answers: from
     them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess costs
-    idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. Hints that are no longer valid are withdrawn: by
-    the engine itself where the forecast does not expect the agent any more or the run has ended, and from here where
-    there are too many.
+    idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. Hints that are no longer valid are
+    withdrawn: by the engine itself where the forecast does not expect the agent any more or the run has ended, and from
+    here where there are too many.
     """
 
     def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
