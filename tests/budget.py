@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import typer.main
 from pydantic import BaseModel
 
@@ -126,10 +125,10 @@ def _is_number(value: ast.expr) -> bool:
 
 
 def commands(group: Any) -> Iterator[str]:
-    """Yield the commands of a Typer app, those of its groups by `group name`."""
+    """Yield the commands of a Typer app, those of its groups by `group name`, without those that only a checkout has."""
     found = typer.main.get_command(group) if isinstance(group, typer.Typer) else group
     for name, command in found.commands.items():
-        if isinstance(command, click.Group):
+        if hasattr(command, "commands"):
             yield from (f"{name} {inner}" for inner in commands(command))
         else:
             yield name
