@@ -12,7 +12,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
-VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
+# Replicas of Ray Serve first: one worker runs all of their tests before the other looks for some to take over.
+VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/vllm/test_measure.py
 # What runs on every push, and on how many cores; `make test-all` selects everything instead.
 SELECTED ?= -m 'not slow' --ignore=tests/benchmarks
 PARALLEL ?= -n 2 --dist worksteal
