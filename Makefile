@@ -53,7 +53,8 @@ else
 endif
 
 test-all:  ## run everything: the slow tests, all examples of Hypothesis, the benchmarks' tests, the oldest vLLM
-	@$(MAKE) --no-print-directory --keep-going test-vllm-oldest test SELECTED=--hypothesis-profile=all
+	@$(MAKE) --no-print-directory --keep-going test-vllm-oldest test \
+		SELECTED=--hypothesis-profile=all VLLM_TESTS="$(VLLM_TESTS) $(wildcard tests/benchmarks/vllm)"
 
 durations:  ## run the tests of every push, and write tests/durations.txt: how long each takes
 	@$(MAKE) --no-print-directory test REPORTS=build
