@@ -12,7 +12,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
-VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
+# Replicas of Ray Serve first: one worker runs all of their tests before the other looks for some to take over.
+VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/vllm/test_measure.py
 # What runs on every push, and on how many cores; `make test-all` selects everything instead.
 SELECTED ?= -m 'not slow' --ignore=tests/benchmarks
 PARALLEL ?= -n 2 --dist worksteal
@@ -52,7 +53,8 @@ else
 endif
 
 test-all:  ## run everything: the slow tests, all examples of Hypothesis, the benchmarks' tests, the oldest vLLM
-	@$(MAKE) --no-print-directory --keep-going test-vllm-oldest test SELECTED=--hypothesis-profile=all
+	@$(MAKE) --no-print-directory --keep-going test-vllm-oldest test \
+		SELECTED=--hypothesis-profile=all VLLM_TESTS="$(VLLM_TESTS) $(wildcard tests/benchmarks/vllm)"
 
 durations:  ## run the tests of every push, and write tests/durations.txt: how long each takes
 	@$(MAKE) --no-print-directory test REPORTS=build
