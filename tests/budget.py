@@ -125,7 +125,7 @@ def _is_number(value: ast.expr) -> bool:
 
 
 def commands(group: Any) -> Iterator[str]:
-    """Yield the commands of a Typer app, those of its groups by `group name`, without those that only a checkout has."""
+    """Yield the commands of a Typer app, those of its groups by `group name`; none that only a checkout has."""
     found = typer.main.get_command(group) if isinstance(group, typer.Typer) else group
     for name, command in found.commands.items():
         if hasattr(command, "commands"):
