@@ -19,13 +19,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from benchmarks.lab.methods import method_named, open_engine
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, questions
 from kedge.bench.flows import FlowWorkload, single_flow
 from kedge.bench.shapes import load_model
-from kedge.bench.vllm.lane import BLOCK, FlowResult, KvRoom, Progress, VllmCall, VllmLane, block_bytes, measure_flow
-from kedge.bench.vllm.measure import Case, VllmBenchSettings, given
+from kedge.bench.vllm import (
+    BLOCK,
+    Case,
+    Figures,
+    KvRoom,
+    Progress,
+    VllmBenchSettings,
+    VllmCall,
+    VllmLane,
+    given,
+    measure_flow,
+)
 from kedge.engine.base import Engine
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -60,18 +72,6 @@ QUICK_ACCURACY = AccuracySettings(questions=4)
 """Fewer questions."""
 
 
-@dataclass(frozen=True)
-class AccuracyResult:
-    """All scores by engine."""
-
-    engines: Mapping[str, Scores]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        engines = self.engines.items()
-        return {name: {task: comparison_json(one) for task, one in found.items()} for name, found in engines}
-
-
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return a team's figures: shares of right answers, and the calls and prompt tokens of the translated mode."""
     dense, translated = comparison.dense.agents, comparison.translated.agents
@@ -91,9 +91,14 @@ def _total(score: TeamScore, count: Callable[[AgentScore], int]) -> int:
     return sum(map(count, score.agents.values()))
 
 
-def measure_accuracy(settings: AccuracySettings, progress: Progress) -> AccuracyResult:
+def measure_accuracy(settings: AccuracySettings, progress: Progress) -> Figures:
     """Let all teams answer on vLLM, then on the embedded engine. Raises `ConfigError`."""
-    return AccuracyResult({"vllm": _on_vllm(settings, progress), "embedded": _embedded(settings, progress)})
+    return accuracy_figures({"vllm": _on_vllm(settings, progress), "embedded": _embedded(settings, progress)})
+
+
+def accuracy_figures(engines: Mapping[str, Scores]) -> Figures:
+    """Return all scores by engine."""
+    return {name: {task: comparison_json(one) for task, one in found.items()} for name, found in engines.items()}
 
 
 def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
@@ -203,20 +208,13 @@ class VllmTurn:
     call: VllmCall
 
 
-@dataclass(frozen=True)
-class VllmSessionsResult:
-    """All engines' turns in the measured time, by live sessions. None: vLLM cannot run that on this machine."""
-
-    load: SessionLoad
-    turns: Mapping[int, Mapping[str, Trials | None]]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        live = {
-            str(count): {name: trials and medians(trials, self.load.measured_s) for name, trials in lanes.items()}
-            for count, lanes in self.turns.items()
-        }
-        return {"settings": asdict(self.load), "room_tokens": self.load.kv.tokens, "live": live}
+def sessions_figures(load: SessionLoad, turns: Mapping[int, Mapping[str, Trials | None]]) -> Figures:
+    """Return all engines' figures by live sessions. None: vLLM cannot run that on this machine."""
+    live = {
+        str(count): {name: trials and medians(trials, load.measured_s) for name, trials in lanes.items()}
+        for count, lanes in turns.items()
+    }
+    return {"settings": asdict(load), "room_tokens": load.kv.tokens, "live": live}
 
 
 def medians(trials: Trials, seconds: float) -> dict[str, Any]:
@@ -284,7 +282,7 @@ async def drive(lane: VllmLane, load: SessionLoad, live: int, vocab: int) -> lis
     return [turn for turn in turns if load.warm_s <= turn.ended < stop]
 
 
-async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress: Progress) -> VllmSessionsResult:
+async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress: Progress) -> Figures:
     """Measure all engines one after the other, each in a process of its own, with each number of live sessions."""
     runs: dict[int, dict[str, list[Sequence[VllmTurn] | None]]] = {
         live: {name: [] for name in LANES} for live in load.live
@@ -294,7 +292,7 @@ async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress:
         other = replace(load, seed=load.seed + trial)
         runs[live][name].append(await _lane(name, other, model, live, vocab))
     found = {live: {name: _all_or_none(trials) for name, trials in lanes.items()} for live, lanes in runs.items()}
-    return VllmSessionsResult(load, found)
+    return sessions_figures(load, found)
 
 
 def _all_or_none(trials: Sequence[Sequence[VllmTurn] | None]) -> Trials | None:
@@ -319,6 +317,13 @@ def lane_settings(name: str, load: SessionLoad, model: Path) -> tuple[dict[str, 
         return None, {}
     tiers = {"host_blocks": host} if name == KEDGE_HOST else {}
     return {"reuse": "exact", "tiers": tiers}, {"scheduler_cls": SCHEDULER}
+
+
+def block_bytes(model: Path, bytes_per_number: int) -> int:
+    """Return the bytes of a block's keys and values, all layers together."""
+    config = AutoConfig.from_pretrained(model)
+    heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * BLOCK * bytes_per_number
 
 
 def can_offload() -> bool:
@@ -346,20 +351,20 @@ def workload(name: str, shape: CaseSizes, vocab: int, seed: int) -> FlowWorkload
     return single_flow(shape.sizes, vocab, seed, room=shape.rooms[0])
 
 
-def flow(name: str, settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> FlowResult:
+def flow(name: str, settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
     """Measure a case of workflow-aware caching."""
     work = workload(name, QUICK if settings.quick else CaseSizes(), vocab, settings.seed)
     hinted, control = name != "no-hints", name in CONTROLS
-    return asyncio.run(measure_flow(name, work, settings.flow, model, progress, hinted=hinted, control=control))
+    return asyncio.run(measure_flow(name, work, settings, model, progress, hinted=hinted, control=control))
 
 
-def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> VllmSessionsResult:
+def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
     """Measure growing sessions in a closed loop."""
     load = given(QUICK_LOAD if settings.quick else SessionLoad(), trials=settings.trials)
     return asyncio.run(measure_sessions(load, model, vocab, progress))
 
 
-def accuracy(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> AccuracyResult:  # noqa: ARG001
+def accuracy(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:  # noqa: ARG001
     """Measure how well the bundled model's teams answer."""
     usual = QUICK_ACCURACY if settings.quick else AccuracySettings()
     return measure_accuracy(given(usual, questions=settings.questions), progress)

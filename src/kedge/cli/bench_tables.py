@@ -78,7 +78,7 @@ def _load_cells(figures: Row) -> list[str]:
 
 
 def vllm_flow(case: Row) -> Iterator[RenderableType]:
-    """Yield the table of all engines' figures in a case of workflows, from `FlowResult.as_json()`."""
+    """Yield the table of all engines' figures in a case of workflows."""
     gains = {"kedge": case["speedup"], "stock again": case["control"]}
     headings = ("engine", "s", "times stock", "hits", "waited for", "TTFT p50 ms", "TTFT p90 ms", "tokens per s")
     rows = [_vllm_row(name, row, gains.get(name)) for name, row in case["engines"].items()]
@@ -94,7 +94,7 @@ def _vllm_row(name: str, row: Row, gain: Row | None) -> list[str]:
 
 
 def vllm_team(team: Row) -> Iterator[RenderableType]:
-    """Yield the table of times of the agents with translated messages, from `TeamResult.as_json()`."""
+    """Yield the table of times of the agents with translated messages."""
     ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
     title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
     headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
@@ -108,7 +108,7 @@ def _team_row(row: Row) -> list[str]:
 
 
 def vllm_load(seconds: float, models: Mapping[str, Mapping[str, Mapping[str, Row]]]) -> Iterator[RenderableType]:
-    """Yield the tables of teams at once, from `VllmLoadResult.as_json()`."""
+    """Yield the tables of teams at once."""
     for name, by_clients in models.items():
         yield load(name, seconds, by_clients, "engine")
         for clients, engines in by_clients.items():

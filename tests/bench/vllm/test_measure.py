@@ -13,23 +13,27 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.bench.flows import Sizes, single_flow
-from kedge.bench.vllm.lane import (
+from kedge.bench.vllm import (
     AGAIN,
     BLOCK,
+    CASES,
+    DENSE,
     KEDGE,
-    QUICK,
+    QUICK_SIZES,
     STOCK,
-    USUAL,
-    FlowResult,
     KvRoom,
+    TeamSettings,
+    VllmBenchSettings,
     VllmCall,
     VllmClients,
     VllmTrial,
+    agent_figures,
+    flow_figures,
     longest_call,
+    measure,
     plugin,
-    summary,
+    trial_figures,
 )
-from kedge.bench.vllm.measure import CASES, TeamSettings, VllmAgentTimes, VllmBenchSettings, measure
 from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.types import Tokens
@@ -48,7 +52,7 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
         VllmTrial(2.0, (call(100, 80, 0.1, waited=10), call(50, 0, 0.3, waited=0))),
         VllmTrial(4.0, (call(50, 20, 0.2, waited=20),)),
     ]
-    said = summary(trials)
+    said = trial_figures(trials)
     assert said["hit_rate"] == 0.5 and said["waited_rate"] == 0.15
     assert said["ttft_p50_ms"] == 200.0 and said["ttft_p90_ms"] == 300.0
     assert said["tokens_per_s"] == pytest.approx((4 / 2 + 2 / 4) / 2)
@@ -56,22 +60,33 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
 
 
 def test_trials_are_compared_in_pairs() -> None:
-    work = single_flow(USUAL, 1000, 0)
+    work = single_flow(Sizes(), 1000, 0)
     stock = [VllmTrial(4.0, (call(9, 0),)), VllmTrial(9.0, (call(9, 0),))]
     ours = [VllmTrial(2.0, (call(9, 0),)), VllmTrial(3.0, (call(9, 0, tokens=(1, 3)),))]
-    case = FlowResult("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
-    assert case.speedups() == {"median": 2.5, "min": 2.0, "max": 3.0}
-    assert not case.tokens_identical
-    assert case.as_json()["control"] is None
-    again = FlowResult("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
-    assert again.as_json()["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
-    assert not again.tokens_identical
-    assert FlowResult("cycle", work, 0.1, {STOCK: stock, KEDGE: stock}).tokens_identical
+    case = flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
+    assert case["speedup"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not case["tokens_identical"]
+    assert case["control"] is None
+    again = flow_figures("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
+    assert again["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not again["tokens_identical"]
+    assert flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: stock})["tokens_identical"]
 
 
 def test_gains_of_an_agent_are_over_dense_and_over_stock() -> None:
-    times = VllmAgentTimes(1, 900, 800, dense=[1.0, 3.0, 2.0], stock=[1.0, 1.0, 1.0], kedge=[0.1, 0.2, 0.1])
-    said = times.as_json()
+    def trial(ttft_s: float, translated: int | None = None) -> VllmTrial:
+        receipt = None if translated is None else {"tokens": {"translated": translated}}
+        one = VllmCall((7,) * 900, (1, 2), 0, ttft_s, 2 * ttft_s, receipt)
+        return VllmTrial(1.0, (call(100, 0, 9.0), one))
+
+    kedge = [trial(0.1, 850), trial(0.2, 800), trial(0.1, 899)]
+    rounds = [
+        {DENSE: trial(dense), STOCK: trial(1.0), KEDGE: ours}
+        for dense, ours in zip((1.0, 3.0, 2.0), kedge, strict=True)
+    ]
+    said = agent_figures(1, rounds)
+    assert (said["agent"], said["prompt_tokens"], said["translated_tokens"]) == (1, 900, 800)
+    assert said["all_dense_ms"] == [1000.0, 3000.0, 2000.0]
     assert (said["dense_ms"], said["stock_ms"], said["kedge_ms"]) == (2000.0, 1000.0, 100.0)
     assert (said["speedup_over_dense"], said["speedup_over_stock"]) == (20.0, 10.0)
 
@@ -146,7 +161,7 @@ def test_an_unknown_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_call_fits() -> None:
-    work = single_flow(QUICK, 1000, 0)
+    work = single_flow(QUICK_SIZES, 1000, 0)
     for flow in work.flows:
         answer = (3,) * flow.output
         sizes = (len(flow.request(turn, answer).tokens) + flow.output for turn in range(work.calls))
@@ -162,9 +177,9 @@ def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    monkeypatch.setattr("kedge.bench.vllm.lane.QUICK", SIZES)
+    monkeypatch.setattr("kedge.bench.vllm.QUICK_SIZES", SIZES)
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
-    monkeypatch.setattr("kedge.bench.vllm.measure.QUICK_TEAM", small)
+    monkeypatch.setattr("kedge.bench.vllm.QUICK_TEAM", small)
     file = tmp_path / "vllm.json"
     arguments = ["bench", "vllm", "--quick", "--trials", "1", "--case", "cycle", "--case", "team", "--json", str(file)]
     done = CliRunner().invoke(app, arguments)

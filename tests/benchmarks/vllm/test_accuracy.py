@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.vllm import cases as bench
-from benchmarks.vllm.cases import AccuracyResult, AccuracySettings, scores, settle
+from benchmarks.vllm.cases import AccuracySettings, accuracy_figures, scores, settle
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
@@ -32,7 +32,7 @@ def score(correct: int, finals: list[str | None], translated_calls: int = 0) -> 
 
 def test_figures_are_shares_of_answers_and_counts_of_calls_and_tokens() -> None:
     found = Comparison(score(4, ["a", "b", None, "c"]), score(3, ["a", "x", None, "c"], translated_calls=2))
-    data = AccuracyResult({"vllm": {"math": found}}).as_json()
+    data = accuracy_figures({"vllm": {"math": found}})
     assert data["vllm"]["math"] == {
         "agents": [{"agent": name, "accuracy_dense": 1.0, "accuracy_translated": 0.75} for name in TEAM],
         "same_final_answer": 0.5,

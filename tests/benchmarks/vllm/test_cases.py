@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import tables
 from benchmarks.vllm.cases import CASES, workload
 from benchmarks.workflow.measure import QUICK, peer
-from kedge.bench.vllm.lane import VllmClients, longest_call
+from kedge.bench.vllm import VllmClients, longest_call
 from kedge.cli import checkout
 from kedge.cli.main import app
 from tests.bench.vllm.test_measure import FakeLane

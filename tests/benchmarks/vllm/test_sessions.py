@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.vllm import cases as bench
-from benchmarks.vllm.cases import SessionClient, SessionLoad, VllmSessionsResult, VllmTurn, drive, figures, medians
-from kedge.bench.vllm.lane import BLOCK, VllmCall
+from benchmarks.vllm.cases import SessionClient, SessionLoad, VllmTurn, drive, figures, medians, sessions_figures
+from kedge.bench.vllm import BLOCK, VllmCall
 from kedge.cli.main import app
 from kedge.types import Tokens
 
@@ -80,7 +80,7 @@ def test_turns_outside_of_the_measured_time_do_not_count() -> None:
 
 def test_an_engine_that_vllm_cannot_run_has_no_figures() -> None:
     lanes = {bench.STOCK: [[turn(1.0)]], bench.NATIVE: None}
-    data = VllmSessionsResult(LOAD, {4: lanes}).as_json()
+    data = sessions_figures(LOAD, {4: lanes})
     assert data["live"]["4"][bench.NATIVE] is None and data["live"]["4"][bench.STOCK]["turns"] == 1
     assert json.loads(json.dumps(data))["room_tokens"] == LOAD.kv.tokens
     assert len(next(tables.vllm_sessions(data)).rows) == 2
