@@ -13,22 +13,18 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kedge.bench.shapes import SHAPES, random_engine, random_llama
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents, Translating
-from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.guard import GuardMode
-from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
@@ -53,33 +49,22 @@ TRAIL = 2
 """Tokens that begin all prefix segments but the first alike, as in templates that end a value with a line break."""
 
 
-@dataclass
 class CopyMachine:
     """The agents' prompts: fixed random prefixes of `prefix` tokens, drawn from `vocab` token ids."""
 
-    agents: int
-    prefix: int
-    vocab: int
-    seed: int = 0
-    _prefixes: list[list[Tokens]] = field(init=False, repr=False)
-    _names: list[Tokens] = field(init=False, repr=False)
-    _lead_in: Tokens = field(init=False, repr=False)
-    _trail: Tokens = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._rng = random.Random(self.seed)
+    def __init__(self, agents: int, prefix: int, vocab: int, seed: int = 0) -> None:
+        self._vocab, self._rng = vocab, random.Random(seed)
         self._trail = self.tokens(TRAIL)
-        self._prefixes = [self._prefix_segments(agent) for agent in range(self.agents)]
-        self._names = [self.tokens(4) for _ in range(self.agents)]
+        self._prefixes: list[list[Tokens]] = []
+        for agent in range(agents):
+            later = [self._trail + self.tokens(size - TRAIL) for size in (*[LEAD] * agent, TAIL)]
+            self._prefixes.append([self.tokens(prefix), *later])
+        self._names = [self.tokens(4) for _ in range(agents)]
         self._lead_in = self.tokens(4)
 
     def tokens(self, size: int) -> Tokens:
         """Return the next `size` random token ids."""
-        return tuple(self._rng.randrange(2, self.vocab) for _ in range(size))
-
-    def _prefix_segments(self, agent: int) -> list[Tokens]:
-        later = [self._trail + self.tokens(size - TRAIL) for size in (*[LEAD] * agent, TAIL)]
-        return [self.tokens(self.prefix), *later]
+        return tuple(self._rng.randrange(2, self._vocab) for _ in range(size))
 
     def request(
         self,
@@ -121,41 +106,15 @@ def bandwidth(device: torch.device) -> float:
     """Measure the bytes per second of a large copy within `device`, read and written; the best of several copies."""
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    wait = partial(torch.cuda.synchronize, device) if source.is_cuda else lambda: None
     seconds = []
     for _ in range(_COPIES):
-        _wait(source)
+        wait()
         began = time.perf_counter()
         target.copy_(source)
-        _wait(target)
+        wait()
         seconds.append(time.perf_counter() - began)
     return 2 * source.nbytes / min(seconds)
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-
-
-@dataclass(frozen=True)
-class MovedBytes:
-    """Bytes that must move until the first token of a translated prompt, whatever the implementation: base KV and each
-    row of offsets are read once, translated KV is written once, and the pass reads the weights and the prompt's KV.
-    """
-
-    base: int
-    """Base KV that is read."""
-    offsets: int
-    """Distinct rows of offsets that are read."""
-    written: int
-    """Translated KV."""
-    context: int
-    """KV of the whole prompt, which the pass reads."""
-    weights: int
-    """The model's weights, which the pass reads."""
-
-    def floor_ms(self, bandwidth: float) -> float:
-        """Return milliseconds at `bandwidth` bytes per second."""
-        return sum(asdict(self).values()) / bandwidth * 1e3
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -172,25 +131,29 @@ class WatchingAssembler:
 
     def __init__(self) -> None:
         self._seen: dict[RequestId, tuple[Translation, ...]] = {}
-        self._weights, self._spec = 0, KVSpec(0, 0, 0, 0, torch.float32)
 
     def __call__(self, runner: ModelRunner, storage: PagedStorage) -> WatchingAssembler:
-        self._inner = Translating(runner, storage)
-        self._weights, self._spec = weight_bytes(runner.model), runner.spec
+        self._inner, self._runner = Translating(runner, storage), runner
         return self
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         self._seen[request.request_id] = plan.translations
         return self._inner.assemble(request, table, plan)
 
-    def moved(self, request: GenerateRequest) -> MovedBytes | None:
-        """Return and forget the bytes of an answered request; None where nothing was translated."""
-        items, token = self._seen.pop(request.request_id, ()), self._spec.bytes_per_token
+    def moved(self, request: GenerateRequest) -> dict[str, int] | None:
+        """Return and forget the bytes that must move until the first token of an answered request, whatever the
+        implementation; None where nothing was translated.
+
+        Base KV and each row of offsets are read once, translated KV is written once, and the pass reads the weights and
+        the KV of the whole prompt, which is its context.
+        """
+        items, token = self._seen.pop(request.request_id, ()), self._runner.spec.bytes_per_token
         if not items:
             return None
         kv = sum(item.base.tokens for item in items) * token
         offsets = sum(item.blend.rows.unique().numel() * item.table.row_bytes for item in items)
-        return MovedBytes(kv, offsets, kv, request.prompt_tokens * token, self._weights)
+        context, weights = request.prompt_tokens * token, weight_bytes(self._runner.model)
+        return {"base": kv, "offsets": offsets, "written": kv, "context": context, "weights": weights}
 
 
 ONE_PASS = 16384
@@ -233,38 +196,28 @@ class AgentTimes:
     """Times of Transformers' own `generate`."""
     parts: list[dict[str, float]] = field(default_factory=list)
     mode: str = "dense"
-    moved: MovedBytes | None = None
+    moved: dict[str, int] | None = None
     """Bytes of the last repeat, if it was translated."""
-
-    @property
-    def speedup(self) -> float:
-        """Median dense TTFT over median translated TTFT."""
-        return statistics.median(self.dense) / statistics.median(self.translated)
-
-    def parts_ms(self) -> dict[str, float]:
-        """Return the median of every part over the repeats."""
-        names = {name for parts in self.parts for name in parts}
-        medians = {name: statistics.median(parts.get(name, 0.0) for parts in self.parts) for name in sorted(names)}
-        return {name: round(median, 3) for name, median in medians.items()}
 
     def as_json(self, bandwidth: float) -> dict[str, Any]:
         """Return the medians and all times. `bandwidth` in bytes per second."""
-        floor = self.moved.floor_ms(bandwidth) if self.moved else None
+        times = {"dense": self.dense, "translated": self.translated, "generate": self.generate}
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        floor = sum(self.moved.values()) / bandwidth * 1e3 if self.moved else None
+        names = sorted({name for parts in self.parts for name in parts})
         return {
             "agent": self.agent,
             "prompt_tokens": self.prompt_tokens,
-            "dense_ms": round(statistics.median(self.dense), 3),
-            "translated_ms": round(statistics.median(self.translated), 3),
-            "generate_ms": round(statistics.median(self.generate), 3),
-            "speedup": round(self.speedup, 2),
+            **{f"{name}_ms": round(median, 3) for name, median in medians.items()},
+            "speedup": round(medians["dense"] / medians["translated"], 2),
             "floor_ms": floor and round(floor, 3),
-            "times_floor": floor and round(statistics.median(self.translated) / floor, 2),
-            "moved_bytes": self.moved and asdict(self.moved),
+            "times_floor": floor and round(medians["translated"] / floor, 2),
+            "moved_bytes": self.moved,
             "mode": self.mode,
-            "parts_ms": self.parts_ms(),
-            "all_dense_ms": [round(ms, 3) for ms in self.dense],
-            "all_translated_ms": [round(ms, 3) for ms in self.translated],
-            "all_generate_ms": [round(ms, 3) for ms in self.generate],
+            "parts_ms": {
+                name: round(statistics.median(parts.get(name, 0.0) for parts in self.parts), 3) for name in names
+            },
+            **{f"all_{name}_ms": [round(ms, 3) for ms in values] for name, values in times.items()},
         }
 
 
@@ -279,11 +232,6 @@ class TtftResult:
     bandwidth: float
     """Bytes per second of a copy within the device."""
 
-    @property
-    def memory_ratio(self) -> float:
-        """Bytes of anchors per byte of the messages' own KV."""
-        return self.anchor_bytes / self.message_bytes
-
     def as_json(self) -> dict[str, Any]:
         """Return the figures as written to a file of results."""
         return {
@@ -291,35 +239,61 @@ class TtftResult:
             "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),
             "anchor_bytes": self.anchor_bytes,
             "message_bytes": self.message_bytes,
-            "memory_ratio": round(self.memory_ratio, 3),
+            "memory_ratio": round(self.anchor_bytes / self.message_bytes, 3),
         }
 
 
 def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
     """Fill the pools, then measure every agent `repeats` times, translated and dense."""
-    vocab = SHAPES[settings.model_size]["vocab_size"]
-    workload = CopyMachine(settings.agents, settings.prefix, vocab, settings.seed)
+    machine = CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch = WatchingAssembler()
     with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
-        runs = (f"run-{i}" for i in count())
+
+        def ask(request: GenerateRequest, max_tokens: int) -> Completion:
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            return engine.submit(replace(request, sampling=sampling)).result()
+
         # One request first, so that no measurement pays for the first use of kernels and memory.
-        first = workload.request(next(runs), 0, workload.tokens(settings.question), [], ReuseMode.OFF)
-        ask(engine, first, 2)
+        first = machine.request("first", 0, machine.tokens(settings.question), [], ReuseMode.OFF)
+        ask(first, 2)
         generate.ttft_ms(first.tokens)
-        for i in range(settings.samples):
-            progress(f"filling the pools: sample {i + 1} of {settings.samples}")
-            fill(engine, workload, settings, next(runs), extra=i)
+        # Pools are filled from given answers instead of decoded ones: minutes instead of hours. Each sample is a little
+        # longer than the one before: by Eq. 5 such a value is never shareable, so every sample is prefilled densely and
+        # becomes an anchor, long enough for the later measurements.
+        for extra in range(settings.samples):
+            progress(f"filling the pools: sample {extra + 1} of {settings.samples}")
+            question = machine.tokens(settings.question + extra)
+            answers = [machine.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
+            for agent in range(settings.agents):
+                ask(machine.request(f"sample-{extra}", agent, question, answers[:agent], produces=False), 1)
+                engine.wait_idle()
         stored: Any = engine.inspect()
-        for i in range(settings.repeats):
-            progress(f"measuring: {i + 1} of {settings.repeats}")
-            _measure_once(engine, generate, watch, workload, settings, next(runs), times)
-        spec = engine.kv_spec
+        # One question through all agents, each answering in full; then the same prompts without any reuse, and through
+        # Transformers' own `generate`.
+        for number in range(settings.repeats):
+            progress(f"measuring: {number + 1} of {settings.repeats}")
+            run, question, answers = f"run-{number}", machine.tokens(settings.question), list[Tokens]()
+            for agent, record in enumerate(times):
+                request = machine.request(run, agent, question, answers)
+                done = ask(request, settings.output)
+                answers.append(done.tokens)
+                record.prompt_tokens = request.prompt_tokens
+                record.translated.append(done.ttft_ms)
+                record.parts.append(dict(done.receipt.parts_ms))
+                record.moved = watch.moved(request)
+                record.mode = "translated" if done.receipt.translated else "exact prefix + dense"
+            engine.wait_idle()
+            for agent, record in enumerate(times):
+                request = machine.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
+                record.dense.append(ask(request, 1).ttft_ms)
+                record.generate.append(generate.ttft_ms(request.tokens))
         progress("measuring: the bandwidth")
         speed = bandwidth(build.pick_device(settings.device))
-    tokens = settings.question + (settings.agents - 1) * settings.output
-    return TtftResult(times, stored["anchors"]["nbytes"], settings.samples * tokens * spec.bytes_per_token, speed)
+        message = settings.question + (settings.agents - 1) * settings.output
+        message_bytes = settings.samples * message * engine.kv_spec.bytes_per_token
+    return TtftResult(times, stored["anchors"]["nbytes"], message_bytes, speed)
 
 
 def engine_config(settings: TtftSettings) -> EngineSettings:
@@ -347,55 +321,6 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
         planner=PlannerSettings(by_cost=False, move="always" if is_moved else "never", **recompute),
         guard=GuardSettings(mode=GuardMode.OFF),
     )
-
-
-def fill(engine: LocalEngine, workload: CopyMachine, settings: TtftSettings, run: str, extra: int) -> None:
-    """Put one sample into every pool, with given answers instead of decoded ones: minutes instead of hours.
-
-    Each sample is a little longer than the one before: by Eq. 5 such a value is never shareable, so every sample is
-    prefilled densely and becomes an anchor, long enough for the later measurements.
-    """
-    question = workload.tokens(settings.question + extra)
-    answers = [workload.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
-    for agent in range(settings.agents):
-        ask(engine, workload.request(run, agent, question, answers[:agent], produces=False), 1)
-        engine.wait_idle()
-
-
-def ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
-    """Return the answer to a request, exactly `max_tokens` long."""
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return engine.submit(replace(request, sampling=sampling)).result()
-
-
-def _measure_once(
-    engine: LocalEngine,
-    generate: ReferenceGenerate,
-    watch: WatchingAssembler,
-    workload: CopyMachine,
-    settings: TtftSettings,
-    run: str,
-    times: list[AgentTimes],
-) -> None:
-    """Send one question through all agents, each answering in full; then the same prompts without any reuse, and
-    through Transformers' own `generate`.
-    """
-    question = workload.tokens(settings.question)
-    answers: list[Tokens] = []
-    for agent, record in enumerate(times):
-        request = workload.request(run, agent, question, answers)
-        done = ask(engine, request, settings.output)
-        answers.append(done.tokens)
-        record.prompt_tokens = request.prompt_tokens
-        record.translated.append(done.ttft_ms)
-        record.parts.append(dict(done.receipt.parts_ms))
-        record.moved = watch.moved(request)
-        record.mode = "translated" if done.receipt.translated else "exact prefix + dense"
-    engine.wait_idle()
-    for agent, record in enumerate(times):
-        request = workload.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
-        record.dense.append(ask(engine, request, 1).ttft_ms)
-        record.generate.append(generate.ttft_ms(request.tokens))
 
 
 class ReferenceGenerate:

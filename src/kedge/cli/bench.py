@@ -90,13 +90,14 @@ def ttft(
     settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
     console = Console()
     with console.status("building the model") as status:
-        result = measure(settings, status.update)
-    data = result.as_json()
+        data = measure(settings, status.update).as_json()
     console.print(tables.ttft(settings, data))
     for line in tables.ttft_parts(data):
         console.print(line, highlight=False)
-    console.print(f"floor: the bytes that must move, at the {result.bandwidth / 1e9:.1f} GB/s of a copy on this device")
-    console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
+    console.print(
+        f"floor: the bytes that must move, at the {data['bandwidth_gb_per_s']:.1f} GB/s of a copy on this device"
+    )
+    console.print(f"anchors weigh {data['memory_ratio']:.2f} times the KV of the messages they are of")
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
 
