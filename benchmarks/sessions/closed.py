@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 
 from kedge.bench.sessions.arrivals import BLOCK, Conversation, TraceTurn, is_traffic
-from kedge.bench.sessions.measure import SPACE, STOPS, Leaves, NoCopier, Progress
+from kedge.bench.sessions.measure import SPACE, STOPS, NoCopier, Progress
 from kedge.cache import CacheManager, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
@@ -59,6 +59,8 @@ class ClosedSession:
         return tuple(self.first_block + block for block in self.turn.chain[:most])
 
 
+Leaves = dict[str, dict[str, dict[str, float | None]]]
+"""Live sessions -> system -> name -> figure"""
 Admitted = tuple[ClosedSession, int, int]
 """Who was admitted, with blocks that it found on the device and on the host"""
 

@@ -16,14 +16,13 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from benchmarks.sessions.closed import ClosedSettings, closed_loop
+from benchmarks.sessions.closed import ClosedSettings, Leaves, closed_loop
 from kedge.bench.sessions import measure as open_loop
 from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, SessionTrace, traffic_of
 from kedge.bench.sessions.measure import (
     SPACE,
     CacheReplay,
     Columns,
-    Leaves,
     Progress,
     ReplayHooks,
     SessionHooks,
@@ -405,8 +404,7 @@ def measure(
     Costs are measured on the first one, with as many live sessions as it is replayed with.
     """
     closed = closed or partial(closed_loop, settings.live, ClosedSettings(seed=settings.seed))
-    results = open_loop.measure(settings, traces, COLUMNS, progress)
-    found = {name: result.as_json() for name, result in results.items()}
+    found = open_loop.measure(settings, traces, COLUMNS, progress)
 
     def noted(name: str) -> Progress:
         return lambda what: progress(f"{name}, {what}")

@@ -206,8 +206,7 @@ def sessions(
         if more:
             data = more.measure(settings, traces, progress=status.update)
         else:
-            found = measure(settings, traces, COLUMNS, status.update)
-            data = {"traces": {name: result.as_json() for name, result in found.items()}}
+            data = {"traces": measure(settings, traces, COLUMNS, status.update)}
     for table in tables.sessions(data):
         console.print(table, highlight=False)
     if json_file:

@@ -14,11 +14,10 @@ from kedge.bench.sessions.arrivals import (
     as_recorded,
     compose,
     conversations,
-    distinct_blocks,
     is_traffic,
     working_set,
 )
-from tests.bench.sessions.builders import arrival, record, traffic
+from tests.bench.sessions.builders import record, traffic
 
 
 def conversation(name: str, times: list[float], seconds: float = 2.0, tools: int = 512) -> Conversation:
@@ -92,7 +91,3 @@ def test_the_working_set_is_the_mean_of_live_prompts(arrivals: list[Arrival]) ->
         totals.append(sum(size for session, size in last.items() if session in live))
     counted = totals[len(totals) // 5 :]
     assert working_set(arrivals) == pytest.approx(sum(counted) / len(counted))
-
-
-def test_distinct_blocks_are_counted_once() -> None:
-    assert distinct_blocks([arrival(0, "a", [1, 2]), arrival(1, "b", [1, 3])]) == 3

@@ -19,7 +19,7 @@ SETTINGS = replace(QUICK, capacities=(0.25,), requests=120)
 def test_every_cell_has_every_column() -> None:
     said: list[str] = []
     result = measure(replace(SETTINGS, live=(2, 4)), load_traces([SLICE]), progress=said.append)
-    (trace,) = (one.as_json() for one in result.values())
+    (trace,) = result.values()
     assert json.loads(json.dumps(trace)) == trace
     assert list(trace["open"]) == ["2", "4"]
     for live in ("2", "4"):
@@ -53,7 +53,7 @@ def test_a_trace_of_prompts_that_are_too_long_is_an_error(tmp_path: Path) -> Non
 def test_prompts_without_a_full_block_are_replayed_too(tmp_path: Path) -> None:
     line = {**AGENT, "n": 100, "h": [[0, 1]]}
     result = measure(SETTINGS, load_traces([write(tmp_path / "t.jsonl", [line] * 3)]))
-    assert set(result["t"].open["8"]["0.25"].values()) == {0.0}
+    assert set(result["t"]["open"]["8"]["0.25"].values()) == {0.0}
 
 
 def test_the_slice_says_where_it_is_from_and_under_which_licence() -> None:

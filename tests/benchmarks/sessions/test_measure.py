@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.sessions.closed import Leaves
 from benchmarks.sessions.measure import COLUMNS, measure
 from kedge.bench.sessions.arrivals import QUICK, SLICE, Conversation, load_traces
-from kedge.bench.sessions.measure import Leaves
 from kedge.cli.bench_tables import SESSION_COLUMNS
 from kedge.cli.main import app
 from tests.bench.sessions.builders import AGENT, write

@@ -7,18 +7,19 @@ import heapq
 import json
 import random
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
 from reprlib import Repr
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from kedge.errors import ConfigError
 from kedge.structures.prefixes import common_prefix
 
+T = TypeVar("T")
 MAX_COUNT = 1 << 31
 """Exclusive bound of ids, sizes and numbers of tokens."""
 MAX_SECONDS = 1e9
@@ -39,10 +40,6 @@ class TraceLine:
             self.reject(key, "must be a text of 1 to 200 characters")
         return value
 
-    def optional_text(self, key: str) -> str | None:
-        """Return a text as `text` does, or None where the line has none."""
-        return None if self._values.get(key) is None else self.text(key)
-
     def count(self, key: str, default: int | None = None, least: int = 0) -> int:
         """Return a whole number from `least` to 2^31 - 1, or `default` where the line has none."""
         value = self._values.get(key, default)
@@ -57,9 +54,9 @@ class TraceLine:
             self.reject(key, f"must be a number from 0 to {MAX_SECONDS:g}")
         return float(value)
 
-    def optional_number(self, key: str) -> float | None:
-        """Return a number as `number` does, or None where the line has none."""
-        return None if self._values.get(key) is None else self.number(key)
+    def optional(self, read: Callable[[str], T], key: str) -> T | None:
+        """Return what `read` does, or None where the line has no value."""
+        return None if self._values.get(key) is None else read(key)
 
     def list(self, key: str) -> list[Any]:
         """Return a list."""
@@ -137,33 +134,28 @@ def agent_record(line: TraceLine) -> TraceRecord:
     if BLOCK % size:
         line.reject("bs", f"must divide {BLOCK}")
     tokens, is_first = line.count("n"), line.count("turn") == 0
-    return TraceRecord(
-        session=line.text("s"),
-        conversation=line.text("c"),
-        agent=line.text("agent"),
-        parent=line.optional_text("parent"),
-        at=line.number("t"),
-        seconds=line.optional_number("dur") or 0.0,
-        gap=line.optional_number("gap"),
-        stop=line.text("why"),
-        tokens=tokens,
-        output_tokens=line.count("o"),
-        block_size=size,
-        runs=_runs(line, -(-tokens // size)),
-        tools_tokens=line.count("tools", 0) if is_first else 0,
-        system_tokens=line.count("system", 0) if is_first else 0,
-        is_shared=line.optional_text("scope") == "file",
-    )
-
-
-def _runs(line: TraceLine, blocks: int) -> tuple[tuple[int, int], ...]:
-    """Return the runs of a prompt that has at most so many blocks."""
-    runs, most = line.list("h"), min(blocks, MAX_PROMPT_BLOCKS)
+    runs, most = line.list("h"), min(-(-tokens // size), MAX_PROMPT_BLOCKS)
     if not all(isinstance(run, list) and len(run) == 2 and all(map(is_count, run)) for run in runs):
         line.reject("h", "must be a list of runs [first id, count]")
     if sum(count for _, count in runs) > most:
         line.reject("h", f"must have at most {most} blocks, as many as the prompt has")
-    return tuple((first, count) for first, count in runs)
+    return TraceRecord(
+        session=line.text("s"),
+        conversation=line.text("c"),
+        agent=line.text("agent"),
+        parent=line.optional(line.text, "parent"),
+        at=line.number("t"),
+        seconds=line.optional(line.number, "dur") or 0.0,
+        gap=line.optional(line.number, "gap"),
+        stop=line.text("why"),
+        tokens=tokens,
+        output_tokens=line.count("o"),
+        block_size=size,
+        runs=tuple((first, count) for first, count in runs),
+        tools_tokens=line.count("tools", 0) if is_first else 0,
+        system_tokens=line.count("system", 0) if is_first else 0,
+        is_shared=line.optional(line.text, "scope") == "file",
+    )
 
 
 class MooncakeLinks:
@@ -190,11 +182,6 @@ class MooncakeLinks:
         if full_blocks >= self.MIN_BLOCKS:
             self._sessions[ids[full_blocks - 1]] = session
         return session
-
-
-def is_mooncake(values: Mapping[str, Any]) -> bool:
-    """Return whether a line is in Mooncake's own format."""
-    return "hash_ids" in values
 
 
 def mooncake_record(line: TraceLine, links: MooncakeLinks) -> TraceRecord:
@@ -239,7 +226,7 @@ def read_trace(file: Path) -> list[TraceRecord]:
     links, blocks = MooncakeLinks(), 0
     for number, values in _lines(file):
         line = TraceLine(file, number, values)
-        record = mooncake_record(line, links) if is_mooncake(values) else agent_record(line)
+        record = mooncake_record(line, links) if "hash_ids" in values else agent_record(line)
         blocks += record.blocks
         if blocks > MAX_BLOCKS:
             raise bad_line(file, number, f"the prompts up to here have more than {MAX_BLOCKS} blocks")
@@ -262,20 +249,17 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     raise bad_line(file, number, f"a trace has at most {MAX_LINES} lines")
                 if len(line) > MAX_LINE_BYTES:
                     raise bad_line(file, number, f"a line has at most {MAX_LINE_BYTES} bytes")
-                if line.strip():
-                    yield number, _parsed(file, number, line)
+                if not line.strip():
+                    continue
+                try:
+                    values = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise bad_line(file, number, "is not valid JSON") from error
+                if not isinstance(values, dict):
+                    raise bad_line(file, number, "must be a JSON object")
+                yield number, values
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError("trace", str(file), f"cannot be read: {error}") from error
-
-
-def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise bad_line(file, number, "is not valid JSON") from error
-    if not isinstance(values, dict):
-        raise bad_line(file, number, "must be a JSON object")
-    return values
 
 
 MAX_TOKENS = 200_000
@@ -311,38 +295,26 @@ def conversations(
     kept = [one for one in groups.values() if max_tokens is None or max(r.tokens for r in one) <= max_tokens]
     numbers: dict[Hashable, int] = {}
     found: list[Conversation] = [list(_turns(one, numbers, block)) for one in kept]
-    return _with_common_prompts(found) if found and found[0][0].record.is_shared else found
-
-
-def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int], block_size: int) -> Iterator[TraceTurn]:
-    """Yield the turns of a conversation; `numbers` has the integers of all blocks so far."""
-    space = None if records[0].is_shared else records[0].conversation
-    fixed: dict[int, Hashable] = {}
-    for record in records:
-        fixed.update(_fixed_keys(record))
-        coarse = list(record.ids(block_size // record.block_size))
-        chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
-        yield TraceTurn(record, chain, sum(block in fixed for block in coarse))
-
-
-def _fixed_keys(record: TraceRecord) -> Mapping[int, Hashable]:
-    """Return what the blocks of tool definitions and system prompt are known by across conversations."""
-    if not record.tools_tokens:
-        return {}
-    tools, system, size = record.tools_tokens, record.system_tokens, record.block_size
-    return {
-        block: ("tools", tools, at) if (at + 1) * size <= tools else ("system", tools, system, at)
-        for at, block in enumerate(islice(record.ids(), (tools + system) // size))
-    }
-
-
-def _with_common_prompts(found: Sequence[Conversation]) -> list[Conversation]:
-    """Set the fixed blocks of every turn to those that all prompts of its agent begin with."""
+    if not found or not found[0][0].record.is_shared:
+        return found
     common: dict[str, tuple[int, ...]] = {}
     for turn in (turn for one in found for turn in one):
         agent = turn.record.agent
         common[agent] = common_prefix([common.get(agent, turn.chain), turn.chain])
     return [[replace(turn, fixed_blocks=len(common[turn.record.agent])) for turn in one] for one in found]
+
+
+def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int], block_size: int) -> Iterator[TraceTurn]:
+    """Yield the turns of a conversation; `numbers` has the integers of all blocks so far."""
+    space = None if records[0].is_shared else records[0].conversation
+    fixed: dict[int, Hashable] = {}  # block of tools or system prompt -> what it is known by across conversations
+    for record in records:
+        tools, system, size = record.tools_tokens, record.system_tokens, record.block_size
+        for at, block in enumerate(islice(record.ids(), (tools + system) // size if tools else 0)):
+            fixed[block] = ("tools", tools, at) if (at + 1) * size <= tools else ("system", tools, system, at)
+        coarse = list(record.ids(block_size // size))
+        chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
+        yield TraceTurn(record, chain, sum(block in fixed for block in coarse))
 
 
 START_SECONDS, PAUSE_SECONDS = 300.0, (1.0, 60.0)
@@ -416,8 +388,7 @@ def _played(conversation: Conversation, start: float, cap: float, copy: int, str
 
 def as_recorded(conversation: Conversation, limit: int = 6000) -> list[Arrival]:
     """Return the first `limit` arrivals of a conversation that is many users' traffic already, at their own times."""
-    arrivals = [Arrival(turn.record.at, turn.record.session, turn, turn.chain) for turn in conversation[:limit]]
-    return _linked(arrivals, limit)
+    return _linked([Arrival(one.record.at, one.record.session, one, one.chain) for one in conversation[:limit]], limit)
 
 
 def is_traffic(conversations: Sequence[Conversation]) -> bool:
@@ -451,11 +422,6 @@ def working_set(arrivals: Sequence[Arrival]) -> float:
         last[one.session] = len(one.chain)
         totals.append(total)
     return fmean(totals[len(totals) // 5 :])
-
-
-def distinct_blocks(arrivals: Sequence[Arrival]) -> int:
-    """Return the number of different blocks in all prompts."""
-    return len({block for one in arrivals for block in one.chain})
 
 
 SLICE = Path(__file__).parent / "data" / "claude_code_slice.jsonl.gz"
@@ -525,7 +491,7 @@ def traffic_of(trace: SessionTrace, settings: SessionBenchSettings) -> Iterator[
     """Yield a trace's arrivals by number of live sessions. Traffic of many users comes once, as recorded."""
     if is_traffic(trace.conversations):
         arrivals = as_recorded(trace.conversations[0], settings.requests)
-        yield Traffic(RECORDED, arrivals, distinct_blocks(arrivals))
+        yield Traffic(RECORDED, arrivals, len({block for one in arrivals for block in one.chain}))
         return
     for live in settings.live:
         arrivals = compose(trace.conversations, live, settings.cap, settings.seed, settings.requests)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, Traffic, traffic_of
+from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, traffic_of
 from kedge.cache import CacheManager, Copied, Copy, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
@@ -195,29 +194,7 @@ COLUMNS: Columns = {
     "kedge": kedge_hit_rate,
     "kedge_host3": lambda arrivals, capacity: kedge_hit_rate(arrivals, capacity, host_times=3),
 }
-Leaves = dict[str, dict[str, dict[str, float | None]]]
-"""Live sessions -> capacity over the working set, or system -> name -> figure."""
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class TraceResult:
-    """All figures of a trace."""
-
-    open: Leaves = field(default_factory=dict)
-    """Hit blocks over blocks of all prompts, by live sessions, capacity over the working set and column."""
-    working_sets: dict[str, float] = field(default_factory=dict)
-    """Live sessions -> blocks."""
-    ceilings: dict[str, float] = field(default_factory=dict)
-    """Live sessions -> hit rate of an infinite cache."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        return {
-            "open": self.open,
-            "working_set_blocks": {live: round(blocks, 1) for live, blocks in self.working_sets.items()},
-            "ceiling": {live: round(rate, 4) for live, rate in self.ceilings.items()},
-        }
 
 
 def measure(
@@ -225,22 +202,23 @@ def measure(
     traces: Sequence[SessionTrace],
     columns: Columns = COLUMNS,
     progress: Progress = lambda _: None,
-) -> dict[str, TraceResult]:
-    """Replay all traces. The results are by the traces' names."""
-    results = {trace.name: TraceResult() for trace in traces}
+) -> dict[str, dict[str, Any]]:
+    """Replay all traces. Returns by trace, as written to a file of results, and by live sessions: hit rates by capacity
+    and column, the blocks of the working set, and the hit rate of an infinite cache.
+    """
+    results: dict[str, dict[str, Any]] = {}
     for trace in traces:
-        result = results[trace.name]
+        open_loop, blocks, ceilings = {}, {}, {}
         for traffic in traffic_of(trace, settings):
-            result.working_sets[traffic.live] = traffic.working_set
-            result.ceilings[traffic.live] = ceiling(traffic.arrivals)
-            cells = result.open[traffic.live] = {}
+            blocks[traffic.live] = round(traffic.working_set, 1)
+            ceilings[traffic.live] = round(ceiling(traffic.arrivals), 4)
+            cells: dict[str, dict[str, float]] = {}
             for share in settings.capacities:
                 progress(f"{trace.name}, {traffic.live} live, {share:g} of the working set")
-                cells[f"{share:g}"] = hit_rates(traffic, share, columns)
+                capacity = traffic.capacity(share)
+                cells[f"{share:g}"] = {
+                    name: round(rate(traffic.arrivals, capacity), 4) for name, rate in columns.items()
+                }
+            open_loop[traffic.live] = cells
+        results[trace.name] = {"open": open_loop, "working_set_blocks": blocks, "ceiling": ceilings}
     return results
-
-
-def hit_rates(traffic: Traffic, share: float, columns: Columns) -> dict[str, float | None]:
-    """Return the hit rate of every column with a cache of a share of the working set."""
-    capacity = traffic.capacity(share)
-    return {name: round(hit_rate(traffic.arrivals, capacity), 4) for name, hit_rate in columns.items()}
