@@ -270,7 +270,7 @@ class FixedPromptHints:
 
     def answered(self, arrival: Arrival) -> None:
         """Label the fixed prompt, now that it is cached, or withdraw the forecast."""
-        if arrival.is_last:
+        if arrival.next_at == inf:
             self._caching.on_forecast({agent_of(arrival): None})
         else:
             agent, fixed = agent_of(arrival), arrival.chain[: arrival.turn.fixed_blocks]

@@ -35,8 +35,8 @@ from kedge.bench.vllm import (
     VllmBenchSettings,
     VllmCall,
     VllmLane,
-    given,
     measure_flow,
+    with_given,
 )
 from kedge.engine.base import Engine
 from kedge.engine.common.model_folder import model_path
@@ -360,14 +360,14 @@ def flow(name: str, settings: VllmBenchSettings, model: Path, vocab: int, progre
 
 def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
     """Measure growing sessions in a closed loop."""
-    load = given(QUICK_LOAD if settings.quick else SessionLoad(), trials=settings.trials)
+    load = with_given(QUICK_LOAD if settings.quick else SessionLoad(), trials=settings.trials)
     return asyncio.run(measure_sessions(load, model, vocab, progress))
 
 
 def accuracy(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:  # noqa: ARG001
     """Measure how well the bundled model's teams answer."""
     usual = QUICK_ACCURACY if settings.quick else AccuracySettings()
-    return measure_accuracy(given(usual, questions=settings.questions), progress)
+    return measure_accuracy(with_given(usual, questions=settings.questions), progress)
 
 
 CASES: Mapping[str, Case] = {

@@ -52,19 +52,15 @@ def sessions_plot(traces: Mapping[str, Mapping[str, Any]], file: Path) -> None:
         for axes in row[len(trace["open"]) :]:
             axes.axis("off")
         for axes, (live, cells) in zip(row, trace["open"].items(), strict=False):
-            _hit_rates(axes, cells, f"{name}, {live} live")
+            for at, column in enumerate(next(iter(cells.values()))):
+                rates = [cell[column] for cell in cells.values()]
+                shares = [float(capacity) for capacity in cells]
+                axes.plot(shares, rates, STYLES[at % len(STYLES)], marker="o", markersize=3, label=column)
+            axes.set(title=f"{name}, {live} live", xlabel="cache over working set", ylabel="hit rate", ylim=(0, 1))
+            axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(8, 1 + 2 * across))
     figure.savefig(file, dpi=110)
     plt.close(figure)
-
-
-def _hit_rates(axes: Any, cells: Mapping[str, Mapping[str, float]], title: str) -> None:
-    capacities = [float(capacity) for capacity in cells]
-    for at, column in enumerate(next(iter(cells.values()))):
-        rates = [cell[column] for cell in cells.values()]
-        axes.plot(capacities, rates, STYLES[at % len(STYLES)], marker="o", markersize=3, label=column)
-    axes.set(title=title, xlabel="cache over working set", ylabel="hit rate", ylim=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def pyplot(file: Path) -> Any:

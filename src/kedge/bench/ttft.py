@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from kedge.bench.shapes import SHAPES, random_engine, random_llama
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents, Translating
+from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.guard import GuardMode
 from kedge.kv.storage import PagedStorage, SlotTable
@@ -218,57 +219,28 @@ class AgentTimes:
                 name: round(statistics.median(parts.get(name, 0.0) for parts in self.parts), 3) for name in names
             },
             **{f"all_{name}_ms": [round(ms, 3) for ms in values] for name, values in times.items()},
+            "all_parts_ms": [{name: round(ms, 3) for name, ms in parts.items()} for parts in self.parts],
         }
 
 
-@dataclass(frozen=True)
-class TtftResult:
-    """All agents' times, and the memory of the anchors once the pools are full."""
+def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Fill the pools, then measure every agent `repeats` times, translated and dense.
 
-    agents: list[AgentTimes]
-    anchor_bytes: int
-    message_bytes: int
-    """The anchored messages' own KV."""
-    bandwidth: float
-    """Bytes per second of a copy within the device."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        return {
-            "agents": [agent.as_json(self.bandwidth) for agent in self.agents],
-            "bandwidth_gb_per_s": round(self.bandwidth / 1e9, 2),
-            "anchor_bytes": self.anchor_bytes,
-            "message_bytes": self.message_bytes,
-            "memory_ratio": round(self.anchor_bytes / self.message_bytes, 3),
-        }
-
-
-def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> TtftResult:
-    """Fill the pools, then measure every agent `repeats` times, translated and dense."""
+    Returns the figures as written to a file of results: all agents' times, the bandwidth of a copy within the device,
+    and the memory of the anchors once the pools are full, beside that of the anchored messages' own KV.
+    """
     machine = CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
     times = [AgentTimes(agent) for agent in range(settings.agents)]
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch = WatchingAssembler()
     with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
-
-        def ask(request: GenerateRequest, max_tokens: int) -> Completion:
-            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-            return engine.submit(replace(request, sampling=sampling)).result()
-
         # One request first, so that no measurement pays for the first use of kernels and memory.
         first = machine.request("first", 0, machine.tokens(settings.question), [], ReuseMode.OFF)
-        ask(first, 2)
+        _ask(engine, first, 2)
         generate.ttft_ms(first.tokens)
-        # Pools are filled from given answers instead of decoded ones: minutes instead of hours. Each sample is a little
-        # longer than the one before: by Eq. 5 such a value is never shareable, so every sample is prefilled densely and
-        # becomes an anchor, long enough for the later measurements.
         for extra in range(settings.samples):
             progress(f"filling the pools: sample {extra + 1} of {settings.samples}")
-            question = machine.tokens(settings.question + extra)
-            answers = [machine.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
-            for agent in range(settings.agents):
-                ask(machine.request(f"sample-{extra}", agent, question, answers[:agent], produces=False), 1)
-                engine.wait_idle()
+            _fill(engine, machine, settings, extra)
         stored: Any = engine.inspect()
         # One question through all agents, each answering in full; then the same prompts without any reuse, and through
         # Transformers' own `generate`.
@@ -277,7 +249,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
             run, question, answers = f"run-{number}", machine.tokens(settings.question), list[Tokens]()
             for agent, record in enumerate(times):
                 request = machine.request(run, agent, question, answers)
-                done = ask(request, settings.output)
+                done = _ask(engine, request, settings.output)
                 answers.append(done.tokens)
                 record.prompt_tokens = request.prompt_tokens
                 record.translated.append(done.ttft_ms)
@@ -287,13 +259,38 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
             engine.wait_idle()
             for agent, record in enumerate(times):
                 request = machine.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
-                record.dense.append(ask(request, 1).ttft_ms)
+                record.dense.append(_ask(engine, request, 1).ttft_ms)
                 record.generate.append(generate.ttft_ms(request.tokens))
         progress("measuring: the bandwidth")
         speed = bandwidth(build.pick_device(settings.device))
         message = settings.question + (settings.agents - 1) * settings.output
         message_bytes = settings.samples * message * engine.kv_spec.bytes_per_token
-    return TtftResult(times, stored["anchors"]["nbytes"], message_bytes, speed)
+    return {
+        "agents": [agent.as_json(speed) for agent in times],
+        "bandwidth_gb_per_s": round(speed / 1e9, 2),
+        "anchor_bytes": stored["anchors"]["nbytes"],
+        "message_bytes": message_bytes,
+        "memory_ratio": round(stored["anchors"]["nbytes"] / message_bytes, 3),
+    }
+
+
+def _fill(engine: LocalEngine, machine: CopyMachine, settings: TtftSettings, extra: int) -> None:
+    """Put one sample into every pool, with given answers instead of decoded ones: minutes instead of hours.
+
+    Each sample is a little longer than the one before: by Eq. 5 such a value is never shareable, so every sample is
+    prefilled densely and becomes an anchor, long enough for the later measurements.
+    """
+    question = machine.tokens(settings.question + extra)
+    answers = [machine.tokens(settings.output + extra) for _ in range(settings.agents - 1)]
+    for agent in range(settings.agents):
+        _ask(engine, machine.request(f"sample-{extra}", agent, question, answers[:agent], produces=False), 1)
+        engine.wait_idle()
+
+
+def _ask(engine: LocalEngine, request: GenerateRequest, max_tokens: int) -> Completion:
+    """Return the answer to a request, exactly `max_tokens` long."""
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return engine.submit(replace(request, sampling=sampling)).result()
 
 
 def engine_config(settings: TtftSettings) -> EngineSettings:

@@ -148,18 +148,18 @@ class VllmBenchSettings:
     @property
     def team(self) -> TeamSettings:
         """The team whose messages are translated."""
-        return given(QUICK_TEAM if self.quick else TeamSettings(), samples=self.samples)
+        return with_given(QUICK_TEAM if self.quick else TeamSettings(), samples=self.samples)
 
     @property
     def load(self) -> VllmLoad:
         """The teams in a closed loop."""
         usual = QUICK_TEAMS if self.quick else VllmLoad()
-        return given(usual, clients=self.clients, seconds=self.seconds, trials=self.trials)
+        return with_given(usual, clients=self.clients, seconds=self.seconds, trials=self.trials)
 
 
-def given(settings: Any, **values: object) -> Any:
+def with_given(settings: Any, **given: object) -> Any:
     """Return settings with the values that are not None."""
-    return replace(settings, **{name: value for name, value in values.items() if value is not None})
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def ttft(
     settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
     console = Console()
     with console.status("building the model") as status:
-        data = measure(settings, status.update).as_json()
+        data = measure(settings, status.update)
     console.print(tables.ttft(settings, data))
     for line in tables.ttft_parts(data):
         console.print(line, highlight=False)

@@ -32,7 +32,6 @@ def test_gaps_are_cut_beyond_the_server_s_own_time() -> None:
     assert [one.at - start for one in arrivals] == pytest.approx([0.0, 5.0, 5.0 + 10.0 + 2.0])
     assert [one.ends_at - one.at for one in arrivals] == pytest.approx([2.0] * 3)
     assert [one.next_at for one in arrivals] == [arrivals[1].at, arrivals[2].at, inf]
-    assert [one.is_last for one in arrivals] == [False, False, True]
 
 
 def test_a_slot_goes_on_with_a_copy_that_shares_only_what_is_fixed() -> None:

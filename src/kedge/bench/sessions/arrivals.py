@@ -158,9 +158,9 @@ def agent_record(line: TraceLine) -> TraceRecord:
     )
 
 
-class MooncakeLinks:
-    """The sessions of a trace in Mooncake's own format, which names none: a request continues the session whose last
-    prompt's last full block is in the new prompt, the longest one if there are several.
+class MooncakeTrace:
+    """The records of a trace in Mooncake's own format, which names no sessions: a request continues the session whose
+    last prompt's last full block is in the new prompt, the longest one if there are several.
     """
 
     MIN_BLOCKS = 2
@@ -171,43 +171,38 @@ class MooncakeLinks:
         """Last full block -> session."""
         self._count = 0
 
-    def session(self, ids: tuple[int, ...], full_blocks: int) -> str:
-        """Return the session that a request belongs to, and note its blocks."""
+    def record(self, line: TraceLine) -> TraceRecord:
+        """Return the record of a line. Raises `ConfigError`.
+
+        Its last block may be a partial one, whose hash stands for what it has, so that it counts as a block.
+        """
+        tokens = line.count("input_length")
+        ids, most = line.list("hash_ids"), min(-(-tokens // BLOCK), MAX_PROMPT_BLOCKS)
+        if len(ids) > most or not all(map(is_count, ids)):
+            line.reject("hash_ids", f"must be a list of at most {most} whole numbers")
         known = next((block for block in reversed(ids) if block in self._sessions), None)
         if known is None:
             session = f"m{self._count}"
             self._count += 1
         else:
             session = self._sessions.pop(known)
+        full_blocks = min(tokens // BLOCK, len(ids))
         if full_blocks >= self.MIN_BLOCKS:
             self._sessions[ids[full_blocks - 1]] = session
-        return session
-
-
-def mooncake_record(line: TraceLine, links: MooncakeLinks) -> TraceRecord:
-    """Return the record of a line in Mooncake's own format. Raises `ConfigError`.
-
-    Its last block may be a partial one, whose hash stands for what it has, so that it counts as a block.
-    """
-    tokens = line.count("input_length")
-    ids, most = line.list("hash_ids"), min(-(-tokens // BLOCK), MAX_PROMPT_BLOCKS)
-    if len(ids) > most or not all(map(is_count, ids)):
-        line.reject("hash_ids", f"must be a list of at most {most} whole numbers")
-    chain = tuple(ids)
-    return TraceRecord(
-        session=links.session(chain, min(tokens // BLOCK, len(chain))),
-        conversation="mooncake",
-        agent="?",
-        parent=None,
-        at=line.number("timestamp") / 1e3,
-        seconds=0.0,
-        gap=None,
-        stop="?",
-        tokens=tokens,
-        output_tokens=line.count("output_length"),
-        block_size=BLOCK,
-        runs=tuple((block, 1) for block in chain),
-    )
+        return TraceRecord(
+            session=session,
+            conversation="mooncake",
+            agent="?",
+            parent=None,
+            at=line.number("timestamp") / 1e3,
+            seconds=0.0,
+            gap=None,
+            stop="?",
+            tokens=tokens,
+            output_tokens=line.count("output_length"),
+            block_size=BLOCK,
+            runs=tuple((block, 1) for block in ids),
+        )
 
 
 MAX_LINES = 1_000_000
@@ -223,10 +218,10 @@ def read_trace(file: Path) -> list[TraceRecord]:
     Raises `ConfigError` for a file that cannot be read, has no request or exceeds a bound, and for the first bad line.
     """
     records: list[TraceRecord] = []
-    links, blocks = MooncakeLinks(), 0
+    mooncake, blocks = MooncakeTrace(), 0
     for number, values in _lines(file):
         line = TraceLine(file, number, values)
-        record = mooncake_record(line, links) if "hash_ids" in values else agent_record(line)
+        record = mooncake.record(line) if "hash_ids" in values else agent_record(line)
         blocks += record.blocks
         if blocks > MAX_BLOCKS:
             raise bad_line(file, number, f"the prompts up to here have more than {MAX_BLOCKS} blocks")
@@ -338,11 +333,6 @@ class Arrival:
     def ends_at(self) -> float:
         """When the recorded server would have answered, on the arrivals' clock."""
         return self.at + self.turn.record.seconds
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the session has no further request among these arrivals."""
-        return self.next_at == inf
 
 
 def compose(
