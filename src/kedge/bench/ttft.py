@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -185,42 +185,30 @@ QUICK = TtftSettings(question=200, prefix=128, output=64, agents=3, samples=4, r
 """A measurement of less than a minute."""
 
 
-@dataclass
-class AgentTimes:
-    """One agent's times in milliseconds, one entry per repeat."""
+def agent_figures(agent: int, rounds: Sequence[Mapping[str, Any]], bandwidth: float) -> dict[str, Any]:
+    """Return an agent's times, their medians, and how far they are above the floor at `bandwidth` bytes per second.
 
-    agent: int
-    prompt_tokens: int = 0
-    dense: list[float] = field(default_factory=list)
-    translated: list[float] = field(default_factory=list)
-    generate: list[float] = field(default_factory=list)
-    """Times of Transformers' own `generate`."""
-    parts: list[dict[str, float]] = field(default_factory=list)
-    mode: str = "dense"
-    moved: dict[str, int] | None = None
-    """Bytes of the last repeat, if it was translated."""
-
-    def as_json(self, bandwidth: float) -> dict[str, Any]:
-        """Return the medians and all times. `bandwidth` in bytes per second."""
-        times = {"dense": self.dense, "translated": self.translated, "generate": self.generate}
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        floor = sum(self.moved.values()) / bandwidth * 1e3 if self.moved else None
-        names = sorted({name for parts in self.parts for name in parts})
-        return {
-            "agent": self.agent,
-            "prompt_tokens": self.prompt_tokens,
-            **{f"{name}_ms": round(median, 3) for name, median in medians.items()},
-            "speedup": round(medians["dense"] / medians["translated"], 2),
-            "floor_ms": floor and round(floor, 3),
-            "times_floor": floor and round(medians["translated"] / floor, 2),
-            "moved_bytes": self.moved,
-            "mode": self.mode,
-            "parts_ms": {
-                name: round(statistics.median(parts.get(name, 0.0) for parts in self.parts), 3) for name in names
-            },
-            **{f"all_{name}_ms": [round(ms, 3) for ms in values] for name, values in times.items()},
-            "all_parts_ms": [{name: round(ms, 3) for name, ms in parts.items()} for parts in self.parts],
-        }
+    Each round has the milliseconds dense, translated and by Transformers' own `generate`, and those of the parts; of
+    the rest the last one counts.
+    """
+    times = {name: [one[name] for one in rounds] for name in ("dense", "translated", "generate")}
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    parts, last = [one["parts"] for one in rounds], rounds[-1]
+    floor = sum(last["moved"].values()) / bandwidth * 1e3 if last["moved"] else None
+    names = sorted({name for one in parts for name in one})
+    return {
+        "agent": agent,
+        "prompt_tokens": last["prompt_tokens"],
+        **{f"{name}_ms": round(median, 3) for name, median in medians.items()},
+        "speedup": round(medians["dense"] / medians["translated"], 2),
+        "floor_ms": floor and round(floor, 3),
+        "times_floor": floor and round(medians["translated"] / floor, 2),
+        "moved_bytes": last["moved"],
+        "mode": "translated" if last["translated_tokens"] else "exact prefix + dense",
+        "parts_ms": {name: round(statistics.median(one.get(name, 0.0) for one in parts), 3) for name in names},
+        **{f"all_{name}_ms": [round(ms, 3) for ms in values] for name, values in times.items()},
+        "all_parts_ms": [{name: round(ms, 3) for name, ms in one.items()} for one in parts],
+    }
 
 
 def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -230,7 +218,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     and the memory of the anchors once the pools are full, beside that of the anchored messages' own KV.
     """
     machine = CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
-    times = [AgentTimes(agent) for agent in range(settings.agents)]
+    rounds: list[list[dict[str, Any]]] = []
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch = WatchingAssembler()
     with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
@@ -247,26 +235,31 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
         for number in range(settings.repeats):
             progress(f"measuring: {number + 1} of {settings.repeats}")
             run, question, answers = f"run-{number}", machine.tokens(settings.question), list[Tokens]()
-            for agent, record in enumerate(times):
+            rounds.append([])
+            for agent in range(settings.agents):
                 request = machine.request(run, agent, question, answers)
                 done = _ask(engine, request, settings.output)
                 answers.append(done.tokens)
-                record.prompt_tokens = request.prompt_tokens
-                record.translated.append(done.ttft_ms)
-                record.parts.append(dict(done.receipt.parts_ms))
-                record.moved = watch.moved(request)
-                record.mode = "translated" if done.receipt.translated else "exact prefix + dense"
+                rounds[-1].append(
+                    {
+                        "prompt_tokens": request.prompt_tokens,
+                        "translated": done.ttft_ms,
+                        "translated_tokens": done.receipt.translated,
+                        "parts": dict(done.receipt.parts_ms),
+                        "moved": watch.moved(request),
+                    }
+                )
             engine.wait_idle()
-            for agent, record in enumerate(times):
+            for agent, record in enumerate(rounds[-1]):
                 request = machine.request(run, agent, question, answers[:agent], ReuseMode.OFF, produces=False)
-                record.dense.append(_ask(engine, request, 1).ttft_ms)
-                record.generate.append(generate.ttft_ms(request.tokens))
+                record["dense"] = _ask(engine, request, 1).ttft_ms
+                record["generate"] = generate.ttft_ms(request.tokens)
         progress("measuring: the bandwidth")
         speed = bandwidth(build.pick_device(settings.device))
         message = settings.question + (settings.agents - 1) * settings.output
         message_bytes = settings.samples * message * engine.kv_spec.bytes_per_token
     return {
-        "agents": [agent.as_json(speed) for agent in times],
+        "agents": [agent_figures(agent, found, speed) for agent, found in enumerate(zip(*rounds, strict=True))],
         "bandwidth_gb_per_s": round(speed / 1e9, 2),
         "anchor_bytes": stored["anchors"]["nbytes"],
         "message_bytes": message_bytes,
