@@ -58,12 +58,12 @@ def save_tiny_llama(folder: Path, **other: Any) -> Path:
 def quick_starts() -> Iterator[None]:
     """Make vLLM's starts and ends cheap: nearly all of their time is eight collections of garbage, which go through
     all that was ever imported, and a search of every module for kernels. Only vLLM's own modules have any, and on
-    llvmlite's, which come with n-gram drafts, vLLM 0.32 fails. Processes of engines are forked.
+    llvmlite's, which come with n-gram drafts, vLLM 0.32 fails. Processes of engines and ranks are forked.
     """
     if not importlib.util.find_spec("vllm"):
         yield
         return
-    processes = importlib.import_module("vllm.v1.engine.utils")
+    processes = [importlib.import_module(f"vllm.v1.{name}") for name in ("engine.utils", "executor.multiproc_executor")]
     importlib.import_module("vllm.v1.engine.core")
     dispatcher: Any = _dispatcher()
     gc.collect()
@@ -71,7 +71,8 @@ def quick_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
-        patch.setattr(processes, "get_mp_context", forking.context)
+        for module in processes:
+            patch.setattr(module, "get_mp_context", forking.context)
         if rebind := getattr(dispatcher, "_rebind_kernels", None):
             patch.setattr(dispatcher, "_rebind_kernels", partial(_in_own_modules, dispatcher, rebind))
         yield
