@@ -23,8 +23,8 @@ def read(report: Path) -> Iterable[tuple[str, float]]:
 def folder(test: str) -> str:
     """Return a test's folder, two deep: `tests.cache`, or `tests` itself."""
     parts = test.partition("::")[0].split(".")
-    modules = next(at for at, part in enumerate(parts) if part.startswith("test_"))
-    return ".".join(parts[: min(modules, 3)])
+    names = (at for at, part in enumerate(parts) if part.startswith("test_"))
+    return ".".join(parts[: min(next(names, len(parts)), 3)])
 
 
 def table(tests: list[tuple[str, float]]) -> str:
