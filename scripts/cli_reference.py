@@ -1,6 +1,7 @@
 """Write `docs/reference/cli.md` from the commands themselves: `python scripts/cli_reference.py`.
 
-A test compares the page with the output of this script, so that it stays up to date.
+A test compares the page with the output of this script, so that it stays up to date. Measurements have a line each, and
+those that only a checkout has are left out.
 """
 
 from __future__ import annotations
@@ -15,26 +16,37 @@ import typer.main
 from kedge.cli.main import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+MEASUREMENTS = ("ttft", "load", "vllm", "sessions")
+"""What `kedge bench` measures wherever Kedge is installed"""
+CHECKOUT = ("report",)
+"""Commands that only a checkout has"""
 HEAD = """# Command line
 
 Made by `scripts/cli_reference.py` from the commands' own help; `kedge COMMAND --help` says the same.
 """
+BENCH = """
+## kedge bench
+
+Measurements, each against a baseline in the same run; `kedge bench NAME --help` has their options. In a checkout,
+`kedge bench --help` lists more: those behind the [results](../results/README.md).
+
+| measurement | what it does |
+|---|---|
+"""
 
 
 def reference() -> str:
-    """Return the page: every command with its arguments and options."""
-    return HEAD + "".join(_command("kedge", typer.main.get_command(app)))
+    """Return the page: every command with its arguments and options, and a line for each measurement."""
+    commands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    bench = commands.pop("bench").commands
+    texts = [_command(name, one) for name, one in commands.items() if name not in CHECKOUT]
+    return (
+        HEAD + "".join(texts) + BENCH + "".join(f"| `{name}` | {_line(bench[name].help)} |\n" for name in MEASUREMENTS)
+    )
 
 
-def _command(name: str, command: Any) -> Iterator[str]:
-    children = getattr(command, "commands", {})
-    if children and name != "kedge":
-        yield f"\n## {name}\n\n{_line(command.help)}\n"
-    elif not children:
-        yield f"\n{'#' * (len(name.split()))} {name}\n\n{_line(command.help)}\n"
-        yield from _parameters(command)
-    for child_name, child in children.items():
-        yield from _command(f"{name} {child_name}", child)
+def _command(name: str, command: Any) -> str:
+    return f"\n## kedge {name}\n\n{_line(command.help)}\n" + "".join(_parameters(command))
 
 
 def _parameters(command: Any) -> Iterator[str]:

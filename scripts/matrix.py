@@ -29,7 +29,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "docs" / "results" / "versions.json"
+PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "benchmarks" / "results" / "versions.json"
 BEGIN, END = "<!-- versions: written by scripts/matrix.py -->", "<!-- end of versions -->"
 AXES = {
     "vllm": ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33"),
@@ -56,7 +56,7 @@ FEATURES = """
 import json
 from vllm.v1.core.block_pool import BlockPool
 from tests.integrations.vllm.plugin.test_feature_checks import ONE, compat, config
-from kedge.integrations.vllm.plugin.kv_events import events_refusal
+from kedge.integrations.vllm.plugin.host_tier import events_refusal
 from kedge.integrations.vllm.plugin.scheduler import Scheduler
 given = config(), config(get_scheduler_cls=lambda: Scheduler)
 own, plain = (compat.find_features(one, ONE, 10, 32) for one in given)

@@ -10,5 +10,6 @@ import os
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("kedge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kedge")
+settings.register_profile("push", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", settings.get_profile("push"), max_examples=100)
+settings.load_profile("push")

@@ -19,7 +19,11 @@ ROOT = PAGE.parents[1]
 TEXT = PAGE.read_text(encoding="utf-8")
 GRAPH = ImportGraph(PACKAGE)
 STEP = re.compile(r"^\d+\. `(?P<file>[^`]+)`(?:, `(?P<function>[^`]+)`)?: ", re.MULTILINE)
-WALKS = {"From the README to one token's key": 4, "From an HTTP request to the model's forward pass": 12}
+WALKS = {
+    "From the README to one token's key": 5,
+    "To the block that is evicted": 6,
+    "From an HTTP request to the model's forward pass": 8,
+}
 """The walks by their headings, and the files that each may have at most."""
 
 

@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
-from kedge.server.telemetry.cache_metrics import COUNTERS, DISK_COUNTERS, GAUGES
+from kedge.server.metrics import COUNTERS, DISK_COUNTERS, GAUGES
 from kedge.settings import ServerSettings, Settings
 from tests.server.conftest import FLOW, YAML, serving
 

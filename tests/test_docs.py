@@ -91,6 +91,18 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_can_be_read_in_a_quarter_of_an_hour(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= 3000
+
+
+def test_files_of_results_that_the_pages_name_exist() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "results").rglob("*.md"))
+    named = set(re.findall(r"`([a-z][a-z0-9.-]*\.json)`", pages))
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / "benchmarks" / "results" / name).is_file()]
+
+
 # the site -------------------------------------------------------------------------------------------------------------
 
 

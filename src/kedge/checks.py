@@ -43,15 +43,11 @@ def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
         raise InvalidGrammar("grammar", brief(sampling.grammar), f"must have at most {MAX_GRAMMAR} characters")
     if sampling.grammar and sampling.ignore_eos:
         raise InvalidGrammar("grammar", brief(sampling.grammar), "cannot be followed with `ignore_eos`")
-    _require_stops(sampling.stop)
-
-
-def _require_stops(stops: tuple[str, ...]) -> None:
-    if not isinstance(stops, (tuple, list)):
-        raise RequestError("stop", brief(stops), "must be a sequence of strings, as in ('.',)")
-    if len(stops) > MAX_STOPS:
-        raise RequestError("stop", f"{len(stops)} strings", f"must be at most {MAX_STOPS}")
-    for stop in stops:
+    if not isinstance(sampling.stop, (tuple, list)):
+        raise RequestError("stop", brief(sampling.stop), "must be a sequence of strings, as in ('.',)")
+    if len(sampling.stop) > MAX_STOPS:
+        raise RequestError("stop", f"{len(sampling.stop)} strings", f"must be at most {MAX_STOPS}")
+    for stop in sampling.stop:
         require_text("stop", stop)
         if len(stop) > MAX_STOP_LENGTH:
             raise RequestError("stop", brief(stop), f"must have at most {MAX_STOP_LENGTH} characters")

@@ -43,19 +43,16 @@ def pick_of(answer: str, pick: str) -> str | None:
         mark, reading = pick, ""
     mark = mark.rstrip() if reading else mark
     _, found, rest = answer.rpartition(mark) if mark else ("", "<", answer)
-    return (_read(rest, reading) or None) if found else None
-
-
-def _read(rest: str, reading: str) -> str:
-    """Return what stands in the text behind a mark, "" where it is not there."""
+    if not found:
+        return None
     if not reading:
         line = rest.strip().partition("\n")[0]
-        return line[:MAX_PICK].strip(" \t*_`'\".,;:!()[]{}<>").casefold()
+        return line[:MAX_PICK].strip(" \t*_`'\".,;:!()[]{}<>").casefold() or None
     if reading == _BRACED:
-        return braced(rest.lstrip()[: MAX_PICK + 2]) or ""
-    found = _READ_AS[reading].search(rest)
-    read = found[0][:MAX_PICK].casefold() if found else ""
-    return spelled(read) if read and reading == "<number>" else read
+        return braced(rest.lstrip()[: MAX_PICK + 2]) or None
+    matched = _READ_AS[reading].search(rest)
+    read = matched[0][:MAX_PICK].casefold() if matched else ""
+    return (spelled(read) if read and reading == "<number>" else read) or None
 
 
 def braced(text: str) -> str | None:

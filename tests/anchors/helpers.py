@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.estimate import OffsetEstimate
 from kedge.anchors.offsets import split_rows
+from kedge.anchors.sites import OffsetEstimate
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
-from kedge.anchors.keys import KeyBlock, KeyReader
+from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, KeyReader, Query
 from kedge.errors import ConfigError
 from tests.anchors.helpers import DIM, HEADS, generator, random_kv
 

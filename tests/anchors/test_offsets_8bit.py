@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, OffsetTable
-from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import ConfigError, PlanError, TranslationRefused
 from kedge.settings import AnchorSettings

@@ -5,10 +5,10 @@ from typing import get_args
 import pytest
 import torch
 
-from kedge.anchors.estimators.site import SiteOffsets
 from kedge.anchors.registry import CRITERIA, ESTIMATORS, SLOTS, make_site_offsets
+from kedge.anchors.sites import SiteOffsets
 from kedge.settings import AnchorSettings, estimator_settings
-from kedge.settings.anchors import CriterionName, EstimatorName
+from kedge.settings.sections import CriterionName, EstimatorName
 from tests.anchors.helpers import OPEN, SLOT, filled, random_kv, sample
 
 

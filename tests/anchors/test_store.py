@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.keys import KeyBlock
+from kedge.anchors.anchor import KeyBlock
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
@@ -285,8 +285,8 @@ def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> N
     for seed in range(6):
         observe(store, sample(seed), PlaceholderSite("critic", 1))
     calls = []
-    propose = type(store._matcher._estimator).propose
-    monkeypatch.setattr(type(store._matcher._estimator), "propose", lambda *args: calls.append(args) or propose(*args))
+    propose = type(store._estimator).propose
+    monkeypatch.setattr(type(store._estimator), "propose", lambda *args: calls.append(args) or propose(*args))
     value = sample(77)
     store.estimate(SLOT, value)
     store.estimate(PlaceholderSite("critic", 1), value)
@@ -311,7 +311,7 @@ def test_agents_that_learned_in_another_order_share_a_match(
         observe(alone, value)
     for value in reversed(values):
         observe(store, value, critic)
-    calls, estimator = [], type(store._matcher._estimator)
+    calls, estimator = [], type(store._estimator)
     propose = estimator.propose
     monkeypatch.setattr(estimator, "propose", lambda *args: calls.append(args) or propose(*args))
     value = sample(77)

@@ -10,11 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from kedge.bench.load.soak import SoakSettings, soak
 from kedge.bench.shapes import SHAPES, random_llama
-from kedge.bench.ttft import preassembly
-from kedge.bench.ttft.floor import weight_bytes
-from kedge.bench.ttft.measure import TtftSettings, measure
+from kedge.bench.ttft import TtftSettings, measure, weight_bytes
 from kedge.cli.main import app
 
 SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, samples=3, repeats=2, device="cpu")
@@ -23,58 +20,22 @@ SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, sample
 @pytest.mark.parametrize("estimator", ["token", "interpolate"])
 def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
     result = measure(TtftSettings(**{**vars(SMALL), "estimator": estimator}))
-    times = result.agents
-    assert result.memory_ratio > 0
-    assert [agent.mode for agent in times] == ["exact prefix + dense", "translated", "translated"]
-    assert [agent.moved is not None for agent in times] == [False, True, True]
-    row = result.as_json()["agents"][2]
+    times = result["agents"]
+    assert result["memory_ratio"] > 0
+    assert [agent["mode"] for agent in times] == ["exact prefix + dense", "translated", "translated"]
+    assert [agent["moved_bytes"] is not None for agent in times] == [False, True, True]
+    row = times[2]
     moved = row["moved_bytes"]
     token = 3 * 2 * 2 * 16 * 4  # tiny: layers, K and V, heads, dimensions, bytes
     assert moved["context"] == row["prompt_tokens"] * token
     assert moved["base"] == moved["written"] < moved["context"]
     # Offsets of two layers, in 16 bits, and no more rows than are asked for.
     assert 0 < moved["offsets"] <= 4 * moved["base"] / 3
-    assert row["floor_ms"] == pytest.approx(sum(moved.values()) / result.bandwidth * 1e3, abs=1e-3)
+    assert row["floor_ms"] == pytest.approx(sum(moved.values()) / (result["bandwidth_gb_per_s"] * 1e9) * 1e3, abs=1e-3)
     for agent in times:
-        assert len(agent.dense) == len(agent.translated) == len(agent.generate) == SMALL.repeats
-        for total, parts in zip(agent.translated, agent.parts, strict=True):
+        assert {len(agent[f"all_{name}_ms"]) for name in ("dense", "translated", "generate")} == {SMALL.repeats}
+        for total, parts in zip(agent["all_translated_ms"], agent["all_parts_ms"], strict=True):
             assert sum(parts.values()) == pytest.approx(total, rel=0.02, abs=0.2)
-
-
-def test_a_prompt_that_is_ready_lacks_its_last_token_only() -> None:
-    times = preassembly.measure(SMALL)
-    assert [one.agent for one in times] == [1, 2]
-    for one in times:
-        assert one.preassembled == one.prompt_tokens - 1
-        assert [len(ms) for ms in (*one.ttft.values(), one.step)] == [SMALL.repeats] * 4
-        assert {"no_hint_ms", "at_once_ms", "ahead_ms", "step_ms", "steps"} <= set(one.as_json())
-
-
-@pytest.mark.parametrize("estimator", ["moved", "token"])
-def test_readers_of_one_value_are_compared_with_one(tmp_path: Path, estimator: str) -> None:
-    file = tmp_path / "round.json"
-    sizes = ["--value", "40", "--prefix", "32", "--samples", "3", "--trials", "2", "--readers", "2", "--device", "cpu"]
-    done = CliRunner().invoke(
-        app, ["bench", "round", "--model-size", "tiny", "--estimator", estimator, *sizes, "--json", str(file)]
-    )
-    assert done.exit_code == 0, done.output
-    rounds = json.loads(file.read_text())["rounds"]
-    assert [(row["readers"], row["of"]) for row in rounds] == [(1, "agents"), (2, "agents"), (2, "calls")]
-    assert rounds[0]["times_translating"] == rounds[0]["times_prefill"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
-    for row in rounds:
-        assert [len(row[f"all_{part}_ms"]) for part in ("match", "write", "prefill")] == [2] * 3
-        pairs = zip(row["all_match_ms"], row["all_write_ms"], row["all_prefill_ms"], strict=True)
-        assert all(0 < match + write <= prefill for match, write, prefill in pairs)
-
-
-def test_nothing_grows_with_the_number_of_questions() -> None:
-    first, *later = soak(SoakSettings(questions=60, every=10, capacity=3))
-    last = later[-1]
-    # An anchor that only some of its readers were learned from holds less, so that bytes may shrink.
-    assert all(0 < look["anchor_bytes"] <= 1.02 * first["anchor_bytes"] for look in later)
-    assert last["base_bytes"] <= 1 << 20
-    assert last["leased_blocks"] == 0
-    assert last["anchors"] == 3 * 3
 
 
 def test_bench_ttft_writes_json(tmp_path: Path) -> None:

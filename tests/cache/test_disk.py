@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kedge.cache.disk_writes import DiskLimits
+from kedge.cache.disk import DiskLimits
 from kedge.errors import ConfigError, OutOfBlocks
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, TenantId
@@ -169,7 +169,7 @@ def test_writes_that_fail_are_counted_and_tried_again_with_the_next_backup() -> 
 
 
 def test_a_disk_that_is_behind_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.cache.disk_writes.MAX_WRITES", 2)
+    monkeypatch.setattr("kedge.cache.disk.MAX_WRITES", 2)
     world = DiskWorld(num_blocks=40, host_blocks=40)
     for text in ("AB", "CD", "EF", "GH"):
         back_up(world, text)
@@ -250,7 +250,7 @@ def test_a_disk_needs_a_host_tier_and_room_for_a_block() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_integrity_whatever_ends_when_and_how(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny tiers, two tenants, restarts, failing and damaged files: every hit has the content that was asked for."""
-    monkeypatch.setattr("kedge.cache.disk_writes.MAX_FILE_BYTES", 2)
+    monkeypatch.setattr("kedge.cache.disk.MAX_FILE_BYTES", 2)
     rng = random.Random(seed)
     world = DiskWorld(14, 7, disk_blocks=12)
     read = 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kedge.cache import Copied, Direction
 from kedge.cache.copies import Purpose
 from kedge.cache.node import Transfer, TreeNode
-from kedge.cache.transfer import TransferQueue
+from kedge.cache.tiers import TransferQueue
 from kedge.errors import PlanError
 from kedge.settings import TierSettings
 from tests.cache.helpers import NS, FakeCopier

@@ -1,4 +1,4 @@
-"""`kedge bench`: every measurement has a quick form, and whatever else is given wins over it."""
+"""`kedge bench`: every measurement has a quick form, whatever else is given wins, and a checkout has more of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kedge.bench.lab.studies import catalog
-from kedge.bench.ttft.measure import QUICK, TtftSettings
-from kedge.cli.bench import _ttft_settings, bench
+from kedge.bench.ttft import QUICK, TtftSettings
+from kedge.cli import checkout
+from kedge.cli.bench import bench, with_given
 from kedge.cli.main import app
 
 MEASUREMENTS = typer.main.get_command(bench).commands  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be no checkout, as where Kedge was installed from a wheel."""
+    monkeypatch.setattr(checkout, "_root", lambda: None)
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS)
@@ -23,18 +29,54 @@ def test_every_measurement_has_a_quick_form(name: str) -> None:
 
 
 def test_what_is_given_wins_over_quick() -> None:
-    assert _ttft_settings(True, "tiny", None, question=50, samples=None) == replace(
-        QUICK, model_size="tiny", question=50
-    )
-    assert _ttft_settings(False, "32m", "cpu") == TtftSettings(device="cpu")
+    assert with_given(QUICK, question=50, samples=None) == replace(QUICK, question=50)
+    assert with_given(TtftSettings(), device="cpu") == TtftSettings(device="cpu")
 
 
-def test_all_writes_nothing_unless_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = replace(catalog.STUDIES["memory"], measure=lambda *_: [{"anchors": 5, "mib": 1.25}])
-    monkeypatch.setattr(catalog, "STUDIES", {"memory": study})
+def test_a_checkout_lists_its_benchmarks_too() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert all(f" {name} " in shown for name in (*MEASUREMENTS, *checkout.COMMANDS))
+
+
+@pytest.mark.usefixtures("outside")
+def test_outside_of_a_checkout_there_are_few_commands() -> None:
+    group = typer.main.get_command(app)
+    shown = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert all(f" {name} " in shown for name in MEASUREMENTS)
+    assert not any(f" {name} " in shown for name in checkout.COMMANDS if name != "all")
+    assert len(group.commands) + len(MEASUREMENTS) <= 12  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        (["workflow", "--quick"], "bench='workflow'"),
+        (["accuracy"], "bench='accuracy'"),
+        (["report", "."], "bench='report'"),
+        (["vllm", "--case", "peer"], "case='peer'"),
+        (["sessions", "--full"], "--full='sessions'"),
+    ],
+)
+def test_outside_of_a_checkout_a_benchmark_is_one_line(
+    asked: list[str], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kedge.cli.bench.require_packages", lambda *_: None)
+    done = CliRunner().invoke(app, ["bench", *asked])
+    assert done.exit_code == 2
+    assert done.stderr == f"error: {key}: is in benchmarks/ of Kedge's repository: run it in a checkout\n"
+
+
+@pytest.mark.usefixtures("outside")
+def test_what_there_is_nowhere_is_a_usage_error() -> None:
+    assert "No such command" in CliRunner().invoke(app, ["bench", "chess"]).output
+
+
+def test_the_current_folder_may_be_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "a" / "b" / "c" / "checkout.py"))
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench", "all", "--quick"])
-    assert done.exit_code == 0, done.output
-    assert "1.25" in done.output
-    assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["bench", "all", "--quick", "--resume"]).exit_code == 2
+    assert not checkout.is_there()
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "cli.py").touch()
+    (tmp_path / "src" / "kedge" / "cli").mkdir(parents=True)
+    assert checkout.is_there()

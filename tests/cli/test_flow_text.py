@@ -8,7 +8,7 @@ import random
 import pytest
 from rich.console import Console
 
-from kedge.cli.flow_text import MOST_POINTS, flow_text, points
+from kedge.cli.inspect_flow import MOST_POINTS, flow_text, points
 from kedge.workflow.step_graph import Node, StepGraph
 
 

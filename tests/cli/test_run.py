@@ -14,7 +14,7 @@ from kedge.cli.main import app
 from kedge.cli.questions import portions as portions_of
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.runner.results import RunResult
+from kedge.runner.run import RunResult
 from kedge.settings import Settings
 from kedge.types import AgentId, ReuseMode, RunId
 

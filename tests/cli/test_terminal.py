@@ -15,16 +15,15 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
-from kedge.bench.ttft.matching_cost import MatchingSettings
-from kedge.bench.ttft.measure import TtftSettings
-from kedge.cli import bench_tables, demo, questions, run_output
+from kedge.bench.ttft import TtftSettings
+from kedge.cli import bench_tables, demo, questions, run
 from kedge.cli.main import app
 from kedge.cli.tables import FittingTable
-from kedge.runner.results import AgentResult, RunResult
+from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
 WIDTH = 80
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+ROOT = Path(__file__).parents[2]
 BORDER = "│╭╮╰╯─"
 
 
@@ -67,7 +66,7 @@ def test_help_is_shown_in_one_piece(name: str) -> None:
 
 def stored(name: str) -> Any:
     """Results of a measurement, as the repository has them."""
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return json.loads(next(ROOT.glob(f"*/results/{name}")).read_text(encoding="utf-8"))
 
 
 def run_result(agent: str, translated: int) -> RunResult:
@@ -88,14 +87,6 @@ def comparison() -> Comparison:
     return Comparison(TeamScore(scores), TeamScore(scores))
 
 
-CACHE = [{"size": 10**at, "match": 12345.6, "evict a run, per block": 0.1 * at} for at in (3, 4, 5, 6)]
-GROWTH = {name: {"exponent": 0.123, "to_log": 12.34} for name in ("match", "evict a run, per block")}
-LOOK = {
-    "questions": 2000, "anchors": 15, "anchor_bytes": 123 << 20, "base_values": 1234, "base_bytes": 1 << 20,
-    "cached_blocks": 12345, "leased_blocks": 12345, "peak_rss_mb": 1234,
-}  # fmt: skip
-
-
 RATES = dict.fromkeys(bench_tables.SESSION_COLUMNS, 0.1234)
 CLOSED = dict.fromkeys(bench_tables.CLOSED_COLUMNS, 1234.5)
 SESSIONS = {
@@ -110,45 +101,25 @@ SESSIONS = {
 }
 
 
-def tables() -> Iterator[tuple[str, FittingTable]]:
+def tables() -> Iterator[tuple[str, Any]]:
     """Every table that the commands make, with results that are stored or as large as any."""
-    yield "run", run_output.receipts(run_result("an agent of a longer name", 10_000))
+    yield "run", run.receipts(run_result("an agent of a longer name", 10_000))
     yield "run --inputs", questions.reuse_table([run_result("solver", 500 * at) for at in range(23)])
     yield "demo", demo.score_table("interpolate", comparison())
     yield "bench ttft", bench_tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))
-    yield "bench preassembly", bench_tables.preassembly(TtftSettings(), stored("preassembly-32m.json")["agents"])
-    matching = stored("matching-cost-32m.json")["estimators"]
-    yield "bench matching-cost", bench_tables.matching_cost(MatchingSettings(), matching)
-    yield "bench soak", bench_tables.soak([LOOK])
-    yield "bench cache", bench_tables.cache("blocks", CACHE, GROWTH)
     for table in bench_tables.sessions(SESSIONS):
-        yield "bench sessions", table
-    yield (
-        "bench plain",
-        bench_tables.links({"mooncake_conversation": {"requests": 6000, "right": 0.99, "wrong": 0.006}}),
-    )
-    yield "bench vllm", bench_tables.vllm_team(stored("vllm-team.json")["team"])
-    yield "bench vllm, accuracy", bench_tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"])
+        if isinstance(table, FittingTable):
+            yield "bench sessions", table
+    (team,) = bench_tables.vllm_team(stored("vllm-team.json")["team"])
+    yield "bench vllm", team
     for name, clients in stored("vllm-load.json")["load"].items():
         yield f"bench vllm, load, {name}", bench_tables.load(name, 120.0, clients, "engine")
-    yield from stored_tables()
-
-
-def stored_tables() -> Iterator[tuple[str, FittingTable]]:
     for file in ("load-nano.json", "load-32m-long.json"):
         data = stored(file)
         for case, clients in data["cases"].items():
             yield f"bench load, {case}", bench_tables.load(case, data["settings"]["seconds"], clients)
-    for file in sorted(RESULTS.glob("workflow-*.json")):
-        data = stored(file.name)
-        for case in (data, *data["other_cases"], *data["controls"].values()):
-            yield f"bench workflow, {file.stem}", bench_tables.workflow(case)
-    for file in sorted(RESULTS.glob("vllm-*.json")):
-        for case in stored(file.name)["cases"]:
-            yield f"bench vllm, {file.stem}", bench_tables.vllm_case({"control": None, **case})
-    for file in sorted((RESULTS / "lab").glob("*.json")):
-        data = stored(f"lab/{file.name}")
-        yield f"bench {data['study']}, {file.stem}", bench_tables.study(data["title"], data["rows"])
+    for case in stored("vllm-cycle.json")["cases"]:
+        yield "bench vllm, cycle", next(bench_tables.vllm_flow({"control": None, **case}))
 
 
 TABLES = list(tables())

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kedge.discovery.answer_index import AnswerIndex
+from kedge.discovery.known_texts import AnswerIndex
 from kedge.discovery.token_bytes import pack
 from kedge.types import SampleId, Tokens, ValueKind
 from tests.discovery.teams import words
@@ -42,7 +42,7 @@ def test_a_common_opening_does_not_make_a_prompt_expensive(monkeypatch: pytest.M
         index.put(pack(answer), sample(str(number)))
     text = pack((*answers[2], *answers[5]))
     assert [*index.find(text)] == [sample("5"), sample("2")]
-    monkeypatch.setattr("kedge.discovery.answer_index.MAX_COMPARED", 4)
+    monkeypatch.setattr("kedge.discovery.known_texts.MAX_COMPARED", 4)
     assert [*index.find(text)] == [sample("5")]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kedge.discovery import Discovery, PlainRequests
-from kedge.discovery.findings import Finding, FindingKind, find_waste
-from kedge.discovery.page import line, page
+from kedge.discovery.report import Finding, FindingKind, find_waste, line, page
 from kedge.settings import DiscoverySettings
 from kedge.types import GenerateRequest, RequestId, Segment, TenantId, Tokens, is_owned
 from tests.discovery.teams import judge, solver, words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.discovery.heads import VARIANTS, SharedHeads
+from kedge.discovery.found_agents import VARIANTS, SharedHeads
 
 
 def test_the_last_block_with_three_continuations_is_the_end_of_the_fixed_prompt() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kedge.discovery import Discovery, PlainRequests, Served, plain_requests
-from kedge.discovery.page import line, page
+from kedge.discovery.report import line, page
 from kedge.discovery.totals import MAX_REASONS, OTHERS
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.types import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.discovery.prompt_ends import SEVERAL, PromptEnds
+from kedge.discovery.runs import SEVERAL, PromptEnds
 from kedge.types import RunId
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.discovery import runs as runs_module
-from kedge.discovery.runs import FoundRun, FoundRuns
-from kedge.discovery.successors import END, HORIZON, MAX_SUCCESSORS, Successors
+from kedge.discovery.runs import END, HORIZON, MAX_SUCCESSORS, FoundRun, FoundRuns, Successors
 from kedge.types import AgentId, RunId
 from kedge.workflow.steps import NextRun
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kedge.discovery import Discovery, Found
+from kedge.discovery.discovery import MAX_PROMPT_BYTES, TemplateReviews
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.known_texts import KnownText, KnownTexts
-from kedge.discovery.template_reviews import MAX_PROMPT_BYTES, TemplateReviews
 from kedge.discovery.templates import PromptTemplate, Slot
 from kedge.discovery.token_bytes import pack
 from kedge.types import AgentId, RequestId, SampleId, Tokens, ValueKind, WorkflowId

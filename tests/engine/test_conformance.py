@@ -9,13 +9,13 @@ from unittest import SkipTest
 
 import pytest
 
-pytest.register_assert_rewrite("kedge.engine.conformance")
+pytest.register_assert_rewrite("tests.engine.conformance")
 
-from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.echo import EchoEngine, EchoStream, _Job  # noqa: E402
 from kedge.errors import RequestError  # noqa: E402
 from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Segment, TenantId, Tokens, new_request_id  # noqa: E402
 from kedge.workflow.forecast import AgentKey, Changes  # noqa: E402
+from tests.engine.conformance import EngineConformance  # noqa: E402
 
 TESTS = [name for part in reversed(EngineConformance.__mro__) for name in vars(part) if name.startswith("test_")]
 """In the order in which pytest runs them"""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, OffsetTable, rows_of, split_rows
-from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable, rows_of, split_rows
 from kedge.anchors.translator import in_chunks, in_one_pass
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment

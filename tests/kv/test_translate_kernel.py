@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, OffsetTable
-from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable
 from kedge.anchors.translator import in_chunks, in_one_pass, translate_into
 from kedge.errors import PlanError
 from kedge.kv.rotary import Rotary

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kedge.bench.lab.comparison import LabSettings, run_pairs
-from kedge.bench.lab.methods import METHODS, fitting_model
+from benchmarks.lab.comparison import LabSettings, run_pairs
+from benchmarks.lab.methods import METHODS, fitting_model
+from benchmarks.workloads.catalog import load
 from kedge.engine.common.model_folder import model_path
 from kedge.models import BUNDLED, NANO, NANO_BOTH, bundled, default_model
-from kedge.workloads.catalog import load
 from kedge.workloads.miniature import ALL_TASKS, TASKS, TOOLS
 
 

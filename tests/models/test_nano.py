@@ -71,7 +71,10 @@ def test_numbers_are_single_tokens(engine: Recorder) -> None:
         assert len(engine.tokenizer.encode(str(number))) == 1
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+ON_PUSH = [pytest.param(task, marks=[pytest.mark.slow] * (name != "math"), id=name) for name, task in TASKS.items()]
+
+
+@pytest.mark.parametrize("task", ON_PUSH)
 def test_off_and_exact_answer_as_transformers_does(task: object, engine: Recorder, oracle: PreTrainedModel) -> None:
     for question in questions(task, 2, seed=5):
         for mode in (ReuseMode.OFF, ReuseMode.EXACT):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies.active_runs import ACTIVE_SHARE, COLD, RETURNING, WAIT_SHARE, StepTimes, may_start
+from kedge.policies.service import ACTIVE_SHARE, COLD, RETURNING, WAIT_SHARE, StepTimes, may_start
 
 CAPACITY = 1000
 ROOM = int(ACTIVE_SHARE * CAPACITY)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.policies.cost import CostModel, UnitCost
+from kedge.policies.prefetch import CostModel, UnitCost
 
 
 def test_an_estimate_follows_what_is_observed() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kedge.policies.forecast_record import MAX_CLIENTS, ForecastRecord
+from kedge.policies.sessions.ledger import MAX_CLIENTS, ForecastRecord
 from kedge.types import AgentId, AgentKey, Namespace, RunId, TenantId
 
 SPACE = Namespace(TenantId("tests"))

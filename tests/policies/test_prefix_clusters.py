@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies import prefix_clusters
-from kedge.policies.prefix_clusters import LEAST_GAIN, MAX_NODES, MAX_PREFIX, PrefixClusters
+from kedge.policies import fixed_prompts
+from kedge.policies.fixed_prompts import LEAST_GAIN, MAX_NODES, MAX_PREFIX, PrefixClusters
 from kedge.types import Tokens
 
 fresh = itertools.count(10_000)
@@ -151,7 +151,7 @@ def test_a_cluster_is_not_driven_out_by_others_that_never_come_back() -> None:
 
 
 def test_long_prompts_are_dropped_before_they_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_clusters, "MAX_TREE_TOKENS", 1000)
+    monkeypatch.setattr(fixed_prompts, "MAX_TREE_TOKENS", 1000)
     clusters = PrefixClusters(8, 3)
     assert observe(clusters, [SYSTEM + new(200) for _ in range(50)])[3:] == [100] * 47
     assert observe(clusters, [new(1001)]) == [None]
@@ -189,8 +189,8 @@ def test_what_is_declared_is_what_enough_prompts_begin_with(
 @given(CALLS, SIZES)
 def test_bounds_hold_after_every_prompt(calls: list[list[int]], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_clusters, "MAX_NODES", 5)
-        patch.setattr(prefix_clusters, "MAX_TREE_TOKENS", 12 * size)
+        patch.setattr(fixed_prompts, "MAX_NODES", 5)
+        patch.setattr(fixed_prompts, "MAX_TREE_TOKENS", 12 * size)
         lengths = observe(PrefixClusters(4, 2), [wide(call, size) for call in calls])
     assert all(length is None or length <= len(call) * size for length, call in zip(lengths, calls, strict=True))
 

@@ -9,24 +9,27 @@ from typing import Any, cast
 import pytest
 
 from kedge.guard import GuardOrders
-from kedge.reuse.contracts import Costs
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan, Sentinel
-from kedge.reuse.planner import CHEAPER, NO_COSTS, SHORT_TEMPLATE, UNLEARNED, Planner
-from kedge.reuse.savings import TRIED
+from kedge.reuse.planner import CHEAPER, SHORT_TEMPLATE, TRIED, UNLEARNED, Planner
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
 
 NOBODY = cast(Any, None)
 """Neither anchors nor base KV are asked where nothing can be translated."""
 UNWATCHED = GuardOrders()
+ALWAYS = EngineCosts(by_cost=False)
+"""Translation always pays."""
 LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 
 
 def plan_of(reuse: ReuseMode, refusal: str | None = None, leased: tuple[Span, ...] = LEASED) -> tuple[Span, ...]:
     segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId.parse("x@0")))
     return (
-        Planner(NOBODY, NOBODY, PlannerSettings(), refusal).plan(GenerateRequest(segments, reuse=reuse), leased).spans
+        Planner(NOBODY, NOBODY, PlannerSettings(), refusal, ALWAYS)
+        .plan(GenerateRequest(segments, reuse=reuse), leased)
+        .spans
     )
 
 
@@ -78,7 +81,7 @@ def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, held: int = 0, 
         Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"), held=(4,) * held),
         Segment((5,) * 4, "p2"),
     )  # fmt: skip
-    planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(**policy), None)
+    planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(**policy), None, ALWAYS)
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
     return planner.plan(request, (Span(0, 5, Source.DEVICE),))
 
@@ -126,7 +129,9 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
     for size, is_looked_up in ((SHORT_TEMPLATE, False), (SHORT_TEMPLATE + 1, True)):
         answer = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
         segments = (Segment((1,) * 5, "p0"), answer, Segment((5,) * size, "p1"))
-        planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(move=move, min_translated=0), None)
+        planner = Planner(
+            cast(Any, known), cast(Any, known), PlannerSettings(move=move, min_translated=0), None, ALWAYS
+        )
         plan = planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
         template = [*range(13, 13 + size)]
         if from_anchors or is_looked_up:
@@ -159,10 +164,11 @@ def test_a_prompt_of_which_an_answer_is_too_little_is_dense_and_teaches() -> Non
     assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates
 
 
-class Cost:
+class Cost(EngineCosts):
     """Translating a segment costs as much as computing so many tokens."""
 
     def __init__(self, tokens: int) -> None:
+        super().__init__()
         self._tokens = tokens
 
     def translation_pays(self, tokens: int, spared: float) -> bool:
@@ -173,13 +179,13 @@ class Cost:
         return readers * (spared - self._tokens) > base_tokens and self.translation_pays(tokens, spared)
 
 
-def computed_of(weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, **policy: int) -> list[int]:
+def computed_of(weak: list[int], weak_prefix: list[int], cost: EngineCosts = ALWAYS, **policy: int) -> list[int]:
     """What is computed of p0 (5 tokens), x (8 tokens), p1 (6 tokens)."""
     return plan_with(weak, weak_prefix, cost, **policy).computed
 
 
 def plan_with(
-    weak: list[int], weak_prefix: list[int], cost: Costs = NO_COSTS, guard: GuardOrders = UNWATCHED, **policy: int
+    weak: list[int], weak_prefix: list[int], cost: EngineCosts = ALWAYS, guard: GuardOrders = UNWATCHED, **policy: int
 ) -> ReusePlan:
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kedge.reuse.contracts import PoolKey
-from kedge.reuse.readers import MAX_PLACEHOLDERS, MAX_VALUES, UNKNOWN, Readers
+from kedge.reuse.runtime import MAX_PLACEHOLDERS, MAX_VALUES, UNKNOWN, Readers
 from kedge.types import Namespace, TenantId, WorkflowId
 
 

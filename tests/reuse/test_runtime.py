@@ -11,11 +11,11 @@ import torch
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
-from kedge.reuse.contracts import Costs, PlaceholderSite, PoolKey, SampleView
+from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import template_key
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.readers import MAX_VALUES
-from kedge.reuse.runtime import REFRESH, Runtime
+from kedge.reuse.runtime import MAX_VALUES, REFRESH, Runtime
 from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import (
     AgentId,
@@ -36,10 +36,11 @@ CAPACITY, SIZE = 6, 12
 TENANT, FLOW = TenantId("tenant"), WorkflowId("flow")
 
 
-class Above:
+class Above(EngineCosts):
     """Costs by which only values of more than so many tokens are worth translating."""
 
     def __init__(self, tokens: int) -> None:
+        super().__init__()
         self._tokens = tokens
 
     def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
@@ -72,10 +73,10 @@ class Readers(Above):
 class Taught:
     """A runtime whose agent has seen so many values."""
 
-    def __init__(self, values: int, costs: Costs | None = None, **policy: Any) -> None:
+    def __init__(self, values: int, costs: EngineCosts | None = None, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, costs=costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, None, costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(
@@ -205,7 +206,7 @@ def linked(seed: int, agent: str, text: tuple[int, ...] = TEXT) -> GenerateReque
 class ReadTwice(Taught):
     """A runtime that has kept the question, and what follows it, from the prompt of `first`."""
 
-    def __init__(self, costs: Costs | None = None, text: tuple[int, ...] = TEXT, **policy: Any) -> None:
+    def __init__(self, costs: EngineCosts | None = None, text: tuple[int, ...] = TEXT, **policy: Any) -> None:
         super().__init__(0, costs, **policy)
         self.first, self.kv = linked(1, "first", text), random_kv(3 + SIZE + len(text) + 6, 5)
         self.runtime.keep_base(self.first, self.kv.slice)

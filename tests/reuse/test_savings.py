@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kedge.reuse.contracts import PoolKey
-from kedge.reuse.savings import MAX_PLACEHOLDERS, TRIED, Savings
+from kedge.reuse.planner import MAX_PLACEHOLDERS, TRIED, Savings
 from kedge.types import Namespace, TenantId, WorkflowId
 
 

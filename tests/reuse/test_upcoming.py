@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.reuse.contracts import TemplateOwner
-from kedge.reuse.upcoming import MAX_TEMPLATES, UpcomingSteps
+from kedge.reuse.runtime import MAX_TEMPLATES, UpcomingSteps
 from kedge.types import AgentId, Namespace, RunId, RunKey, TenantId
 from kedge.workflow.forecast import AgentKey
 

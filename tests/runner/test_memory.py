@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.runner.memory import NOTHING, Remembered, RunMemory
+from kedge.runner.prompts import NOTHING, Remembered, RunMemory
 from kedge.types import SampleId, ValueKind
 from kedge.workflow.template import Value
 

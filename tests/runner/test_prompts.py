@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kedge.engine.echo import ByteTokenizer
-from kedge.runner.memory import RunMemory
-from kedge.runner.prompts import RunPrompts, compiled, fixed_prompts
+from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
 from kedge.types import ClientId, Namespace, ReuseMode, RunId, SampleId, TenantId, Tokens, ValueKind
 from kedge.workflow import Agent, AgentKey, RunKey, Step, Value, Workflow
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
+from kedge.engine import base
+from kedge.engine.base import Stream
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.results import EventKind, RunEvent
-from kedge.runner.run import run
+from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
     FinishReason,
     GenerateRequest,
     Namespace,
+    RequestId,
     ReuseMode,
     RunId,
     RunKey,
@@ -364,13 +367,28 @@ def test_who_waits_for_several_is_told_more_with_every_answer() -> None:
 
 
 def test_an_engine_that_cannot_prepare_is_told_nothing() -> None:
-    class Plain:
-        """An engine with what the protocol asks for and no more."""
+    class Plain(base.Engine):
+        """An engine with what every one has to have and no more."""
+
+        failure = None
 
         def __init__(self, inner: EchoEngine) -> None:
-            self.tokenizer = inner.tokenizer
-            self.submit, self.cancel, self.end_run = inner.submit, inner.cancel, inner.end_run
-            self.forecast, self.close = inner.forecast, inner.close
+            self.tokenizer, self._inner = inner.tokenizer, inner
+
+        def submit(self, request: GenerateRequest) -> Stream:
+            return self._inner.submit(request)
+
+        def cancel(self, request_id: RequestId) -> bool:
+            return self._inner.cancel(request_id)
+
+        def end_run(self, run: RunKey) -> None:
+            self._inner.end_run(run)
+
+        def forecast(self, *hints: Any) -> None:
+            self._inner.forecast(*hints)
+
+        def close(self) -> None:
+            self._inner.close()
 
     with EchoEngine(says) as inner:
         assert run(Plain(inner), CHAIN, ASK).text == "<b>"

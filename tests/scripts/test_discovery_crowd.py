@@ -6,19 +6,20 @@ import tracemalloc
 
 import pytest
 
-from kedge.discovery import discovery, heads, known_texts, prompt_ends, runs, texts_of_runs
+from kedge.discovery import discovery, found_agents, known_texts, runs
 from scripts import discovery_crowd
 from scripts.discovery_crowd import crowd
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small bounds, so that a small crowd fills them."""
     for module, name, limit in (
-        (heads, "MAX_NODES", 256),
+        (found_agents, "MAX_NODES", 256),
         (discovery, "MAX_EXAMPLES", 32),
-        (prompt_ends, "MAX_ENDS", 64),
-        (texts_of_runs, "MAX_SAMPLES", 64),
-        (texts_of_runs, "MAX_KINDS", 64),
+        (runs, "MAX_ENDS", 64),
+        (runs, "MAX_SAMPLES", 64),
+        (runs, "MAX_KINDS", 64),
         (discovery, "MAX_VALUES", 64),
         (discovery, "MAX_LABELS", 64),
         (discovery, "MAX_ASKED", 64),
@@ -27,7 +28,7 @@ def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) ->
         (discovery_crowd, "HEADS", 10),
     ):
         monkeypatch.setattr(module, name, limit)
-    monkeypatch.setattr(heads.SharedHeads.__init__, "__defaults__", (256,))
+    monkeypatch.setattr(found_agents.SharedHeads.__init__, "__defaults__", (256,))
     sizes = []
     tracemalloc.start()
     try:

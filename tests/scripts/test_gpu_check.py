@@ -186,7 +186,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the tiny stages leave."""
     folder = tmp_path_factory.mktemp("gpu") / "results"
     done = kit("--device", "cpu", "--out", str(folder), "--seconds", "1100")
-    expected = 0 if find_spec("kedge.bench.load.measure") else 1
+    expected = 0 if find_spec("kedge.bench.load") else 1
     assert done.returncode == expected, done.stdout[-3000:] + done.stderr[-3000:]
     yield folder
 
@@ -212,7 +212,7 @@ def test_every_stage_says_what_came_of_it(out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("kedge.bench.load.measure"), reason="there is no `kedge bench load`")
+@pytest.mark.skipif(not find_spec("kedge.bench.load"), reason="there is no `kedge bench load`")
 def test_the_load_stage_measures_every_mode(out: Path) -> None:
     assert saved(out, "load")["steps"]["clients-2"]["results"]["cases"]["tiny"]["2"].keys() == {
         "off", "exact", "translate",

@@ -18,9 +18,9 @@ from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
 from kedge.server.service import Service
-from kedge.server.telemetry.tracing import Tracing
 from kedge.server.tenancy import KeyRing
-from kedge.server.workflows.workflows import Workflows
+from kedge.server.tracing import Tracing
+from kedge.server.workflows.server_runs import Workflows
 from kedge.settings import ServerSettings
 
 FLOW = """

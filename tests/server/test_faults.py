@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.http import body_limit
+from kedge.server import middleware
 from kedge.server.openai.protocol import UNSUPPORTED
 from kedge.settings import ServerSettings
 from tests.server.conftest import PATIENCE, Served, serving, wait_until
@@ -258,7 +258,7 @@ def test_a_body_that_comes_byte_by_byte_is_read(served: Served) -> None:
 
 
 def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limit, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
     status, body = raw_answer(served, 100, [b"{"])
     assert (status, body["error"]["code"]) == (408, "request_timeout")
 

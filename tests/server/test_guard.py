@@ -10,7 +10,7 @@ import pytest
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.process.local import LocalProcessEngine
+from kedge.engine.process.engine import ProcessEngine
 from kedge.guard import DecisionKind, GuardMode
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
@@ -101,7 +101,7 @@ def test_an_engine_without_a_guard_has_no_records() -> None:
 
 
 def test_an_engine_in_its_own_process_answers_too() -> None:
-    with LocalProcessEngine(LocalEngine) as engine, serving(engine) as running, running.http() as http:
+    with ProcessEngine(LocalEngine) as engine, serving(engine) as running, running.http() as http:
         found = http.get("/v1/guard").json()
     assert found["mode"] == "on" and found["agents"] == []
 

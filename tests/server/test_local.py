@@ -10,7 +10,7 @@ import pytest
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import RequestError
 from kedge.server.openai import prompts
-from kedge.server.openai.messages import ChatMessage
+from kedge.server.openai.protocol import ChatMessage
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
 from tests.server.conftest import Served, serving

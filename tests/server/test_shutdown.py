@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.app import create_app
-from kedge.server.shutdown import GracefulServer
+from kedge.server.app import GracefulServer, create_app
 from kedge.settings import LimitSettings, ServerSettings
 from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
 

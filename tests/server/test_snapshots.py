@@ -21,8 +21,7 @@ from kedge.engine.common.state.files import MANIFEST, PREVIOUS
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
-from kedge.server.app import create_app
-from kedge.server.snapshots import Snapshots
+from kedge.server.app import Snapshots, create_app
 from kedge.settings import ServerSettings
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
 from tests.engine.common.state_helpers import change, damage, record_files

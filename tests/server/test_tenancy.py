@@ -10,8 +10,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
-from kedge.server.meters import Meter
-from kedge.server.tenancy import hashed, load_keys, new_key
+from kedge.server.tenancy import Meter, hashed, load_keys, new_key
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import TenantId
 from tests.server.conftest import FLOW, YAML, Served, serving

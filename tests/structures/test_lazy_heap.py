@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.structures.lazy_heap import LazyHeap
+from kedge.structures.heaps import LazyHeap
 
 
 @dataclass(eq=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.structures.prefixes import common_length
-from kedge.structures.sorted_keys import SortedKeys
+from kedge.structures.prefixes import SortedKeys, common_length
 
 KEYS = st.lists(st.sampled_from(b"ab"), min_size=1, max_size=6).map(bytes)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.structures.step_counts import StepCounts
+from kedge.structures.heaps import StepCounts
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=200))

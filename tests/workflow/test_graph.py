@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.decisions import MAX_PICK
-from kedge.engine.common.validation import require_sensible
-from kedge.engine.conformance.values import IMPOSSIBLE_SAMPLING
+from kedge.engine.validation import require_sensible
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
 from kedge.types import AgentId, GenerateRequest, SamplingParams, Segment
 from kedge.workflow.graph import Agent, Step, Workflow, order
 from kedge.workflow.template import Placeholder
+from tests.engine.conformance.values import IMPOSSIBLE_SAMPLING
 
 SAMPLED = ("max_tokens", "temperature", "top_p", "seed", "stop")
 

@@ -1,13 +1,19 @@
-"""Anchors: past values of a placeholder, and how to recognise an equal value."""
+"""Anchors: past values of a placeholder. How an equal value is recognised, and which tokens of theirs are nearest.
+
+Key vectors, a part of the tokens' base KV, are what is compared.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
 import torch
 from torch import Tensor
 
+from kedge.errors import ConfigError
+from kedge.kv.segment import KVSegment
 from kedge.types import Tokens
 
 AnchorId = NewType("AnchorId", int)
@@ -53,3 +59,147 @@ class Anchor:
         difference = torch.linalg.vector_norm(self.keys - query.keys, dim=1)
         allowed = query.tolerance * torch.linalg.vector_norm(query.keys, dim=1)
         return bool((difference <= allowed).all())
+
+
+_SEED = 20_250_102
+_CHUNK = 128
+"""Queries compared at once on a CPU, so that their distances to 10,000 anchor tokens fit a cache and one buffer."""
+_GPU_DISTANCES = 1 << 26
+"""Distances computed at once on a GPU, where every launch costs more than the memory of 256 MiB"""
+_FAR = 1e30
+"""Squared distance of padding; finite, since 0 · inf is not a number."""
+
+
+class KeyReader:
+    """A reader of key vectors [tokens, match_dim] from the base KV of one layer, K and V side by side over all heads.
+
+    A wider layer is projected to `match_dim` by a random orthonormal matrix with a fixed seed, so that key vectors can
+    be compared across processes. Layer 0 has seen no context; the default lies at a third of the depth.
+    """
+
+    def __init__(self, match_layer: int | None, match_dim: int) -> None:
+        self._layer, self._dim = match_layer, match_dim
+        self._projection: Tensor | None = None
+
+    def read(self, tokens: Tokens, base: KVSegment) -> Query:
+        """Return the query for a value. Raises `ConfigError` if the model has no such layer."""
+        layer = self._layer
+        if layer is None:
+            layer = min(max(1, base.layers // 3), base.layers - 1)
+        elif layer >= base.layers:
+            raise ConfigError("engine.anchors.match_layer", layer, f"the model has {base.layers} layers")
+        wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()
+        return Query(tokens, self._project(wide), max(1e-3, 4 * torch.finfo(base.dtype).eps))
+
+    def width(self, base: KVSegment) -> int:
+        """Return the width of a key vector for base KV of this shape."""
+        _, _, heads, dim = base.keys.shape
+        return min(self._dim, 2 * heads * dim)
+
+    def _project(self, wide: Tensor) -> Tensor:
+        if wide.shape[1] <= self._dim:
+            return wide
+        if self._projection is None or self._projection.shape[0] != wide.shape[1]:
+            # Orthonormal columns, the same on every machine's CPU generator.
+            generator = torch.Generator().manual_seed(_SEED)
+            noise = torch.randn(wide.shape[1], self._dim, dtype=torch.float64, generator=generator)
+            self._projection = torch.linalg.qr(noise).Q.float().to(wide.device)
+        return wide @ self._projection
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The nearest anchor tokens of every query token, nearest first."""
+
+    columns: Tensor
+    """int64 [tokens, k]"""
+    squared: Tensor
+    """float32 [tokens, k], squared distances"""
+    mean_squared: float
+    """Mean squared distance of all query tokens to all anchor tokens"""
+
+
+class KeyBlock:
+    """The key vectors of some anchors, concatenated; a column is the index of one anchor token among them."""
+
+    def __init__(self, anchors: Sequence[Anchor]) -> None:
+        self.ids: tuple[AnchorId, ...] = tuple(a.id for a in anchors)
+        device = anchors[0].keys.device
+        self.lengths = torch.tensor([a.length for a in anchors], device=device)
+        self.starts = self.lengths.cumsum(0) - self.lengths
+        keys = torch.cat([a.keys for a in anchors])
+        self.owner = torch.arange(len(anchors), device=device).repeat_interleave(self.lengths)
+        """int64 [columns]: index of the anchor of each column"""
+        self._fill(keys)
+
+    def _fill(self, keys: Tensor) -> None:
+        """Store keys with their squared norms as one more dimension, padded to whole groups, so that one GEMM gives
+        distances.
+        """
+        columns, dim = keys.shape
+        self._groups = 512 if columns > 4096 else 64
+        padded = -(-columns // self._groups) * self._groups
+        self._matrix = keys.new_zeros(padded, dim + 1)
+        self._matrix[:columns, :dim] = keys
+        self._matrix[:columns, dim] = keys.square().sum(1)
+        self._matrix[columns:, dim] = _FAR
+        self._mean, self._mean_norm = keys.mean(0), float(self._matrix[:columns, dim].mean())
+
+    @property
+    def keys(self) -> Tensor:
+        """float32 [columns, match_dim]"""
+        return self._matrix[: self.columns, :-1]
+
+    @property
+    def columns(self) -> int:
+        """Number of tokens of all anchors in the block."""
+        return len(self.owner)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix and the owners of its columns."""
+        return self._matrix.nbytes + self.owner.nbytes
+
+    def long_enough(self, tokens: int) -> Tensor:
+        """Return int64: indices of the anchors that have at least `tokens` tokens."""
+        return (self.lengths >= tokens).nonzero().flatten()
+
+    def aligned(self, query: Query, anchors: Tensor) -> Tensor:
+        """Return float32 [anchors, tokens]: squared distances of the query's tokens to those at the same position."""
+        places = self.starts[anchors, None] + torch.arange(len(query.tokens), device=self.starts.device)
+        return (self._matrix[places, :-1] - query.keys).square_().sum(-1)
+
+    def ends(self, query: Query, last: int) -> Tensor:
+        """Return float32 [anchors]: mean squared distance of the `last` tokens (or of as many as both have), end to
+        end.
+        """
+        back = torch.arange(min(last, len(query.tokens)), device=self.starts.device)
+        there = back < self.lengths[:, None]
+        places = (self.starts + self.lengths - 1)[:, None] - torch.where(there, back, 0)
+        squared = (self._matrix[places, :-1] - query.keys.flip(0)[: len(back)]).square_().sum(-1)
+        return (squared * there).sum(1) / there.sum(1)
+
+    def nearest(self, query: Query, k: int) -> Neighbours:
+        """Return the `k` nearest columns (all, if there are fewer) of every query token."""
+        keys, norms = query.keys, query.keys.square().sum(1, keepdim=True)
+        augmented = torch.cat([-2 * keys, torch.ones_like(norms)], dim=1)
+        chunk = max(_CHUNK, _GPU_DISTANCES // len(self._matrix)) if keys.is_cuda else _CHUNK
+        buffer = keys.new_empty(min(chunk, len(keys)), len(self._matrix))
+        parts = [self._search(part, min(k, self.columns), buffer) for part in augmented.split(chunk)]
+        squared = (torch.cat([p[0] for p in parts]) + norms).clamp_min_(0)
+        mean = float(norms.mean()) + self._mean_norm - 2 * float(keys.mean(0) @ self._mean)
+        return Neighbours(torch.cat([p[1] for p in parts]), squared, max(mean, 0.0))
+
+    def _search(self, augmented: Tensor, k: int, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the exact top k in two passes: the k nearest lie in the k groups (columns modulo `_groups`) of least
+        minimum.
+
+        Three times as fast as `topk` over all columns, since the minimum over groups is vectorised.
+        """
+        distances = torch.mm(augmented, self._matrix.T, out=buffer[: len(augmented)])
+        least = distances.view(len(augmented), -1, self._groups).amin(1)
+        groups = least.topk(min(k, self._groups), dim=1, largest=False, sorted=False).indices
+        strides = torch.arange(0, len(self._matrix), self._groups, device=groups.device)
+        candidates = (groups[:, :, None] + strides).flatten(1)
+        best = distances.gather(1, candidates).topk(k, dim=1, largest=False)
+        return best.values, candidates.gather(1, best.indices)

@@ -72,22 +72,13 @@ class KnownBase:
     """The tokens that its producer's model did not expect."""
 
 
-class TemplateBase(NamedTuple):
-    """Base KV of a template's prefix segments, by segment index."""
+class LastingBase(NamedTuple):
+    """Base KV that is not of a single run."""
 
-    namespace: Namespace
-    template: str
     serial: int
     """Changes whenever the KV does."""
-    parts: dict[int, KVSegment]
-
-
-class ContentBase(NamedTuple):
-    """Base KV of a value in whatever run, or of tokens that prompts begin with."""
-
-    key: ContentKey
-    serial: int
-    kv: KVSegment
+    parts: Mapping[int, KVSegment]
+    """That of a template's prefix segments by segment index, or that of a value as number 0"""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,13 +188,10 @@ class BaseStore:
         kinds = (PrefixKey, ContentKey) if values else (PrefixKey,)
         return [key for key in self._entries if isinstance(key, kinds)]
 
-    def lasting_base(self, key: LastingKey) -> TemplateBase | ContentBase | None:
+    def lasting_base(self, key: LastingKey) -> LastingBase | None:
         """Return the base KV with this key; None if it has gone."""
-        if (stored := self._entries.get(key)) is None:
-            return None
-        if isinstance(key, PrefixKey):
-            return TemplateBase(*key, stored.serial, dict(stored.parts))
-        return ContentBase(key, stored.serial, stored.parts[0])
+        stored = self._entries.get(key)
+        return None if stored is None else LastingBase(stored.serial, dict(stored.parts))
 
     def end_run(self, run: RunKey) -> None:
         """Forget the values that a run's agents produced, and what their prompts left of the texts that they share."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kedge.anchors.criteria.leverage import Length, Leverage
-from kedge.anchors.criteria.shareability import Criterion, Entropy, Error
-from kedge.anchors.estimators.aligned import cosine, mean, nearest
-from kedge.anchors.estimators.blending import Estimator, Interpolate, Token
-from kedge.anchors.estimators.linear import CorrectedOffsets, LinearOffsets
-from kedge.anchors.estimators.site import MakeSlot, SiteOffsets
+from kedge.anchors.criteria import Criterion, Entropy, Error, Length, Leverage
+from kedge.anchors.estimators import Estimator, Interpolate, Token, cosine, mean, nearest
+from kedge.anchors.sites import CorrectedOffsets, LinearOffsets, MakeSlot, SiteOffsets
 from kedge.settings import AnchorSettings
 
 ESTIMATORS: Mapping[str, Callable[[AnchorSettings], Estimator]] = {
@@ -35,18 +32,8 @@ CRITERIA: Mapping[str, Callable[[AnchorSettings], Criterion]] = {
 }
 
 
-def make_estimator(config: AnchorSettings) -> Estimator:
-    """Return the configured estimator."""
-    return ESTIMATORS[config.estimator](config)
-
-
 def make_site_offsets(config: AnchorSettings) -> MakeSlot:
     """Return the function that makes the sites of the configured estimator."""
     if config.estimator in SLOTS:
         return SLOTS[config.estimator](config)
     return partial(SiteOffsets, bits=config.offset_bits)
-
-
-def make_criterion(config: AnchorSettings) -> Criterion:
-    """Return the configured criterion."""
-    return CRITERIA[config.criterion](config)

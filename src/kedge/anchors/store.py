@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from kedge.anchors.anchor import Anchor, AnchorId
+from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimate import OffsetEstimate, rotated, shared
-from kedge.anchors.estimators.site import Observation, SiteOffsets
-from kedge.anchors.matching import Matcher
-from kedge.anchors.pool import AnchorPool
-from kedge.anchors.pool_table import PoolStats, PoolTable
-from kedge.anchors.registry import make_criterion, make_site_offsets
+from kedge.anchors.estimators import Match, Proposal
+from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
+from kedge.anchors.registry import CRITERIA, ESTIMATORS, make_site_offsets
+from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.anchors.tiered_store import NO_HOST, HostBound, TieredStore, TieredStoreStats
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView, TemplateOwner
 from kedge.settings import AnchorSettings
+from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId
+
+_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,13 @@ class AnchorStore:
     without_offsets = staticmethod(rotated)
 
     def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST) -> None:
-        self._config = config
-        self._matcher = Matcher(config)
-        self._criterion = make_criterion(config)
+        self.config = config
+        self.reader = KeyReader(config.match_layer, config.match_dim)
+        self._estimator = ESTIMATORS[config.estimator](config)
+        self._queries: BoundedDict[Hashable, Query] = BoundedDict(_REMEMBERED)
+        self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(_REMEMBERED)
+        """Matches of values, each computed once for all agents that read the value"""
+        self._criterion = CRITERIA[config.criterion](config)
         self._make_site = make_site_offsets(config)
         self.table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
         self._residence = TieredStore(config.max_bytes, host, self.table.sites, self.table.key_bytes)
@@ -80,29 +85,56 @@ class AnchorStore:
         """Match a value ahead of time, with the anchors of the site that has most of them."""
         pool = self.pools.get(sample.pool)
         ids = max((offsets.anchors for offsets in pool.sites.values()), key=len, default=()) if pool else ()
-        if pool and sample.tokens and not self._matcher.lacks(pool, ids, len(sample.tokens)):
-            self._matcher.match(pool, ids, sample)
+        if pool and sample.tokens and not self._lacks(pool, ids, len(sample.tokens)):
+            self._match(pool, ids, sample)
 
     def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience:
         """Return how much a site has learned."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
         anchors = len(offsets.holders) if offsets else 0
         observed = max(offsets.calibration.observations, anchors) if offsets else 0
-        least = self._config.min_anchors
+        least = self.config.min_anchors
         return Experience(
             missing=max(0, least - anchors),
             is_calibrated=observed >= 2 * least,
-            is_saturated=observed >= max(2 * least, self._config.capacity),
+            is_saturated=observed >= max(2 * least, self.config.capacity),
         )
+
+    def _query(self, sample: SampleView) -> Query:
+        """Return the key vectors of a value, remembered by the name of its base KV."""
+        return self._queries.use((sample.pool, sample.key), lambda: self.reader.read(sample.tokens, sample.base))
+
+    def _lacks(self, pool: AnchorPool, ids: tuple[AnchorId, ...], tokens: int) -> str:
+        """Return why these anchors cannot serve a value of `tokens` tokens, or the empty text."""
+        if not ids:
+            return "no anchor of this agent yet"
+        short = self._estimator.aligned and not len(pool.block(ids).long_enough(tokens))
+        return "longer than every anchor" if short else ""
+
+    def _match(self, pool: AnchorPool, ids: tuple[AnchorId, ...], sample: SampleView) -> Match:
+        """Return the match of a value with these anchors. Called only where `_lacks` returns the empty text."""
+        query, block = self._query(sample), pool.block(ids)
+
+        def propose() -> tuple[Proposal, int | None]:
+            known = pool.find(query)
+            same = ids.index(known.id) if known is not None and known.id in ids else None
+            return self._estimator.propose(query, block, same), same
+
+        proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
+        return Match(query, block, same, proposal)
+
+    def _forget_matches(self) -> None:
+        self._queries.clear()
+        self._proposals.clear()
 
     def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
         ids = offsets.anchors
         tokens = len(sample.tokens)
-        lack = self._matcher.lacks(pool, ids, tokens)
+        lack = self._lacks(pool, ids, tokens)
         if lack := lack or self._criterion.lacks(tokens, pool.block(ids), offsets.calibration):
-            known = pool.find(self._matcher.query(sample))
+            known = pool.find(self._query(sample))
             return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
-        match = self._matcher.match(pool, ids, sample)
+        match = self._match(pool, ids, sample)
         verdict = self._criterion.judge(match, offsets.calibration)
         if not verdict.shareable:
             return OffsetEstimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
@@ -140,36 +172,29 @@ class AnchorStore:
         offsets.owner = TemplateOwner(sample.pool.namespace, site.agent_key)
         if not self._residence.demand(offsets):
             return
-        anchor = self._anchor(pool, sample)
+        query = self._query(sample)
+        anchor = pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
-        if anchor.id in pool.anchors or not pool.full or not self._is_shareable(pool, site, sample):
+        known = pool.sites.get(site)
+        has_room = anchor.id in pool.anchors or not pool.full
+        if has_room or not (known and self._judge(pool, known, sample).shareable):
             pool.add(site, offsets, anchor, observed)
-        pool.calibrate(site, calibration)
+        pool.sites[site].calibration = calibration
         self.table.touch(sample.pool, pool)
         self._observed += 1
         self.table.bound_tenant(sample.pool.namespace.tenant, anchor.id)
         self.table.bound(anchor.id)
-
-    def _is_shareable(self, pool: AnchorPool, site: PlaceholderSite, sample: SampleView) -> bool:
-        """Return whether `site` would share a value, given what it has observed."""
-        offsets = pool.sites.get(site)
-        return offsets is not None and self._judge(pool, offsets, sample).shareable
-
-    def _anchor(self, pool: AnchorPool, sample: SampleView) -> Anchor:
-        """Return the anchor that equals this value, or a new one."""
-        query = self._matcher.query(sample)
-        return pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
 
     def _calibrated(
         self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
     ) -> Calibration:
         """Return the site's calibration, updated with the error of its estimate from all other anchors."""
         others = tuple(i for i in offsets.anchors if i != anchor.id)
-        if not self._criterion.calibrates or self._matcher.lacks(pool, others, len(sample.tokens)):
+        if not self._criterion.calibrates or self._lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
         if len(others) < len(offsets.holders) and not offsets.leaves_out:
             return offsets.calibration
-        match = self._matcher.match(pool, others, sample)
+        match = self._match(pool, others, sample)
         error, after = offsets.error(match, sample.base, observed), offsets.prefix_error(match, observed)
         return offsets.calibration.updated(match.proposal.distance, sample.tokens, error, after)
 
@@ -182,29 +207,20 @@ class AnchorStore:
         """Limit what a tenant may hold in all its namespaces together, from now on; None is no limit."""
         self.table.limit(tenant, anchors, nbytes)
 
-    @property
-    def offset_bits(self) -> int:
-        """Bits per stored number of an offset."""
-        return self._config.offset_bits
-
-    def key_width(self, base: KVSegment) -> int:
-        """Return the width of an anchor's key vectors for base KV of this shape."""
-        return self._matcher.key_width(base)
-
     def empty_pool(self) -> AnchorPool:
         """Return a pool with this store's bounds that is not part of it."""
-        return AnchorPool(self._config.capacity, self._config.max_sites, self._make_site)
+        return AnchorPool(self.config.capacity, self.config.max_sites, self._make_site)
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""
-        self._matcher.clear()
+        self._forget_matches()
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
         self.table.replace(pools)
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """Forget the anchors of a namespace; of all of them if None."""
         self.table.clear(namespace)
-        self._matcher.clear()
+        self._forget_matches()
 
     @property
     def due(self) -> bool:

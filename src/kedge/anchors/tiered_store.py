@@ -7,46 +7,29 @@ offsets of the agents that run next are fetched in its spare time, so that a fet
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kedge.errors import PlanError
+from kedge.policies.eviction import EvictionKey, StepPolicy, lru
 from kedge.reuse.contracts import Owner
-from kedge.types import Namespace, TenantId
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A unit as a policy sees it (`kedge.policies.eviction.NodeView`)."""
+    """A unit as a policy sees it."""
 
-    namespace: Namespace
     last_access: int
-    size: int
-    """Bytes"""
     step: float | None
     """Fewest steps until its owner can run; `inf` if unknown; None without a forecast."""
     varying: bool = False
-
-    def prefix(self) -> bytes:
-        return b""
-
-
-class Policy(Protocol):
-    """An eviction policy: of all candidates the one with the least key goes first."""
-
-    def __call__(self, node: View, /) -> tuple[float, ...]: ...
-
-
-def recency(node: View) -> tuple[float, ...]:
-    """Return the key by which the least recently used unit goes first."""
-    return (node.last_access,)
 
 
 class Offloadable:
@@ -103,7 +86,7 @@ class HostBound:
     """The host memory of a store, and how it is used. With 0 bytes nothing moves."""
 
     nbytes: int = 0
-    policy: Policy = recency
+    policy: StepPolicy = lru
     steps: Callable[[Owner], float | None] = lambda _: None
     window: float = 2.0
     """Units with an owner that runs within this many steps are fetched ahead. Below 0: none."""
@@ -164,7 +147,7 @@ class TieredStore:
         """Bring `unit` to the device for a request. Returns False if there is no room."""
         if unit.on_host:
             began = time.perf_counter()
-            if not self._load(unit, lambda _: True):
+            if not self._load(unit):
                 return False
             self._stats.demanded += 1
             self._stats.demand_s += time.perf_counter() - began
@@ -182,7 +165,7 @@ class TieredStore:
         """
         near = [unit for unit in self._units() if unit.on_host and self._step(unit) <= self._host.window]
         for unit in sorted(near, key=self._step):
-            if self._load(unit, self._later_than(self._step(unit))):
+            if self._load(unit, self._step(unit)):
                 unit.prefetched = True
                 return True
         self.due = False
@@ -200,12 +183,12 @@ class TieredStore:
         if any(unit.on_host and (unit.pinned or unit.prefetched) for unit in self._units()):
             raise PlanError("on_host", True, "of a unit that a plan reads, or that was fetched")
 
-    def _load(self, unit: Offloadable, may_go: Callable[[Offloadable], bool]) -> bool:
-        """Bring `unit` to the device. Units that make room for it may take its place on the host; if that is not
-        enough, nothing moves.
+    def _load(self, unit: Offloadable, step: float = -math.inf) -> bool:
+        """Bring `unit` to the device. Units of later steps that make room for it may take its place on the host; if
+        that is not enough, nothing moves.
         """
         short, on_host = self.device_bytes + unit.nbytes - self._device_bytes, self.host_bytes - unit.nbytes
-        left = [one for one in self._units() if may_go(one)]
+        left = [one for one in self._units() if self._step(one) > step]
         going: list[Offloadable] = []
         while short > 0:
             victim = self._victim(left, on_host)
@@ -236,9 +219,8 @@ class TieredStore:
         self._stats.offloaded += 1
         self._stats.bytes_offloaded += unit.nbytes
 
-    def _key(self, unit: Offloadable) -> tuple[float, ...]:
-        namespace = unit.owner.namespace if unit.owner else Namespace(TenantId(""))
-        return self._host.policy(View(namespace, unit.last_access, unit.nbytes, self._forecast_step(unit)))
+    def _key(self, unit: Offloadable) -> EvictionKey:
+        return self._host.policy(View(unit.last_access, self._forecast_step(unit)))
 
     def _forecast_step(self, unit: Offloadable) -> float | None:
         return self._host.steps(unit.owner) if unit.owner else None
@@ -246,9 +228,6 @@ class TieredStore:
     def _step(self, unit: Offloadable) -> float:
         step = self._forecast_step(unit)
         return self._host.virtual_step if step is None else step
-
-    def _later_than(self, step: float) -> Callable[[Offloadable], bool]:
-        return lambda unit: self._step(unit) > step
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kedge.anchors.offsets import Blend, split_rows
-from kedge.anchors.offsets_8bit import EightBitTable
+from kedge.anchors.offsets import EightBitTable, split_rows
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import Translation
@@ -65,21 +64,18 @@ def in_one_pass(storage: PagedStorage, table: SlotTable, items: Sequence[Transla
 
 
 def is_same(one: Translation, other: Translation) -> bool:
-    """Return whether two translations write the same KV to the same positions."""
-    if one.start != other.start or not _is_same_base(one.base, other.base):
+    """Return whether two translations write the same KV to the same positions: from the same memory of base KV, which
+    is never written to again.
+    """
+    if one.start != other.start:
         return False
-    if not one.blend.adds and not other.blend.adds:  # moved by rotation alone, whoever reads it
+    pairs = (one.base.keys, other.base.keys), (one.base.values, other.base.values)
+    same_base = all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
+    blend, its = one.blend, other.blend
+    if not same_base:
+        return False
+    if not blend.adds and not its.adds:  # moved by rotation alone, whoever reads it
         return True
-    return one.table is other.table and _is_same_blend(one.blend, other.blend)
-
-
-def _is_same_base(one: KVSegment, other: KVSegment) -> bool:
-    """Return whether two pieces of base KV are the same memory, which is never written to again."""
-    pairs = (one.keys, other.keys), (one.values, other.values)
-    return all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
-
-
-def _is_same_blend(one: Blend, other: Blend) -> bool:
-    """Return whether two blends of one table's rows are equal. While its version is the same, so are its rows."""
-    same_rows = one.version == other.version and torch.equal(one.rows, other.rows)
-    return same_rows and torch.equal(one.weights, other.weights)
+    # While the version of a table is the same, so are its rows.
+    same_rows = one.table is other.table and blend.version == its.version and torch.equal(blend.rows, its.rows)
+    return same_rows and torch.equal(blend.weights, its.weights)

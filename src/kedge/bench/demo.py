@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kedge.engine.base import Engine
-from kedge.runner.results import AgentResult, RunResult
-from kedge.runner.run import run
+from kedge.runner.run import RunResult, run
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workloads.miniature import Question, Task, workflow
@@ -26,16 +25,6 @@ class AgentScore:
     exact: int = 0
     translated: int = 0
     computed: int = 0
-
-    def add(self, result: AgentResult, correct: bool) -> None:
-        """Count one call."""
-        receipt = result.completion.receipt
-        self.ttft_ms.append(result.completion.ttft_ms)
-        self.correct += correct
-        self.translated_calls += receipt.translated > 0
-        self.exact += receipt.exact
-        self.translated += receipt.translated
-        self.computed += receipt.computed
 
     @property
     def calls(self) -> int:
@@ -79,7 +68,13 @@ class TeamScore:
     def add(self, task: Task, question: Question, result: RunResult) -> None:
         """Count one run of the team."""
         for one in result.results:
-            self.agents[one.agent].add(one, task.role(one.agent).correct(one.text, question))
+            score, receipt = self.agents[one.agent], one.completion.receipt
+            score.ttft_ms.append(one.completion.ttft_ms)
+            score.correct += task.role(one.agent).correct(one.text, question)
+            score.translated_calls += receipt.translated > 0
+            score.exact += receipt.exact
+            score.translated += receipt.translated
+            score.computed += receipt.computed
         self.finals.append(task.final(result.text))
 
     @property
@@ -113,26 +108,27 @@ class Comparison:
 
     def as_json(self) -> dict[str, object]:
         """Return the figures as written to a file of results."""
+        agents = [
+            {
+                "agent": agent,
+                "ttft_dense_ms": round(dense.ttft_median, 3),
+                "ttft_dense_p90_ms": round(dense.ttft_p90, 3),
+                "ttft_translated_ms": round(ours.ttft_median, 3),
+                "ttft_translated_p90_ms": round(ours.ttft_p90, 3),
+                "reuse_rate": ours.reuse_rate,
+                "accuracy_dense": dense.accuracy,
+                "accuracy_translated": ours.accuracy,
+            }
+            for agent, dense in self.dense.agents.items()
+            for ours in [self.translated.agents[agent]]
+        ]
         return {
-            "agents": [self._agent_json(agent) for agent in self.dense.agents],
+            "agents": agents,
             "accuracy_dense": self.dense.accuracy,
             "accuracy_translated": self.translated.accuracy,
             "same_final_answer": self.same_final_answer,
             "reuse_rate": self.translated.reuse_rate,
             "tokens": self.translated.tokens(),
-        }
-
-    def _agent_json(self, agent: AgentId) -> Mapping[str, object]:
-        dense, translated = self.dense.agents[agent], self.translated.agents[agent]
-        return {
-            "agent": agent,
-            "ttft_dense_ms": round(dense.ttft_median, 3),
-            "ttft_dense_p90_ms": round(dense.ttft_p90, 3),
-            "ttft_translated_ms": round(translated.ttft_median, 3),
-            "ttft_translated_p90_ms": round(translated.ttft_p90, 3),
-            "reuse_rate": translated.reuse_rate,
-            "accuracy_dense": dense.accuracy,
-            "accuracy_translated": translated.accuracy,
         }
 
 

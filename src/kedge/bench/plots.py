@@ -1,22 +1,23 @@
-"""The pictures of the benchmarks (extra `plot`)."""
+"""Pictures of results (extra `plot`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
     from kedge.bench.demo import Comparison
-    from kedge.bench.lab.studies.study import Plot, Row
+
+STYLES = ("-", "--", ":")
+"""matplotlib repeats its colours, so further lines get another style."""
 
 
 def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
     """Draw TTFT and accuracy of every agent, dense and by estimator. Raises `ConfigError` without matplotlib."""
-    plt = _pyplot(file)
+    plt = pyplot(file)
     dense = next(iter(results.values())).dense
     names = list(dense.agents)
     scores = {"dense": dense, **{name: result.translated for name, result in results.items()}}
@@ -37,38 +38,12 @@ def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
     plt.close(figure)
 
 
-def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Path) -> None:
-    """Draw every policy's speed-up over LRU without a host tier, with minimum and maximum as whiskers.
-
-    `cases`: case -> baseline -> policy -> {median, min, max}. Raises `ConfigError` without matplotlib.
-    """
-    plt = _pyplot(file)
-    figure, axes = plt.subplots(figsize=(2 + 3.2 * len(cases), 4), layout="constrained")
-    policies = list(next(iter(cases.values()))["lru_device"])
-    width = 0.8 / len(policies)
-    for i, policy in enumerate(policies):
-        gains = [gains["lru_device"][policy] for gains in cases.values()]
-        places = [x + (i - (len(policies) - 1) / 2) * width for x in range(len(cases))]
-        whiskers = [
-            [gain["median"] - gain["min"] for gain in gains],
-            [gain["max"] - gain["median"] for gain in gains],
-        ]
-        axes.bar(places, [gain["median"] for gain in gains], width, label=policy, yerr=whiskers, ecolor="grey")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(title="speed-up over LRU without a host tier", ylabel="times")
-    axes.set_xticks(range(len(cases)), list(cases))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
-
-
 def sessions_plot(traces: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """Draw hit rates by capacity, one row of panels for each trace, one panel for each number of live sessions.
 
     `traces`: name -> {"open": live sessions -> capacity -> column -> rate}. Raises `ConfigError` without matplotlib.
     """
-    plt = _pyplot(file)
+    plt = pyplot(file)
     across = max(len(trace["open"]) for trace in traces.values())
     figure, grid = plt.subplots(
         len(traces), across, figsize=(2 + 3.6 * across, 1.5 + 3 * len(traces)), layout="constrained", squeeze=False
@@ -77,95 +52,24 @@ def sessions_plot(traces: Mapping[str, Mapping[str, Any]], file: Path) -> None:
         for axes in row[len(trace["open"]) :]:
             axes.axis("off")
         for axes, (live, cells) in zip(row, trace["open"].items(), strict=False):
-            _hit_rates(axes, cells, f"{name}, {live} live")
+            for at, column in enumerate(next(iter(cells.values()))):
+                rates = [cell[column] for cell in cells.values()]
+                shares = [float(capacity) for capacity in cells]
+                axes.plot(shares, rates, STYLES[at % len(STYLES)], marker="o", markersize=3, label=column)
+            axes.set(title=f"{name}, {live} live", xlabel="cache over working set", ylabel="hit rate", ylim=(0, 1))
+            axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(8, 1 + 2 * across))
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
-def _hit_rates(axes: Any, cells: Mapping[str, Mapping[str, float]], title: str) -> None:
-    capacities = [float(capacity) for capacity in cells]
-    for at, column in enumerate(next(iter(cells.values()))):
-        rates = [cell[column] for cell in cells.values()]
-        axes.plot(capacities, rates, _STYLES[at % len(_STYLES)], marker="o", markersize=3, label=column)
-    axes.set(title=title, xlabel="cache over working set", ylabel="hit rate", ylim=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
-    """Draw a study's figure, one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
-    plt = _pyplot(file)
-    parts = _parts(plot, rows)
-    panels = [(part, y) for part in parts for y in plot.ys]
-    across = len(plot.ys) if plot.of else min(len(plot.ys), 2)
-    down = -(-len(panels) // across)
-    figure, grid = plt.subplots(down, across, figsize=(5.5 * across, 3.4 * down), layout="constrained", squeeze=False)
-    for axes, (part, y) in zip(grid.flat, panels, strict=False):
-        _panel(axes, plot, parts[part], y)
-        if part:
-            axes.set(title=f"{part}: {axes.get_title()}")
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.axis("off")
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    if plot.by:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
-    figure.suptitle(title)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-
-
-def _parts(plot: Plot, rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
-    """Return the rows of each value of `plot.of`; without that all of them, with no name."""
-    if plot.of is None:
-        return {"": rows}
-    column = plot.of
-    return {name: [row for row in rows if row[column] == name] for name in dict.fromkeys(row[column] for row in rows)}
-
-
-def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
-    xs = list(dict.fromkeys(row[plot.x] for row in rows))
-    groups = list(dict.fromkeys(row[plot.by] if plot.by else "" for row in rows))
-    width = 0.8 / len(groups)
-    for i, group in enumerate(groups):
-        shown = [row for row in rows if row.get(y) is not None and (not plot.by or row[plot.by] == group)]
-        points = [row[plot.x] for row in shown], [max(row[y], _FLOOR) if y in plot.log else row[y] for row in shown]
-        if plot.kind == "lines":
-            style, size = _STYLES[i // _COLOURS % len(_STYLES)], 3 if len(set(points[0])) > 1 else 7
-            axes.plot(*_means(*points), style, marker="o", markersize=size, label=group)
-            continue
-        places = [xs.index(x) + (i - (len(groups) - 1) / 2) * width for x in points[0]]
-        whiskers = [row.get(f"{y}_sd") or 0 for row in shown]
-        axes.bar(places, points[1], width, label=group, yerr=whiskers if any(whiskers) else None, ecolor="grey")
-    if plot.kind == "bars":
-        crowded = max(len(str(x)) for x in xs) * len(xs) > _MAX_LABEL_CHARACTERS
-        turn = {"rotation": 30, "ha": "right"} if crowded else {}
-        axes.set_xticks(range(len(xs)), [str(x) for x in xs], **turn)
-    axes.set(title=y.replace("_", " "), xlabel=plot.x.replace("_", " "))
-    if y in plot.log:
-        axes.set_yscale("log")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-_COLOURS, _STYLES = 10, ("-", "--", ":")
-"""matplotlib repeats its colours after this many lines, so further lines get another style."""
-_FLOOR = 1e-9
-"""The least value on a logarithmic scale: below, a divergence is rounding, and would take most of the axis."""
-_MAX_LABEL_CHARACTERS = 40
-"""Characters of all labels under a panel, beyond which labels are rotated."""
-
-
-def _means(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return one point per x: the mean of its ys."""
-    places = list(dict.fromkeys(xs))
-    return places, [fmean(y for x, y in zip(xs, ys, strict=True) if x == place) for place in places]
-
-
-def _pyplot(file: Path) -> Any:
+def pyplot(file: Path) -> Any:
+    """Return matplotlib's `pyplot`, which draws to files. Raises `ConfigError` without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
         raise ConfigError("plot", str(file), "needs matplotlib: pip install 'kedge[plot]'") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as drawing
 
-    return pyplot
+    return drawing

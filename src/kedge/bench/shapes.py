@@ -1,6 +1,8 @@
-"""Random-weight Llamas of chosen sizes, for measuring time without real weights."""
+"""Models to measure: random-weight Llamas of chosen sizes, for time without real weights, and those of folders."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,6 +29,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """Llama shapes with grouped-query attention; `8b` is Llama-3.1-8B's, `tiny` is for tests of the machinery."""
 
+Loaded = tuple[ModelRunner, HFTokenizer]
+
 
 def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LlamaForCausalLM:
     """Return a Llama of `size` with random weights, created on `device` in `dtype`.
@@ -44,7 +48,7 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
         return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
-def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
+def random_runner(size: str, device: str) -> Loaded:
     """Return a runner of `random_llama` and the bundled model's tokenizer."""
     place = build.pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
@@ -55,3 +59,9 @@ def random_runner(size: str, device: str) -> tuple[ModelRunner, HFTokenizer]:
 def random_engine(size: str, config: EngineSettings, components: EngineComponents = EngineComponents()) -> LocalEngine:  # noqa: B008 (frozen)
     """Return an embedded engine around `random_llama`. Its tokenizer does not fit: prompts are token ids."""
     return LocalEngine.from_runner(*random_runner(size, config.device), config, components=components)
+
+
+def load_model(model: Path | None, config: EngineSettings) -> Loaded:
+    """Load a model (None: the bundled one) for several engines, of which only one may work at a time."""
+    path = model_path(model)
+    return build.load_runner(path, config), HFTokenizer.load(path)

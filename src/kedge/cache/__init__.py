@@ -5,9 +5,8 @@ from __future__ import annotations
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction
 from kedge.cache.counters import CacheStats
-from kedge.cache.demands import Readiness, Status
-from kedge.cache.leases import Lease
-from kedge.cache.manager import CacheManager, Changes, Hit
+from kedge.cache.loads import Readiness, Status
+from kedge.cache.manager import CacheManager, Changes, Hit, Lease
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
 from kedge.policies.eviction import EvictionPolicy, NodeView, belady, lru, steps_to_execution

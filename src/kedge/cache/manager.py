@@ -1,27 +1,127 @@
-"""One owner for every block: free, cached in the tree, in flight between the tiers, or leased (see `leases`).
+"""One owner for every block: free, cached in the tree, in flight between the tiers, or leased by a request.
 
 A lease never holds a block that is still loading. A scheduler asks `demand` for what is on the host, lets others go
 first while it loads, and admits (which looks again, then locks) once there is nothing to wait for; or at any time,
 and then the rest is recomputed. Without a host tier and without labels this is a plain prefix cache.
+
+| block of a lease    | owner | read by  | at `finish`                                       |
+|---------------------|-------|----------|---------------------------------------------------|
+| exact hit           | tree  | anybody  | stays cached, its lock goes                       |
+| committed           | tree  | anybody  | stays cached, its lock goes                       |
+| exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
+| translated, partial | lease | its own  | freed, or kept for its exact beginning            |
+| borrowed            | both  | both     | freed with the last lease that holds it           |
+
+Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
+fixed prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from kedge.cache.copies import BlockFiles, Copier, CopyBeginning, Direction
-from kedge.cache.counters import CacheStats
-from kedge.cache.demands import Demands, Readiness, Status
-from kedge.cache.leases import Lease, Leases
-from kedge.cache.node import LabelKey, Tier, TreeNode
-from kedge.cache.prefetch import Prefetcher
+from kedge.cache.counters import CacheStats, Reason
+from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
+from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
+from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import Tiers
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy, lru
+from kedge.policies.prefetch import may_replace
 from kedge.settings import TierSettings
-from kedge.types import Namespace, RequestId, TenantId
+from kedge.types import Namespace, RequestId, Source, Span, TenantId
+
+NO_TOKEN = -1
+SHARE = 4
+"""At least one token of so many in a block is copied: of fewer, prompts have as many in common by chance"""
+LOOKED_AT = 32
+"""Most children of a node that are compared: those that begin most like the prompt, of thousands that may be there"""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A node of a single block, of which the first `tokens` tokens are those of a prompt."""
+
+    node: TreeNode
+    tokens: int
+
+
+class PartialBlocks:
+    """The beginnings of blocks, copied where a prompt leaves what is cached within a block. Without `copy` nothing is
+    found and nothing kept.
+
+    An agent's fixed prompt of 30 tokens fills one block of 16 and 14 tokens of the next one, which goes on differently
+    in each of its prompts. That block cannot be shared. But a request has a block of its own for these tokens anyway,
+    and gets their KV from any cached block that begins with them after the same prefix.
+
+    Where an agent's prompts are translated from the first one on, no block with its fixed prompt's end is exact as a
+    whole. Then that block is kept as if it went on with tokens that there are not, so that no prompt matches all of it.
+    """
+
+    def __init__(self, tree: RadixTree, copy: CopyBeginning | None) -> None:
+        self._tree, self._copy = tree, copy
+
+    def find(self, node: TreeNode, tokens: Sequence[int]) -> Beginning | None:
+        """Return the beginning of a block on the device that goes on after `node` as `tokens` do, for longest; of
+        several the one used last. Its block gets a node of its own, so that it alone counts as used.
+        """
+        same, child = self._longest(node, tokens) if self._copy else (0, node)
+        if not self._is_enough(same):
+            return None
+        return Beginning(child if child.size == 1 else self._tree.split(child, 1), same)
+
+    def _longest(self, node: TreeNode, tokens: Sequence[int]) -> tuple[int, TreeNode]:
+        if not node.children or not tokens:
+            return 0, node
+        closest = islice(node.children.nearest(self._tree.packed(tokens[: self._tree.block_size])), LOOKED_AT)
+        found = ((self._tree.tokens_in(same), child) for same, child in closest if child.blocks[DEVICE])
+        return max(found, key=lambda one: (one[0], one[1].last_access), default=(0, node))
+
+    def copy(self, beginning: Beginning, target: int) -> None:
+        """Copy a beginning to the `target` block and count its own block as used; the node is unlocked."""
+        assert self._copy is not None
+        self._copy(beginning.node.blocks[DEVICE][0], target, beginning.tokens)
+        self._tree.touch(beginning.node)
+
+    def keeps(self, node: TreeNode, tokens: Sequence[int]) -> bool:
+        """Return whether to keep a block that goes on after `node` with `tokens`: no other one does so."""
+        has_copy = self._copy is not None and self._is_enough(len(tokens))
+        return has_copy and self._longest(node, tokens)[0] < len(tokens)
+
+    def _is_enough(self, tokens: int) -> bool:
+        return tokens * SHARE >= self._tree.block_size
+
+    def padded(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a block of which only a beginning can be used: what is behind it equals no prompt's."""
+        return (*tokens, *[NO_TOKEN] * (self._tree.block_size - len(tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A request's blocks in prompt order, fixed in place until it ends. The first `exact_tokens` tokens hold KV."""
+
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    exact_tokens: int
+    spans: tuple[Span, ...] = ()
+    """The exact tokens by source: `HOST` where a request had to wait for their load, else `DEVICE`."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """A lease's inside: `node` is locked and ends `shared`, its tokens in the tree; `own` blocks belong to it."""
+
+    lease: Lease
+    namespace: Namespace
+    node: TreeNode
+    shared: tuple[int, ...]
+    own: set[int]
+
 
 Changes = Mapping[Any, tuple[float, float] | None]
 """Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
@@ -66,7 +166,10 @@ class CacheManager:
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._prefetcher = Prefetcher(self.tiers, self._probability)
-        self._leases = Leases(self.tiers, copy_beginning)
+        self._partial = PartialBlocks(self._tree, copy_beginning)
+        self._held: dict[RequestId, Holding] = {}
+        self._borrowers: Counter[int] = Counter()
+        """The blocks that several leases own, and how many own them besides one"""
         self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
@@ -78,7 +181,15 @@ class CacheManager:
 
     def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
         """Return where the longest exact prefix of `tokens` is, in both tiers. A pure look-up."""
-        return self._demands.status(namespace, tokens)
+        walk = self._tree.walk(namespace, tokens)
+        if walk is None:
+            return Status(Readiness.READY, 0, 0)
+        nodes = walk.node.path_down()
+        device = sum(len(node.blocks[DEVICE]) for node in nodes)
+        if walk.node.blocks[DEVICE]:
+            device -= walk.node.size - walk.used
+        on_device = device * self.block_size
+        return Status(readiness_of(nodes), on_device, self._tree.tokens_in(walk.length) - on_device)
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
         """Load what is on the host of the longest exact prefix of `tokens`, or join the loads that are under way.
@@ -112,7 +223,24 @@ class CacheManager:
         Raises `OutOfBlocks`, having changed nothing, if eviction could not make room now; `PlanError` if the request
         holds a lease or `total_tokens` is less than may be reused.
         """
-        lease = self._leases.admit(request_id, namespace, tokens, exact_limit, total_tokens, steps)
+        self._require_none(request_id)
+        reusable = tokens[: max(0, exact_limit)]
+        if total_tokens < len(reusable):
+            raise PlanError("total_tokens", total_tokens, f"{len(reusable)} tokens may be reused")
+        node, hit = self._tree.lock(namespace, reusable)
+        shared = tuple(reusable[: len(hit) * self.block_size])
+        try:
+            begun = self._partial.find(node, reusable[len(shared) :])
+            new, copied = self._begin(begun, self._blocks_for(total_tokens) - len(hit), hit, steps)
+        except BaseException:
+            self._tree.unlock(node)
+            raise
+        self._tree.touch(node)
+        exact = len(shared) + copied
+        if exact_limit > 0:
+            self.tiers.counters.lookup(exact, len(tokens) - exact, copied)
+        lease = Lease(request_id, (*hit, *new), exact, self._count_hit(node, copied))
+        self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         self._demands.withdraw(request_id)
         return lease
 
@@ -120,15 +248,24 @@ class CacheManager:
         """Grow a lease to `total_tokens`; new blocks follow the old ones. No change if it is that long already. `steps`
         as for `admit`. Raises `OutOfBlocks`, having changed nothing, or `PlanError` without a lease.
         """
-        return self._leases.extend(request_id, total_tokens, steps)
+        held = self._holding(request_id)
+        missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
+        if missing > 0:
+            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND, steps)
+            held.own.update(new)
+            held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
+        return held.lease
 
     def hand_over(self, request_id: RequestId, heir: RequestId) -> Lease:
         """Give a lease to the request `heir`, which demands nothing more. Raises `PlanError` without a lease, or where
         the heir holds one.
         """
-        lease = self._leases.hand_over(request_id, heir)
+        self._require_none(heir)
+        held = self._holding(request_id)
+        held.lease = replace(held.lease, request_id=heir)
+        self._held[heir] = self._held.pop(request_id)
         self._demands.withdraw(heir)
-        return lease
+        return held.lease
 
     def borrow(self, request_id: RequestId, other: RequestId, places: Sequence[int]) -> Lease:
         """Let a lease hold these blocks of another one, in place of its own at the same places, which are freed.
@@ -136,7 +273,20 @@ class CacheManager:
         Neither may write to them any more, nor share them by the tree; they are freed with the last lease that holds
         them. Raises `PlanError`, having changed nothing, without both leases, or for a block that is cached.
         """
-        return self._leases.borrow(request_id, other, places)
+        held, lender = self._holding(request_id), self._holding(other)
+        blocks, its = list(held.lease.blocks), lender.lease.blocks
+        if any(not 0 <= place < min(len(blocks), len(its)) for place in places):
+            raise PlanError("places", places, "one of the leases has no block there")
+        mine, theirs = {blocks[place] for place in places}, {its[place] for place in places}
+        if not (mine <= held.own and theirs <= lender.own):
+            raise PlanError("places", places, "a block there is cached")
+        for place in places:
+            blocks[place] = its[place]
+        self._borrowers.update(theirs)
+        self._free(mine)
+        held.own = held.own - mine | theirs
+        held.lease = replace(held.lease, blocks=tuple(blocks))
+        return held.lease
 
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
         """Share the first `len(exact_tokens)` tokens of a running lease, whose KV is final and exact (full blocks).
@@ -144,7 +294,13 @@ class CacheManager:
         The lease keeps its blocks, also those that the tree holds twice: these are freed when it ends. Raises
         `PlanError` without a lease, or where `exact_tokens` does not fit it.
         """
-        self._leases.commit_prefix(request_id, exact_tokens)
+        held = self._holding(request_id)
+        full = self._full_tokens(held, exact_tokens)
+        if len(full) > len(held.shared):
+            node = self._share(held, full)
+            self._tree.lock_path(node)
+            self._tree.unlock(held.node)
+            held.node, held.shared = node, full
 
     def finish(self, request_id: RequestId, exact_tokens: Sequence[int], fixed: int = 0) -> None:
         """End a lease. Its first `len(exact_tokens)` tokens are exact, identical to dense prefill, and enter the tree
@@ -152,12 +308,21 @@ class CacheManager:
 
         Raises `PlanError` without a lease, or where `exact_tokens` does not fit it.
         """
-        self._leases.finish(request_id, exact_tokens, fixed)
+        held = self._holding(request_id)
+        full = self._full_tokens(held, exact_tokens)
+        if full:
+            self._share(held, full)
+        if rest := exact_tokens[len(full) : fixed]:
+            node, _ = self._tree.lock(held.namespace, full)
+            if self._partial.keeps(node, rest):
+                self._insert(held, (*full, *self._partial.padded(rest)))
+            self._tree.unlock(node)
+        self._end(held)
         self._prefetcher.due = True
 
     def abort(self, request_id: RequestId) -> None:
         """End a lease; what it had not committed is freed. Raises `PlanError` without a lease."""
-        self._leases.abort(request_id)
+        self._end(self._holding(request_id))
         self._prefetcher.due = True
 
     # the workflow ---------------------------------------------------------------------------------------------
@@ -175,7 +340,7 @@ class CacheManager:
             self.tiers.counters.ignored_labels += 1
         else:
             self._tree.labels.put(key, node, next_run[0])
-            self._tree.offer(*self._tree.index.join_path(node))
+            self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:
             self.tiers.backups.back_up(node)
         if node is None or next_run is None:
@@ -275,11 +440,154 @@ class CacheManager:
         """Raise `PlanError` unless every block of both tiers has exactly one owner, locks are those of leases and
         transfers, every state is legal and priorities and queues are what a naive look gives.
         """
-        holdings = self._leases.holdings()
-        leased = set[int]().union(*(held.own for held in holdings))
-        self.tiers.check_integrity([*leased], [held.node for held in holdings])
+        leased = set[int]().union(*(held.own for held in self._held.values()))
+        self.tiers.check_integrity([*leased], [held.node for held in self._held.values()])
         self._demands.check_integrity()
-        self._leases.check_integrity()
+        self._check_leases()
+
+    # the insides of leases ------------------------------------------------------------------------------------
+
+    def _require_none(self, request_id: RequestId) -> None:
+        if request_id in self._held:
+            raise PlanError("request_id", request_id, "holds a lease already")
+
+    def _holding(self, request_id: RequestId) -> Holding:
+        held = self._held.get(request_id)
+        if held is None:
+            raise PlanError("request_id", request_id, "holds no lease")
+        return held
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _begin(self, begun: Beginning | None, n: int, hit: Sequence[int], steps: float | None) -> tuple[list[int], int]:
+        """Allocate the blocks behind a hit and copy the beginning of the first one. Returns them, and how many tokens
+        were copied: none where there is no other room than the block that has them.
+        """
+        if begun is None:
+            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+        self._tree.lock_path(begun.node)
+        try:
+            new = self._take(n, hit, Reason.ADMIT, steps)
+        except OutOfBlocks:
+            new = None
+        finally:
+            self._tree.unlock(begun.node)
+        if new is None:
+            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+        try:
+            self._partial.copy(begun, new[0])
+        except BaseException:
+            self.tiers.pools[DEVICE].free(new)
+            raise
+        return new, begun.tokens
+
+    def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
+        they have started.
+        """
+        try:
+            return self._take(n, following, reason, steps)
+        except OutOfBlocks:
+            if steps is not None or not self.tiers.give_up_backups():
+                raise
+        return self._take(n, following, reason, steps)
+
+    def _take(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+        after = following[-1] if following else None
+        if steps is None:
+            return self.tiers.pools.allocate(DEVICE, n, reason, after)
+
+        def may_go(victim: TreeNode) -> bool:
+            return not victim.wanted and may_replace(victim, steps, self.tiers.settings.unlabelled_step)
+
+        return self.tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
+
+    def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
+        count = len(exact_tokens)
+        if count > len(held.lease.blocks) * self.block_size:
+            raise PlanError("exact_tokens", count, f"the lease has {len(held.lease.blocks)} blocks")
+        full = tuple(exact_tokens[: count - count % self.block_size])
+        if full[: len(held.shared)] != held.shared[: len(full)]:
+            raise PlanError("exact_tokens", held.lease.request_id, "differ from the tokens the lease reads")
+        return full
+
+    def _insert(self, held: Holding, tokens: tuple[int, ...]) -> TreeNode:
+        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end. Raises `PlanError` for
+        borrowed ones.
+        """
+        blocks = held.lease.blocks[: len(tokens) // self.block_size]
+        if not self._borrowers.keys().isdisjoint(blocks):
+            raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
+        inserted = self._tree.insert(held.namespace, tokens, blocks)
+        held.own.difference_update(inserted.adopted)
+        return inserted.node
+
+    def _share(self, held: Holding, full: tuple[int, ...]) -> TreeNode:
+        """Put the full blocks of a lease into the tree, and back up what is hit often. Returns their last node."""
+        node = self._insert(held, full)
+        self._back_up_hits(node)
+        return node
+
+    def _free(self, blocks: set[int]) -> None:
+        """Free blocks of a lease, but for those that another one owns as well."""
+        borrowed = self._borrowers.keys() & blocks
+        self._borrowers -= Counter(borrowed)
+        self.tiers.pools[DEVICE].free(blocks - borrowed)
+
+    def _end(self, held: Holding) -> None:
+        del self._held[held.lease.request_id]
+        self._tree.unlock(held.node)
+        self._free(held.own)
+
+    def _count_hit(self, node: TreeNode, copied: int) -> tuple[Span, ...]:
+        """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`
+        on the device.
+        """
+        spans: list[Span] = []
+        for step in node.path_down():
+            source, tokens = Source.DEVICE, step.size * self.block_size
+            if step.arrival and step.arrival.demanded:
+                source = Source.HOST
+                self.tiers.counters.host_hit_tokens += tokens
+            elif step.arrival:
+                self.tiers.counters.prefetched_hit_tokens += tokens
+            start = spans[-1].stop if spans else 0
+            stop = start + tokens
+            if spans and spans[-1].source is source:
+                start = spans.pop().start
+            spans.append(Span(start, stop, source))
+            self.tiers.pools.hit(step)
+        if copied:
+            start = stop = spans[-1].stop if spans else 0
+            if spans and spans[-1].source is Source.DEVICE:
+                start = spans.pop().start
+            spans.append(Span(start, stop + copied, Source.DEVICE))
+        self._back_up_hits(node)
+        return tuple(spans)
+
+    def _back_up_hits(self, node: TreeNode) -> None:
+        """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
+        hits = self.tiers.settings.backup_hits
+        if hits is None or not self.tiers.host_blocks:
+            return
+        often = next((step for step in node.path() if step.hits >= hits), None)
+        if often is not None and often.parent is not None and not often.blocks[HOST]:
+            self.tiers.backups.back_up(often)
+
+    def _check_leases(self) -> None:
+        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once, and the blocks that
+        several own are counted.
+        """
+        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
+        for held in self._held.values():
+            blocks = set(held.lease.blocks)
+            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
+                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
+        owners = Counter(block for held in self._held.values() for block in held.own)
+        if self._borrowers != {block: count - 1 for block, count in owners.items() if count > 1}:
+            raise PlanError("borrowers", self._borrowers, "are not what the leases own")
 
     def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from kedge.cache.copies import Copy, Direction, Outcome, Purpose
+from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
-from kedge.structures.lazy_heap import LazyHeap
-from kedge.structures.sorted_keys import SortedKeys
-from kedge.structures.step_counts import StepCounts
+from kedge.structures.heaps import LazyHeap, StepCounts
+from kedge.structures.prefixes import SortedKeys
 from kedge.types import Namespace, TenantId
 
 LabelKey = Hashable
@@ -209,15 +209,6 @@ class Transfer:
             at += node.size
 
 
-def split_transfers(upper: TreeNode, lower: TreeNode) -> None:
-    """Let what moves, or brought, `lower` do so for `upper` too, which was split off it."""
-    upper.transfer, upper.arrival = lower.transfer, lower.arrival
-    if upper.transfer:
-        upper.transfer.nodes.insert(upper.transfer.nodes.index(lower), upper)
-    if upper.arrival:
-        upper.arrival.live += 1
-
-
 class Share:
     """One tier's share of the tree: `size` blocks in all, `evictable` of them under no lock, and who goes first."""
 
@@ -244,3 +235,113 @@ class Handle:
     def node(self) -> TreeNode | None:
         """The node while it is in the tree."""
         return self._node if self._node.generation == self._generation else None
+
+
+class Labels:
+    """Who ends a fixed prompt where, and the least step of everything below (KVFlow, section 3.1): one label per key.
+
+    The step stands on the node that ends the fixed prompt and bubbles up as a minimum; what follows it is varying.
+    `offer` is called with every node whose priority changed.
+    """
+
+    def __init__(self, offer: Callable[[TreeNode], None]) -> None:
+        self._offer = offer
+        self._handles: dict[LabelKey, Handle] = {}
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def node(self, key: LabelKey) -> TreeNode | None:
+        """Return the node that ends the fixed prompt of `key`, while it is in the tree."""
+        handle = self._handles.get(key)
+        return None if handle is None else handle.node
+
+    def put(self, key: LabelKey, node: TreeNode, step: float) -> None:
+        """Label `node`; the label that `key` had elsewhere goes."""
+        if self.node(key) is not node:
+            self.drop(key)
+            self._handles[key] = Handle.of(node)
+            for above in node.path():
+                above.varying = False
+            below = [] if node.labels else list(node.children.values())
+            while below:
+                one = below.pop()
+                if one.varying:
+                    continue
+                if one.step is None:
+                    one.varying = True
+                    self._offer(one)
+                below.extend(one.children.values())
+        self._set(key, node, step)
+
+    def move(self, key: LabelKey, step: float) -> TreeNode | None:
+        """Change the step of a label. Returns its node. O(depth)."""
+        node = self.node(key)
+        if node is not None:
+            self._set(key, node, step)
+        return node
+
+    def drop(self, key: LabelKey) -> None:
+        """Forget the label of `key`, if it has one."""
+        if node := self.node(key):
+            _change(node, node.labels.pop(key), None, self._offer)
+        self._handles.pop(key, None)
+
+    def leave(self, node: TreeNode) -> None:
+        """Let the labels of `node`, which has no children and is leaving the tree, end at its parent instead.
+
+        So what is left of a history keeps its worth. The root has no labels: with the last node they go.
+        """
+        labels, parent = dict(node.labels), node.parent
+        node.labels.clear()
+        node.generation += 1
+        assert parent is not None
+        if node.step is not None:
+            _change(parent, node.step, None, self._offer)
+        for key, step in labels.items():
+            if parent.parent is None:
+                del self._handles[key]
+            else:
+                self._handles[key] = Handle.of(parent)
+                self._set(key, parent, step)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
+        if lower.step is not None:
+            upper.steps, upper.step = StepCounts(), lower.step
+            upper.steps.add(lower.step)
+        upper.varying = lower.varying
+
+    def check_integrity(self, nodes: list[TreeNode]) -> None:
+        """Raise `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
+        found = {key: node for node in nodes for key in node.labels}
+        if found != {key: handle.node for key, handle in self._handles.items()}:
+            raise PlanError("labels", found, "do not agree with the handles")
+        for node in nodes:
+            children = node.children.values()
+            steps = [*node.labels.values(), *(child.step for child in children if child.step is not None)]
+            counts = node.steps.counts if node.steps else Counter[float]()
+            if node.step != min(steps, default=None) or counts != Counter(steps):
+                raise PlanError("priority", node.step, f"the least of {steps} is another one")
+
+    def _set(self, key: LabelKey, node: TreeNode, step: float) -> None:
+        old = node.labels.get(key)
+        node.labels[key] = step
+        _change(node, old, step, self._offer)
+
+
+def _change(node: TreeNode | None, old: float | None, new: float | None, offer: Callable[[TreeNode], None]) -> None:
+    """Change one of a node's steps from `old` to `new` (None: there is none), upwards while a minimum changes."""
+    while node is not None and node.parent is not None and old != new:
+        before = node.step
+        steps = node.steps = node.steps or StepCounts()
+        if old is not None:
+            steps.remove(old)
+        if new is not None:
+            steps.add(new)
+        node.step = steps.least
+        if node.step is None:
+            node.steps = None
+        if node.step != before:
+            offer(node)
+        node, old, new = node.parent, before, node.step

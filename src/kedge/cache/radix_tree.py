@@ -2,22 +2,42 @@
 
 A node is a run of full blocks. Locking a node locks its path to the root; a node without locks has no locked
 descendant, so everything below it can go, leaves first. What a tier holds is closed under prefixes.
+
+A node's key is the token ids of its blocks as int32 bytes, so that comparing is `memcmp`. Children are found by the key
+of their first block.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
-from kedge.cache import integrity
-from kedge.cache.labels import Labels
-from kedge.cache.node import DEVICE, HOST, Share, Tier, TreeNode, split_transfers
-from kedge.cache.prefix_index import PrefixIndex, Walk
-from kedge.cache.victims import Allowed, choose, choose_of_tenant
-from kedge.errors import OutOfBlocks, PlanError
+from kedge.cache.node import DEVICE, HOST, Labels, Share, Tier, TreeNode
+from kedge.errors import InvalidToken, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionKey, EvictionPolicy, lru
+from kedge.structures.prefixes import common_length
 from kedge.types import Namespace, TenantId
+
+_TOKEN_BYTES = array("i").itemsize
+Allowed = Callable[[TreeNode], bool]
+"""Whether a node may be evicted for the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The longest known prefix: it ends after `used` blocks of `node` and spans `length` bytes of the key."""
+
+    node: TreeNode
+    used: int
+    length: int
+
+    def device_blocks(self) -> list[int]:
+        """Return the device blocks of the prefix, in the order of its tokens."""
+        blocks = [block for step in self.node.path_down() for block in step.blocks[DEVICE]]
+        return blocks[: len(blocks) - (self.node.size - self.used)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +62,73 @@ class RadixTree:
     """Full blocks by (namespace, token ids), in two tiers."""
 
     def __init__(self, block_size: int, policy: EvictionPolicy = lru) -> None:
-        self.block_size = block_size
+        self.block_size, self.block_bytes = block_size, block_size * _TOKEN_BYTES
         self.policy = policy
         self.shares = tuple(Share(tier, self._key) for tier in Tier)
         self.labels = Labels(self.offer)
-        self.index = PrefixIndex(block_size, self._on_split, self.labels.leave)
+        self._roots: dict[Namespace, TreeNode] = {}
         self._clock = 0
         self.version = 0
         """Number of times that a tier began or ceased to hold blocks."""
+
+    # keys -----------------------------------------------------------------------------------------------------
+
+    def pack(self, tokens: Sequence[int]) -> bytes:
+        """Return the key of the full blocks of `tokens`. Raises `InvalidToken` for an id beyond 32 bits."""
+        return self.packed(tokens[: len(tokens) - len(tokens) % self.block_size])
+
+    def packed(self, tokens: Sequence[int]) -> bytes:
+        """Return what a key that begins with `tokens` begins with. Raises `InvalidToken` for an id beyond 32 bits."""
+        packed = array("i")
+        try:
+            packed.extend(tokens)  # not array("i", tokens): that would read `bytes` as raw memory
+        except OverflowError:
+            raise InvalidToken("tokens", max(tokens, key=abs), "does not fit 32 bits") from None
+        return packed.tobytes()
+
+    def tokens_in(self, length: int) -> int:
+        """Return how many tokens `length` bytes of a key are."""
+        return length // _TOKEN_BYTES
+
+    # nodes ----------------------------------------------------------------------------------------------------
+
+    def root(self, namespace: Namespace) -> TreeNode:
+        """Return the root of a namespace, made where there is none yet."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = TreeNode(namespace, None, b"", 0)
+        return root
+
+    def namespaces(self) -> list[Namespace]:
+        """Return the namespaces that hold blocks or locks."""
+        return list(self._roots)
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Iterate over every node that holds blocks, parents first."""
+        return (node for root in self._roots.values() for node in root.subtree() if node.parent is not None)
+
+    def find(self, namespace: Namespace, key: bytes, tier: Tier | None) -> Walk | None:
+        """Return the longest prefix of `key` that `tier`, or any tier, holds; None for an unknown namespace."""
+        root = self._roots.get(namespace)
+        return None if root is None else self.descend(root, key, tier)
+
+    def descend(self, root: TreeNode, key: bytes, tier: Tier | None) -> Walk:
+        """Return the longest prefix of `key` below `root` that `tier`, or any tier, holds."""
+        node, at = root, 0
+        while at < len(key):
+            child = node.children.get(key[at : at + self.block_bytes])
+            if child is None or (tier is not None and not child.blocks[tier]):
+                break
+            node = child
+            if not key.startswith(node.key, at):
+                used = common_length(node.key, key[at : at + len(node.key)]) // self.block_bytes
+                return Walk(node, used, at + used * self.block_bytes)
+            at += len(node.key)
+        return Walk(node, node.size, at)
+
+    def ending(self, walk: Walk) -> TreeNode:
+        """Return the node that ends a prefix, split off where it ends within one."""
+        return walk.node if walk.used == walk.node.size else self.split(walk.node, walk.used)
 
     # looking up -----------------------------------------------------------------------------------------------
 
@@ -60,12 +139,82 @@ class RadixTree:
 
     def walk(self, namespace: Namespace, tokens: Sequence[int], tier: Tier | None = None) -> Walk | None:
         """Return the longest prefix that `tier`, or any tier, holds; None for an unknown namespace. Changes nothing."""
-        return self.index.find(namespace, self.index.pack(tokens), tier)
+        return self.find(namespace, self.pack(tokens), tier)
 
     def end(self, namespace: Namespace, tokens: Sequence[int]) -> TreeNode | None:
         """Return the node that ends the longest prefix that any tier holds, split off where needed; None if none."""
         walk = self.walk(namespace, tokens)
-        return self.index.ending(walk) if walk and walk.length else None
+        return self.ending(walk) if walk and walk.length else None
+
+    # structure ------------------------------------------------------------------------------------------------
+
+    def split(self, node: TreeNode, used: int) -> TreeNode:
+        """Put the first `used` blocks of `node` into a new parent, and return that.
+
+        `node` keeps its end, so its locks, labels and handles stay right: what locks it, or
+        a node below it, locks the new parent too.
+        """
+        assert node.parent is not None
+        cut = used * self.block_bytes
+        upper = TreeNode(node.namespace, node.parent, node.key[:cut], used)
+        upper.locks, upper.last_access, upper.hits = node.locks, node.last_access, node.hits
+        node.parent.children[self._first(node)] = upper
+        node.parent, node.key, node.size = upper, node.key[cut:], node.size - used
+        upper.children[self._first(node)] = node
+        for tier in Tier:
+            held = node.blocks[tier]
+            upper.blocks[tier], node.blocks[tier] = held[:used], held[used:]
+            upper.resident_children[tier] = 1 if held else 0
+        self.labels.split(upper, node)
+        # What moves, or brought, the node does so for its new parent too.
+        upper.transfer, upper.arrival = node.transfer, node.arrival
+        if upper.transfer:
+            upper.transfer.nodes.insert(upper.transfer.nodes.index(node), upper)
+        if upper.arrival:
+            upper.arrival.live += 1
+        self.offer(node)
+        return upper
+
+    def join_path(self, node: TreeNode) -> list[TreeNode]:
+        """Join the nodes on the path to `node` that nothing tells apart any more: a history that grew turn by turn.
+
+        Returns those that took over their parents' blocks.
+        """
+        joined = []
+        while node.parent is not None:
+            if node.continues_parent():
+                upper = node.parent
+                assert upper.parent is not None
+                upper.parent.children[self._first(upper)] = node
+                node.parent, node.key, node.size = upper.parent, upper.key + node.key, upper.size + node.size
+                node.blocks = [above + below for above, below in zip(upper.blocks, node.blocks, strict=True)]
+                node.last_access, node.hits = max(upper.last_access, node.last_access), max(upper.hits, node.hits)
+                upper.leave()
+                joined.append(node)
+            else:
+                node = node.parent
+        return joined
+
+    def attach(self, parent: TreeNode, key: bytes, size: int) -> TreeNode:
+        """Add a leaf of `size` blocks, which no tier holds yet."""
+        leaf = TreeNode(parent.namespace, parent, key, size)
+        leaf.varying = parent.varying or bool(parent.labels)
+        parent.children[self._first(leaf)] = leaf
+        return leaf
+
+    def detach(self, leaf: TreeNode) -> None:
+        """Remove a leaf that no tier holds any more."""
+        parent = leaf.parent
+        assert parent is not None and not leaf.children
+        self.labels.leave(leaf)
+        del parent.children[self._first(leaf)]
+        leaf.parent = None
+        self.drop_if_empty(parent)
+
+    def drop_if_empty(self, node: TreeNode) -> None:
+        """Forget a namespace of which `node` is the root, where it has neither blocks nor locks left."""
+        if node.parent is None and not node.children and not node.locks:
+            self._roots.pop(node.namespace, None)
 
     # locking --------------------------------------------------------------------------------------------------
 
@@ -73,9 +222,9 @@ class RadixTree:
         """Lock the longest prefix on the device. Returns the node that ends it, to be given to `unlock`, and its
         device blocks.
         """
-        walk = self.index.walk(self.index.root(namespace), self.index.pack(tokens), DEVICE)
+        walk = self.descend(self.root(namespace), self.pack(tokens), DEVICE)
         blocks = walk.device_blocks()
-        node = self.index.ending(walk)
+        node = self.ending(walk)
         self.lock_path(node)
         return node, blocks
 
@@ -97,7 +246,7 @@ class RadixTree:
                 for share in self.shares:
                     share.evictable += len(step.blocks[share.tier])
                 self.offer(step)
-        self.index.drop_if_empty(node)
+        self.drop_if_empty(node)
 
     def touch(self, node: TreeNode) -> None:
         """Mark `node` and its ancestors as used now."""
@@ -119,19 +268,27 @@ class RadixTree:
         What only the host holds adopts the given blocks. A given block that the tree already holds at that place is
         neither adopted nor a duplicate. Raises `PlanError` if the number of blocks does not fit the tokens.
         """
-        key, size = self.index.pack(tokens), self.index.block_bytes
+        key, size = self.pack(tokens), self.block_bytes
         if len(blocks) * size != len(key):
             raise PlanError("blocks", len(blocks), f"{len(tokens)} tokens fill {len(key) // size}")
-        walk = self.index.walk(self.index.root(namespace), key, None)
-        node = self.index.ending(walk)
-        adopted, duplicates = _adopt(self, node, blocks)
+        walk = self.descend(self.root(namespace), key, None)
+        node = self.ending(walk)
+        adopted, duplicates, at = list[int](), list[int](), 0
+        for step in node.path_down():
+            mine = list(blocks[at : at + step.size])
+            at += step.size
+            if theirs := step.blocks[DEVICE]:
+                duplicates += [a for a, b in zip(mine, theirs, strict=True) if a != b]
+            else:
+                self.place(step, DEVICE, mine)
+                adopted += mine
         if walk.length < len(key):
             rest = list(blocks[walk.length // size :])
-            node = self.index.attach(node, key[walk.length :], len(rest))
+            node = self.attach(node, key[walk.length :], len(rest))
             self.place(node, DEVICE, rest)
             adopted += rest
         self.touch(node)
-        self.index.drop_if_empty(node)
+        self.drop_if_empty(node)
         return Inserted(node, adopted, duplicates)
 
     def place(self, node: TreeNode, tier: Tier, blocks: list[int]) -> None:
@@ -149,20 +306,58 @@ class RadixTree:
     def evict(self, tier: Tier, n: int, allowed: Allowed | None = None) -> list[Removed]:
         """Remove `n` unlocked blocks of `tier` by policy, leaves first and from their end; the caller owns them now.
 
+        Parents become candidates as their children are chosen: counts are decremented for that and restored afterwards.
         Raises `OutOfBlocks`, having changed nothing, if fewer are unlocked, or if the next to go is not `allowed`.
         """
         share = self.shares[tier]
         if n > share.evictable:
             raise OutOfBlocks("blocks", n, f"{share.evictable} of {share.size} cached ones are unlocked")
-        return self._take(choose(share, n, allowed, self.offer), tier, n)
+        chosen: list[TreeNode] = []
+        emptied: list[TreeNode] = []
+        refused, left = False, n
+        while left > 0 and not refused:
+            node = share.queue.pop()
+            if node is None:
+                raise PlanError("eviction queue", left, "blocks are still to go, but there is no candidate")
+            chosen.append(node)
+            refused = allowed is not None and not allowed(node)
+            left -= node.size
+            if left > 0 and not refused and node.parent is not None:
+                emptied.append(node.parent)
+                node.parent.resident_children[tier] -= 1
+                self.offer(node.parent)
+        for parent in emptied:
+            parent.resident_children[tier] += 1
+        if refused:
+            self.offer(*chosen)
+            raise OutOfBlocks("blocks", left, "left to free, and the next to go may not be evicted for this")
+        return self._take(chosen, tier, n)
 
     def evict_own(self, tier: Tier, n: int, tenant: TenantId, allowed: Allowed) -> list[Removed]:
         """Do as `evict` does, with one tenant's blocks only. O(m log m) with m nodes of the tenant."""
-        return self._take(choose_of_tenant(self.nodes(), tier, n, tenant, allowed, self._key), tier, n)
+        nodes = self.nodes()
+        own = [node for node in nodes if node.tenant == tenant and node.blocks[tier] and not node.locks]
+        children = {node: node.resident_children[tier] for node in own}
+        waiting = [(self._key(node), number, node) for number, node in enumerate(own) if not children[node]]
+        heapify(waiting)
+        chosen: list[TreeNode] = []
+        left = n
+        while left > 0:
+            node = heappop(waiting)[2] if waiting else None
+            if node is None or not allowed(node):
+                raise OutOfBlocks("blocks", left, f"left to free of {tenant}, and no more of its own may be evicted")
+            chosen.append(node)
+            left -= node.size
+            if (parent := node.parent) in children:
+                children[parent] -= 1
+                if not children[parent]:
+                    heappush(waiting, (self._key(parent), -len(chosen), parent))
+        return self._take(chosen, tier, n)
 
     def clear(self, namespace: Namespace) -> list[Removed]:
         """Remove what is unlocked in `namespace` from both tiers; the caller owns the blocks now."""
-        below = self.index.below(namespace)
+        root = self._roots.get(namespace)
+        below = [] if root is None else list(root.subtree())[:0:-1]  # children first
         held = [(node, tier) for node in below if not node.locks for tier in Tier if node.blocks[tier]]
         return [self._shorten(node, tier, node.size) for node, tier in held]
 
@@ -174,7 +369,7 @@ class RadixTree:
         for step in [one for one in node.subtree() if one.blocks[HOST]][::-1]:
             removed.append(Removed(step, HOST, self._remove(step, HOST)))
             if not step.blocks[DEVICE]:
-                self.index.detach(step)
+                self.detach(step)
         return removed
 
     # order ----------------------------------------------------------------------------------------------------
@@ -188,31 +383,30 @@ class RadixTree:
                 if node.is_candidate(share.tier):
                     share.queue.push(node)
 
-    def nodes(self) -> Iterator[TreeNode]:
-        """Iterate over every node that holds blocks, parents first."""
-        return self.index.nodes()
-
     def check_integrity(self, locked: Iterable[TreeNode]) -> None:
         """Raise `PlanError` unless links, keys, counts, priorities and queues agree, each tier is closed under
         prefixes, and locks are those on `locked` nodes.
         """
         locks = Counter(id(step) for node in locked for step in node.path())
         nodes = list(self.nodes())
-        for node in [*self.index.roots(), *nodes]:
+        for node in [*self._roots.values(), *nodes]:
             if node.locks != locks[id(node)]:
                 raise PlanError("locks", node.locks, f"{locks[id(node)]} holders pass this node")
-            self.index.check_node(node)
+            if node.parent is None:
+                sound = self._roots.get(node.namespace) is node and not node.size and bool(node.children or node.locks)
+            else:
+                sound = node.parent.children.get(self._first(node)) is node and node.size > 0
+            if not sound or len(node.key) != node.size * self.block_bytes:
+                raise PlanError("node", node.blocks, "is not where it should be, or its key does not fit")
         for share in self.shares:
-            integrity.check_share(share, nodes)
+            _check_share(share, nodes)
         self.labels.check_integrity(nodes)
+
+    def _first(self, node: TreeNode) -> bytes:
+        return node.key[: self.block_bytes]
 
     def _key(self, node: TreeNode) -> EvictionKey:
         return (node.wanted, *self.policy(node))
-
-    def _on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        self.labels.split(upper, lower)
-        split_transfers(upper, lower)
-        self.offer(lower)
 
     def _take(self, nodes: list[TreeNode], tier: Tier, n: int) -> list[Removed]:
         """Remove `n` blocks of `nodes`, which are in the order in which they go."""
@@ -226,21 +420,17 @@ class RadixTree:
         """Take the last `count` blocks (or all) of an unlocked leaf from `tier`; what no tier holds leaves the tree."""
         kept = node.size - count
         if kept > 0 and not node.blocks[1 - tier]:
-            return self._cut(node, tier, kept)
+            # It alone holds the leaf, whose labels stay, as what is left is still fixed.
+            node.blocks[tier], gone = node.blocks[tier][:kept], node.blocks[tier][kept:]
+            node.key, node.size = node.key[: kept * self.block_bytes], kept
+            self._shrink(node, tier, len(gone))
+            self.offer(node)
+            return Removed(node, tier, gone)
         if kept > 0:
-            self.index.split(node, kept)
+            self.split(node, kept)
         gone = self._remove(node, tier)
         if not node.blocks[1 - tier]:
-            self.index.detach(node)
-        return Removed(node, tier, gone)
-
-    def _cut(self, node: TreeNode, tier: Tier, kept: int) -> Removed:
-        """Drop the end of a leaf that `tier` alone holds; its labels stay, as what is left is still fixed."""
-        gone = node.blocks[tier][kept:]
-        self.index.truncate(node, kept)
-        node.blocks[tier] = node.blocks[tier][:kept]
-        self._shrink(node, tier, len(gone))
-        self.offer(node)
+            self.detach(node)
         return Removed(node, tier, gone)
 
     def _remove(self, node: TreeNode, tier: Tier) -> list[int]:
@@ -258,17 +448,26 @@ class RadixTree:
         self.shares[tier].evictable -= 0 if node.locks else count
 
 
-def _adopt(tree: RadixTree, node: TreeNode, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Give what the device lacks up to `node` the `blocks` of a recompute. Returns (adopted, duplicates)."""
-    adopted: list[int] = []
-    duplicates: list[int] = []
-    at = 0
-    for step in node.path_down():
-        mine = list(blocks[at : at + step.size])
-        at += step.size
-        if theirs := step.blocks[DEVICE]:
-            duplicates += [a for a, b in zip(mine, theirs, strict=True) if a != b]
-        else:
-            tree.place(step, DEVICE, mine)
-            adopted += mine
-    return adopted, duplicates
+def _check_share(share: Share, nodes: Sequence[TreeNode]) -> None:
+    """Check that a tier holds whole nodes, closed under prefixes, and that counts and queue are right."""
+    tier = share.tier
+    held = [node for node in nodes if node.blocks[tier]]
+    if share.size != sum(node.size for node in held):
+        raise PlanError(f"{tier.name} blocks", share.size, "is not the sum over the nodes")
+    by_tenant: Counter[TenantId] = Counter()
+    for node in held:
+        by_tenant[node.tenant] += node.size
+    if +share.by_tenant != by_tenant:
+        raise PlanError(f"{tier.name} blocks by tenant", share.by_tenant, "are not the sums over the nodes")
+    if share.evictable != sum(node.size for node in held if not node.locks):
+        raise PlanError(f"{tier.name} evictable blocks", share.evictable, "is not the sum over unlocked nodes")
+    for node in nodes:
+        parent, blocks = node.parent, node.blocks
+        if blocks[tier] and not (parent and parent.holds(tier)):
+            raise PlanError("node", blocks, f"is held by {tier.name}, but its parent is not")
+        if len(blocks[tier]) not in (0, node.size) or not (blocks[DEVICE] or blocks[HOST]):
+            raise PlanError("node", blocks, f"has {node.size} blocks, held whole or not at all, and somewhere")
+        if node.resident_children[tier] != sum(bool(child.blocks[tier]) for child in node.children.values()):
+            raise PlanError("resident children", node.resident_children, "is not the count over its children")
+    if not share.queue.covers(node for node in held if node.is_candidate(tier)):
+        raise PlanError(f"{tier.name} eviction queue", len(held), "does not hold exactly the candidates' keys")

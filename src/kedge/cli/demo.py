@@ -39,7 +39,12 @@ def demo(
     plot: Plot = None,
 ) -> None:
     """Run five agents on many questions, with dense prefill and with translated KV; pools fill from empty."""
-    _require(task, model, json_file, plot)
+    from kedge.workloads.miniature import TASKS
+
+    if task not in TASKS:
+        raise ConfigError("--task", task, f"must be one of {', '.join(TASKS)}")
+    require_model(model)
+    require_outputs(json_file, plot)
     questions = questions or (20 if quick else 100)
     names = [name.strip() for name in (estimators or ("token" if quick else "token,interpolate")).split(",")]
     console = Console()
@@ -57,16 +62,6 @@ def demo(
 
         demo_plot(results, plot)
         console.print(f"plot: {plot}")
-
-
-def _require(task: str, model: Path | None, json_file: Path | None, plot: Path | None) -> None:
-    """Check the options before anything heavy is imported. Raises `ConfigError` or `ModelNotFound`."""
-    from kedge.workloads.miniature import TASKS
-
-    if task not in TASKS:
-        raise ConfigError("--task", task, f"must be one of {', '.join(TASKS)}")
-    require_model(model)
-    require_outputs(json_file, plot)
 
 
 def _run_all(

@@ -1,26 +1,30 @@
-"""`kedge inspect`: what Kedge can do with a model and why not more, or what a workflow's prompts would save."""
+"""`kedge inspect`: what Kedge can do with a model and why not more, what prompts would save, what traffic tells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.inspect_architectures import show_architectures
 from kedge.cli.inspect_flow import Counts, GraphOutput, show_flow
-from kedge.cli.inspect_traffic import show_traffic
+from kedge.cli.tables import FittingTable
+from kedge.discovery.report import line
 from kedge.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from kedge.engine.local.model.replica import Trial
     from kedge.kv.spec import KVSpec
+
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
 SHORT = {"family", "runs", "runs, exact reuse", "longest prompt", "translation"}
@@ -87,20 +91,16 @@ def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
 
     folder = model_path(path)
     config = read_config(folder)
-    facts = [*_shape(config), *_verdict(config)]
-    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
-    console.print(_facts(fact for fact in facts if show_all or fact[0] in SHORT))
-    if not show_all:
-        console.print("--all shows the model's shape and the size of its KV.", style="dim")
-
-
-def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    for name, value in (*_shape(config), *_verdict(config)):
+        if show_all or name in SHORT:
+            table.add_row(name, value)
+    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    if not show_all:
+        console.print("--all shows the model's shape and the size of its KV.", style="dim")
 
 
 def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
@@ -126,20 +126,17 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
         tried = trial(config)
     except UnsupportedModel as error:
         return [("runs", f"no: {error.why}")]
+    alone = tried.stacking_refusal
+    decoding = f"decode one request at a time: {alone}" if alone else "decode all requests of a pass at once"
     spec, yes = KVSpec.from_config(config, latent=not tried.keeps_heads), "yes" if tried.ran else UNTRIED
     return [
         ("longest prompt", str(longest(config))),
         ("KV per token", _kv_per_token(spec)),
         ("RoPE", _rope(config, spec.rotary_dim, spec.latent + spec.rotary_dim if spec.latent else spec.head_dim)),
         ("runs, exact reuse", yes),
-        *([("recurrent layers", _decoding(tried))] if recurrent_types(config) and tried.ran else []),
+        *([("recurrent layers", decoding)] if recurrent_types(config) and tried.ran else []),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
-
-
-def _decoding(tried: Trial) -> str:
-    why = tried.stacking_refusal
-    return f"decode one request at a time: {why}" if why else "decode all requests of a pass at once"
 
 
 def _kv_per_token(spec: KVSpec) -> str:
@@ -156,3 +153,70 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
     kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
     share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
     return "; ".join(dict.fromkeys(kinds)) + share if kinds else "none"
+
+
+def show_architectures(console: Console) -> None:
+    """Try a small random model of every architecture, and print what Kedge does with it."""
+    from kedge.engine.local.model.replica import ARCHITECTURES, verdict
+
+    with console.status("trying small models") as status, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about their random weights and unusual sizes
+        rows = []
+        for one in ARCHITECTURES:
+            status.update(f"trying {one.name}")
+            found = verdict(one)
+            exact = "no" if found.refusal else "yes"
+            why = found.refusal or found.translation_refusal
+            rows.append((one.name, exact, f"no: {why}" if why else "yes"))
+    table = Table("architecture", "exact reuse", "translation", title="small models with random weights")
+    table.columns[2].overflow = "fold"
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+KEY = "--from-traffic"
+TIMEOUT_S = 10.0
+MIDDLEWARE = "kedge.integrations.vllm.middleware.KedgeMiddleware"
+FIGURES = ("calls", "fixed_tokens", "prompt_tokens", "shared_tokens")
+
+
+def show_traffic(console: Console, url: str, api_key: str | None) -> None:
+    """Print the report of a server. Raises `ConfigError` where it cannot be read."""
+    report = _read(url.rstrip("/") + "/kedge/report", api_key)
+    if report is None:
+        raise ConfigError(KEY, url, "has nothing to report yet: plain requests have to come first")
+    console.print(line(report), highlight=False)
+    if report["agents"]:
+        console.print(agents_table(report["agents"]))
+    for finding in map(finding_text, report["findings"]):
+        console.print(finding, highlight=False)
+    if not report["findings"]:
+        console.print("nothing was found that defeats reuse", highlight=False)
+
+
+def agents_table(agents: Sequence[Mapping[str, Any]]) -> FittingTable:
+    """Return the table of agents."""
+    rows = [[one["id"], one["team"], *(f"{one[name]:,}" for name in FIGURES)] for one in agents]
+    return FittingTable("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)
+
+
+def finding_text(finding: Mapping[str, Any]) -> str:
+    """Return what defeats reuse, what mending it saves, and how it is mended."""
+    saved = f"{finding['tokens_per_call']:,} tokens a call, {finding['calls']:,} calls so far"
+    return f"agent {finding['agent']}: {finding['kind']} ({saved}): {finding['advice']}"
+
+
+def _read(url: str, api_key: str | None) -> dict[str, Any] | None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(KEY, url, "must begin with http:// or https://")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urlopen(Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
+            report: dict[str, Any] | None = json.load(answer)
+            return report
+    except HTTPError as error:
+        hint = f" (vLLM needs --middleware {MIDDLEWARE})" if error.code == 404 else ""
+        raise ConfigError(KEY, url, f"answers {error.code}{hint}") from None
+    except (URLError, OSError, ValueError) as error:
+        raise ConfigError(KEY, url, f"cannot be read: {error}") from None

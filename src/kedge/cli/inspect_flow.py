@@ -1,25 +1,32 @@
-"""The workflow part of `kedge inspect`: which agent reads which, and what their prompts would save."""
+"""The workflow part of `kedge inspect`: who reads whom, what prompts would save, and the step graph as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
-from kedge.cli.flow_savings import advice, calls_table, paragraphs, savings_table
 from kedge.errors import ConfigError
+from kedge.types import AgentId
+from kedge.workflow.export import lanes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kedge.types import AgentId
     from kedge.workflow.graph import Workflow
     from kedge.workflow.savings import RunSavings, ValueLengths
-    from kedge.workflow.step_graph import StepGraph
+    from kedge.workflow.step_graph import Node, NodeId, RunState, StepGraph
+
 
 FORMAT_OF = {".mmd": "mermaid", ".dot": "dot"}
 """Ending of a file -> the format of the graph in it"""
@@ -37,13 +44,9 @@ class Counts:
 
     def lengths(self, workflow: Workflow) -> ValueLengths:
         """Return the lengths for `workflow`. Raises `ConfigError` for a `--length` of a value that it does not have."""
-        from kedge.workflow.savings import ValueLengths
+        from kedge.workflow.savings import ValueLengths, value_name
 
-        return ValueLengths(self.input, self.answer, self.tool, dict(self._named(workflow)))
-
-    def _named(self, workflow: Workflow) -> Iterator[tuple[str, int]]:
-        from kedge.workflow.savings import value_name
-
+        named = {}
         known = {value_name(read.kind, read.of) for agent in workflow.agents for read in agent.placeholders}
         for pair in self.named:
             name, _, count = pair.partition("=")
@@ -51,7 +54,8 @@ class Counts:
                 raise ConfigError("--length", pair, "must be NAME=N with a whole number N of tokens")
             if name not in known:
                 raise ConfigError("--length", name, f"must be one of {', '.join(sorted(known))}")
-            yield name, int(count)
+            named[name] = int(count)
+        return ValueLengths(self.input, self.answer, self.tool, named)
 
 
 @dataclass(frozen=True)
@@ -91,39 +95,25 @@ def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput,
     flow = load_flow(path)
     graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
     output.write(graph)
-    if output.printed is None:
-        _show_tables(console, flow, graph, counts, show_all=show_all)
-        if output.file:
-            console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _show_tables(
-    console: Console, flow: Workflow | StepGraph, graph: StepGraph, counts: Counts, *, show_all: bool
-) -> None:
-    from kedge.cli.flow_text import flow_text, lanes_text
-    from kedge.workflow.step_graph import StepGraph
-
+    if output.printed is not None:
+        return
     if isinstance(flow, StepGraph):
         console.print(lanes_text(graph))
     else:
-        _show_workflow(console, flow, graph, counts, show_all=show_all)
+        savings = _savings(flow, counts)
+        console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
+        console.print(lanes_text(graph))
+        console.print(savings_table(savings))
+        for line in paragraphs(advice(savings), _assumptions(counts), width=console.width):
+            console.print(line, markup=False, highlight=False)
+        if show_all:
+            console.print(calls_table(savings), _agents(flow))
     if show_all or isinstance(flow, StepGraph):
         console.print(flow_text(graph, console.width, points=show_all))
     if not show_all:
         console.print("--all shows every call, agent and step.", style="dim")
-
-
-def _show_workflow(console: Console, flow: Workflow, graph: StepGraph, counts: Counts, *, show_all: bool) -> None:
-    from kedge.cli.flow_text import lanes_text
-
-    savings = _savings(flow, counts)
-    console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
-    console.print(lanes_text(graph))
-    console.print(savings_table(savings))
-    for line in paragraphs(advice(savings), _assumptions(counts), width=console.width):
-        console.print(line, markup=False, highlight=False)
-    if show_all:
-        console.print(calls_table(savings), _agents(flow))
+    if output.file:
+        console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _savings(flow: Workflow, counts: Counts) -> RunSavings:
@@ -152,17 +142,188 @@ def _agents(flow: Workflow) -> Table:
     for column in ("agent", "waits for", "reads", "tool", "reuse"):
         table.add_column(column, overflow="fold")
     for agent_id in flow.order:
-        table.add_row(*_agent(flow, agent_id), end_section=agent_id != flow.order[-1])
+        agent = flow.agent(agent_id)
+        waits_for = "\n".join(other for other in flow.order if other in flow.waits_for[agent_id])
+        reads = "\n".join(placeholder.name for placeholder in agent.placeholders)
+        cells = (agent_id, waits_for or "none", reads, "yes" if agent.tool else "", agent.reuse or "")
+        table.add_row(*cells, end_section=agent_id != flow.order[-1])
     return table
 
 
-def _agent(flow: Workflow, agent_id: AgentId) -> tuple[str, ...]:
-    agent = flow.agent(agent_id)
-    waits_for = [other for other in flow.order if other in flow.waits_for[agent_id]]
+WAYS = {
+    "prefix": ("prefix caching, prompts as they are", "exact"),
+    "role_last": ("prefix caching, shared text first and role last", "exact"),
+    "translation": ("translation, prompts as they are", "at most; approximate"),
+}
+CLOSE = 0.1
+"""Shares that differ by at most this count as equal: lengths are assumed, and translation's share is a bound."""
+
+
+def savings_table(savings: RunSavings) -> Table:
+    """Return the table of the shares of a run's prompt tokens that each way of serving saves."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prompt tokens that need not be computed")
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("answers")
+    for way, (name, answers) in WAYS.items():
+        table.add_row(name, f"{savings.share(way):.0%}", answers)
+    return table
+
+
+def calls_table(savings: RunSavings) -> Table:
+    """Return the table of every call's prompt tokens, and how many of them each way of serving saves."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("call", overflow="fold")
+    for column in ("prompt tokens", "prefix caching", "role last", "translation"):
+        table.add_column(column, justify="right")
+    several = any(call.step.turn for call in savings.calls)
+    for call in savings.calls:
+        name = call.step.agent + (f", turn {call.step.turn + 1}" if several else "")
+        counts = (call.prompt, call.prefix, call.role_last, call.translation)
+        table.add_row(name, *(f"{count:,}" for count in counts))
+    return table
+
+
+def advice(savings: RunSavings) -> str:
+    """Return the advice on what to try first: the exact way wherever it saves as much."""
+    as_is, role_last, translation = (savings.share(way) for way in WAYS)
+    if max(role_last, translation) <= as_is + CLOSE:
+        return "These prompts begin with what they share: plain prefix caching is exact, and as good as it gets here."
+    if translation <= role_last + CLOSE:
+        return (
+            "Put the shared text first and the role last if your agents answer as well that way: plain prefix caching "
+            "then saves as much, its answers are exact, and translation is not needed."
+        )
     return (
-        agent_id,
-        "\n".join(waits_for) or "none",
-        "\n".join(placeholder.name for placeholder in agent.placeholders),
-        "yes" if agent.tool else "",
-        agent.reuse or "",
+        "Where the shared text can stand first and the role last, plain prefix caching is exact and better: try that "
+        "first. Translation is for prompts that have to begin with the role. It computes again the tokens that it "
+        "would get wrong, on the bundled model more than half of them; `kedge run` shows how many."
     )
+
+
+def paragraphs(*texts: str, width: int) -> Iterator[str]:
+    """Yield the lines of some paragraphs, at most `width` columns wide."""
+    for text in texts:
+        yield from textwrap.wrap(text, min(width, 100), break_on_hyphens=False)
+
+
+MOST_POINTS = 60
+_LONGEST_TEXT, _GAP = 32, 3
+
+
+class Point(NamedTuple):
+    """A point of a run: the last event, and the state after it."""
+
+    text: str
+    state: RunState
+
+
+def points(graph: StepGraph) -> Iterator[Point]:
+    """Yield all points of a run in which every node starts as soon as it can, and finishes as declared.
+
+    Where one of several nodes comes next, all of them are followed, one after the other; no state comes twice.
+    """
+    from kedge.workflow.step_graph import RunState
+
+    todo, seen = [Point("at the start", RunState())], set[RunState]()
+    while todo:
+        point = todo.pop()
+        if point.state not in seen:
+            seen.add(point.state)
+            yield point
+            todo += reversed(list(_next_points(graph, point.state)))
+
+
+def _next_points(graph: StepGraph, state: RunState) -> Iterator[Point]:
+    options = list(_options(graph, state))
+    for nodes in options:
+        after = state
+        for node in nodes:
+            after = graph.started(after, node)
+        yield Point(_while(graph, after), after)
+    if state.running and not options:
+        first = next(node for node in graph.ids if node in state.running)
+        after = graph.finished(state, first)
+        yield Point(f"after {first}" + (f", {_while(graph, after)}" if after.running else ""), after)
+
+
+def _options(graph: StepGraph, state: RunState) -> Iterator[tuple[NodeId, ...]]:
+    """Yield the sets of nodes that can start together: all that can run, with one of those that exclude each other; or
+    a loop again.
+    """
+    ready = graph.ready(state)
+    new = [node for node in ready if node not in state.done]
+    choosers = [other for other in graph.nodes if other.id in state.done]
+    chosen = [node for node in new if any(node in other.then for other in choosers)]
+    together = tuple(node for node in new if node not in chosen)
+    if new:
+        yield from ((*together, node) for node in chosen) if chosen else (together,)
+    if not state.running:
+        yield from ((node,) for node in ready if node in state.done)
+
+
+def _while(graph: StepGraph, state: RunState) -> str:
+    running = [node for node in graph.ids if node in state.running]
+    return f"while {' + '.join(running)} run{'s' if len(running) == 1 else ''}"
+
+
+def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
+    """Render the nodes of a graph, on request with all `points` of its run, for a terminal of `width` columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", "node", "runs after", "and then one of"):
+        table.add_column(column, overflow="fold", justify="right" if column == "step" else "left")
+    for step, lane in enumerate(lanes(graph)):
+        for at, node in enumerate(lane):
+            then = ", ".join(f"{name} {odds:.0%}" for name, odds in node.odds.items())
+            table.add_row("" if at else str(step), node.id, waits(node), then, end_section=at == len(lane) - 1)
+    return Group(table, *(_points_tables(graph, width) if points else ()))
+
+
+def lanes_text(graph: StepGraph) -> Text:
+    """Return the nodes in the order of their steps, those of one step together."""
+    return Text(" → ".join(f"[{' | '.join(node.id for node in lane)}]" for lane in lanes(graph)), style="bold")
+
+
+def waits(node: Node) -> str:
+    """Return the conditions after which a node runs, in words."""
+    first = " or ".join(_all(names) for names in node.after) or "none"
+    again = "".join(f"; again after {_all(names)}" for names in node.loops)
+    return first + again
+
+
+def _all(names: Collection[str]) -> str:
+    return " + ".join(sorted(names))
+
+
+def _points_tables(graph: StepGraph, width: int) -> Iterator[Table | Text]:
+    shown = list(islice(points(graph), MOST_POINTS + 1))
+    text = min(_LONGEST_TEXT, max(len(point.text) for point in shown))
+    for agents in _that_fit(list(graph.nodes_of), width - text - _GAP):
+        yield _points_table(graph, shown[:MOST_POINTS], agents)
+    if len(shown) > MOST_POINTS:
+        yield Text(f"… the first {MOST_POINTS} points; there are more")
+
+
+def _that_fit(agents: Sequence[AgentId], width: int) -> Iterator[list[AgentId]]:
+    """Split the agents into groups with names that fit side by side in `width` columns."""
+    group: list[AgentId] = []
+    for agent in agents:
+        if group and sum(len(one) + _GAP for one in [*group, agent]) > width:
+            yield group
+            group = []
+        group.append(agent)
+    yield group
+
+
+def _points_table(graph: StepGraph, shown: Iterable[Point], agents: Sequence[AgentId]) -> Table:
+    from kedge.workflow.steps import UNKNOWN
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps-to-execution", title_justify="left")
+    table.add_column("point of the run", overflow="fold", max_width=_LONGEST_TEXT)
+    for agent in agents:
+        table.add_column(agent, justify="right", overflow="fold")
+    for point in shown:
+        next_runs = graph.next_runs(point.state)
+        steps = (next_runs[agent].steps for agent in agents)
+        table.add_row(point.text, *("–" if one == UNKNOWN else str(int(one)) for one in steps))
+    return table

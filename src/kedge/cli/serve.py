@@ -5,21 +5,26 @@ from __future__ import annotations
 import ipaddress
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from kedge.cli import run
 from kedge.cli.options import Config, Device
-from kedge.cli.preflight import require_free_port, require_packages
-from kedge.cli.serving import open_engine
+from kedge.cli.preflight import require_free_port, require_model, require_packages
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from kedge.engine.base import Engine
+    from kedge.engine.local.engine import LocalEngine
     from kedge.server.tenancy import KeyRing
     from kedge.settings import ServerSettings, Settings
+
 
 EXIT_ENGINE_ENDED = 70
 """Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
@@ -126,41 +131,29 @@ def serve(
 def _serve(settings: Settings) -> None:
     from kedge.server.tenancy import load_keys
 
-    server = _named(settings)
+    server, model = settings.server, settings.engine.model
+    if server.model_name is None and model is not None:
+        server = type(server)(**{**dict(server), "model_name": model.resolve().name})
     keys = load_keys(server.api_keys, os.environ.get("KEDGE_API_KEYS"), server.limits)
     if server.tracing:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
     console = Console(stderr=True)
-    _warn(server, keys, console)
+    is_open = not _is_loopback(server.host)
+    if is_open and keys.is_open:
+        console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
+    if is_open and not server.allowed_hosts:
+        console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
     with console.status("loading the model"):
         engine = open_engine(settings, keys)
     with engine as opened:
         _listen(opened, server, keys, console)
 
 
-def _named(settings: Settings) -> ServerSettings:
-    """Return the server's settings with the model's name, by default that of its folder."""
-    server, model = settings.server, settings.engine.model
-    if server.model_name is not None or model is None:
-        return server
-    return type(server)(**{**dict(server), "model_name": model.resolve().name})
-
-
-def _warn(server: ServerSettings, keys: KeyRing, console: Console) -> None:
-    if _is_loopback(server.host):
-        return
-    if keys.is_open:
-        console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
-    if not server.allowed_hosts:
-        console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
-
-
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
-    from kedge.server.app import create_app
+    from kedge.server import logs, tracing
+    from kedge.server.app import GracefulServer, create_app
     from kedge.server.service import BUNDLED_MODEL
-    from kedge.server.shutdown import GracefulServer
-    from kedge.server.telemetry import logs, tracing
 
     logs.configure(server.log_format)
     name = server.model_name or BUNDLED_MODEL
@@ -196,3 +189,42 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:
+    """Open the engine that the settings name; the embedded one runs in its own process unless they say otherwise. vLLM
+    gets the folder of saved state and the quotas of tenants at its start.
+
+    Raises `ConfigError` or `ModelNotFound`.
+    """
+    if settings.engine.backend == "vllm":
+        return _open_vllm(settings, keys)
+    if not settings.server.engine_process:
+        return run.open_engine(settings)
+    require_model(settings.engine.model)
+    from kedge.engine.process.engine import ProcessEngine
+
+    return ProcessEngine(partial(_open_local, settings))
+
+
+def _open_vllm(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:
+    run.require_vllm()
+    from kedge.engine.base import Quota
+    from kedge.integrations.vllm.engine.engine import VLLMEngine
+    from kedge.integrations.vllm.engine.options import KeepingOptions
+
+    server = settings.server
+    quotas = {tenant.id: tenant.quota for tenant in keys.tenants if tenant.quota != Quota()}
+    keeping = KeepingOptions(server.state, server.snapshot_interval, quotas)
+    return VLLMEngine(config=settings.engine, keeping=keeping)
+
+
+def _open_local(settings: Settings) -> LocalEngine:
+    """Open the embedded engine in its process, with the server's log format."""
+    from kedge.engine.local.engine import LocalEngine
+    from kedge.server import logs
+
+    logs.configure(settings.server.log_format)
+    engine = run.open_engine(settings)
+    assert isinstance(engine, LocalEngine)
+    return engine

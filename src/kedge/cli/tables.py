@@ -34,7 +34,8 @@ class FittingTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="italic")
         for columns in self._groups(console, options):
-            yield self._table(columns, console, options)
+            narrow = self._width(columns, console, options) > options.max_width
+            yield self._build(columns, fold=narrow)
 
     def _groups(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
         """Yield the columns of each table: as many as fit, at least one beside the keys."""
@@ -46,10 +47,6 @@ class FittingTable:
                 group = keys
             group = [*group, column]
         yield group
-
-    def _table(self, columns: Sequence[int], console: Console, options: ConsoleOptions) -> Table:
-        narrow = self._width(columns, console, options) > options.max_width
-        return self._build(columns, fold=narrow)
 
     def _width(self, columns: Sequence[int], console: Console, options: ConsoleOptions) -> int:
         table = self._build(columns, fold=False)

@@ -1,8 +1,7 @@
 """What Kedge finds out by itself about plain requests: agents, their prompts' templates, and the text they share."""
 
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.forecasts import FoundForecasts
-from kedge.discovery.plain_requests import PlainRequests
+from kedge.discovery.plain_requests import FoundForecasts, PlainRequests
 from kedge.discovery.totals import PlainTotals, Served
 
 __all__ = ["Discovery", "Found", "FoundForecasts", "PlainRequests", "PlainTotals", "Served"]

@@ -3,24 +3,87 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.found_agents import LEAST_SHARE, MAX_AGENTS, FoundAgent, FoundAgents, grouped
-from kedge.discovery.heads import BLOCK_TOKENS, SharedHeads
+from kedge.discovery.found_agents import (
+    BLOCK_TOKENS,
+    LEAST_SHARE,
+    MAX_AGENTS,
+    FoundAgent,
+    FoundAgents,
+    SharedHeads,
+    grouped,
+)
 from kedge.discovery.known_texts import KnownText, KnownTexts
-from kedge.discovery.prompt_ends import PromptEnds
-from kedge.discovery.runs import FoundRun, FoundRuns
-from kedge.discovery.template_reviews import TemplateReviews
-from kedge.discovery.templates import EXAMPLES, Example, Filled, PromptTemplate, Slot, answers_of, is_answer, learn
-from kedge.discovery.texts_of_runs import TextsOfRuns
+from kedge.discovery.runs import FoundRun, FoundRuns, PromptEnds, TextsOfRuns
+from kedge.discovery.templates import (
+    EXAMPLES,
+    Example,
+    Filled,
+    Occurrence,
+    PromptTemplate,
+    Slot,
+    answers_of,
+    is_answer,
+    learn,
+)
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+
+FIRST, LOOKED = 4, 4
+"""Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
+MAX_REVIEWED = 64
+"""Agents of which prompts are kept"""
+MAX_PROMPT_BYTES = 1 << 17
+"""Bytes of a prompt that is looked at"""
+
+
+class TemplateReviews:
+    """Templates of one namespace that are learned once more, from prompts in which more of the text is known.
+
+    An agent's first prompts are often read before it is known whose answers they quote: those agents are not found yet,
+    or their first answers are too short to be looked for. What all answers begin with is then taken for fixed text. One
+    thread owns it.
+    """
+
+    def __init__(self, texts: KnownTexts) -> None:
+        self._texts = texts
+        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_REVIEWED)
+        """Prompts with answers that their agent's template has no slot for"""
+
+    def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
+        """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
+        if not _is_due(agent.calls) or len(prompt) > MAX_PROMPT_BYTES:
+            return None
+        example = Example(prompt, self._texts.find(prompt, agent.head))
+        if not _answers(example.known) - _answers(agent.templates[0].slots):
+            return None
+        examples = self._examples.use(agent.id, list)
+        examples.append(example)
+        if len(examples) < EXAMPLES:
+            return None
+        del self._examples[agent.id]
+        template = learn(examples)
+        if template is None or len(_answers(template.slots)) <= len(_answers(agent.templates[0].slots)):
+            return None
+        return template
+
+
+def _is_due(calls: int) -> bool:
+    """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
+    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < LOOKED
+
+
+def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
+    """Return the labels of those that are answers."""
+    return {one.label for one in texts if is_answer(one.label)}
+
 
 MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
 """Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are
@@ -153,7 +216,13 @@ class Discovery:
     def _find(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         chain = tuple(chain_of(tokens, BLOCK_TOKENS))
         asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
-        if not chain or self._continues(asked):
+        if not chain:
+            return None
+        if end := self._ends.find(chain, self._heads.is_head):  # it goes on where an earlier prompt ended
+            for totals in self._totals:
+                totals.continued(is_first=not end.is_continued)
+            end.is_continued = True
+            asked.run = self.runs.resume(end.run) if end.run else None
             return None
         self._ends.put(chain[-1])
         self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
@@ -176,7 +245,9 @@ class Discovery:
         if asked is None:
             return None
         if served is not None:
-            self._count(served)
+            self.why_not.count(served.reasons)
+            for totals in self._totals:
+                totals.served(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
             text = token_bytes.pack(answer)
@@ -198,22 +269,6 @@ class Discovery:
         return known.team if known else WorkflowId("")
 
     # agents ---------------------------------------------------------------------------------------------------
-
-    def _continues(self, asked: _Asker) -> bool:
-        """Return whether a prompt goes on where an earlier one ended, and count it then, as a call of the same run."""
-        end = self._ends.find(asked.chain, self._heads.is_head)
-        if end is None:
-            return False
-        for totals in self._totals:
-            totals.continued(is_first=not end.is_continued)
-        end.is_continued = True
-        asked.run = self.runs.resume(end.run) if end.run else None
-        return True
-
-    def _count(self, served: Served) -> None:
-        self.why_not.count(served.reasons)
-        for totals in self._totals:
-            totals.served(served)
 
     def _fill(self, asked: _Asker) -> list[Filled] | None:
         """Return how a prompt fills a template of the agent with the longest beginning that it has."""
@@ -248,21 +303,15 @@ class Discovery:
         Returns whether there is a new one. Where examples have none, it is tried again when there are twice as many.
         """
         examples = self._examples.alike(at, asked.chain[at])[-EXAMPLES:]
-        if len(examples) < EXAMPLES or not self._is_due(asked.chain[at]):
+        if len(examples) < EXAMPLES:
             return False
-        head = (at + 1) * BLOCK_TOKENS
+        block, head = asked.chain[at], (at + 1) * BLOCK_TOKENS
+        tries = self._tries[block] = self._tries.use(block, lambda: 0) + 1
+        if tries & (tries - 1):
+            return False
         template = learn([Example(one.prompt, self.texts.find(one.prompt, head)) for one in examples])
-        if template is not None:
-            self._add(asked.chain[at], head, template, examples)
-        return template is not None
-
-    def _is_due(self, block: Hashable) -> bool:
-        tries = self._tries.use(block, lambda: 0) + 1
-        self._tries[block] = tries
-        return tries & (tries - 1) == 0
-
-    def _add(self, block: Hashable, head: int, template: PromptTemplate, examples: Sequence[_Asker]) -> None:
-        """Remember a template, and what fills its slots."""
+        if template is None:
+            return False
         agent = self._agents.learned(template, block, head)
         self._tries.pop(block, None)
         self._use(template, agent)
@@ -270,27 +319,25 @@ class Discovery:
             self._examples.drop(one)
             for filled in agent.templates[0].fill(one.prompt) or ():
                 self._keep_value(one.prompt, filled)
+        return True
 
     def _use(self, template: PromptTemplate, agent: FoundAgent) -> None:
-        agent.add([_named(template, agent)])
-        self._learn_labels(agent.templates[0])
-
-    def _learn_labels(self, template: PromptTemplate) -> None:
-        """Take note of what stands around the slots of a new template."""
+        """Let an agent have a new template, and take note of what stands around its slots."""
+        # Slots without a label are the agent's own.
+        slots = (slot.labelled(slot.label or f"{agent.id}.{at}") for at, slot in enumerate(template.slots))
+        template = PromptTemplate(template.head, tuple(slots))
+        agent.add([template])
         head, before = token_bytes.unpack(template.head), template.head
         for slot in template.slots:
-            after = token_bytes.unpack(slot.after)[:MAX_TRAIL] if self._is_whole(slot) else ()
+            # An answer's last tokens may be joined with what follows: then nothing follows it as its agent had it.
+            is_whole = not is_answer(slot.label) or self.texts.is_whole(slot.first)
+            after = token_bytes.unpack(slot.after)[:MAX_TRAIL] if is_whole else ()
             first = before is template.head
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
-            label = self._labels.use(slot.label, lambda: _Label(context, first, _stand_in(slot), after))  # noqa: B023
+            stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]
+            label = self._labels.use(slot.label, lambda: _Label(context, first, stand_in, after))  # noqa: B023
             label.trail = common_prefix((label.trail, after))
             before = slot.after
-
-    def _is_whole(self, slot: Slot) -> bool:
-        """Return whether what fills a slot is all of a value: an answer's last tokens may be joined with what follows,
-        and then nothing follows the answer as its agent had it.
-        """
-        return not is_answer(slot.label) or self.texts.is_whole(slot.first)
 
     # what it says ---------------------------------------------------------------------------------------------
 
@@ -340,30 +387,17 @@ class Discovery:
                 segments.append(Segment(_tokens(prompt, at, one.start), f"p{number}"))
             name = one.slot.label if one.slot.label not in names else f"{one.slot.label}#{number}"
             names.add(name)
-            segments.append(self._value(prompt, one, name))
+            value = token_bytes.cut(prompt, one.start, one.stop)
+            sample = self.texts.answer(value)
+            if sample is None:
+                sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
+            label = self._labels[one.slot.label]
+            around = label.context, label.stand_in, label.trail
+            segments.append(Segment(token_bytes.unpack(value), name, sample, *around, in_context=label.in_context))
             at = one.stop
         if at < token_bytes.size(prompt):
             segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))
         return tuple(segments)
-
-    def _value(self, prompt: bytes, filled: Filled, name: str) -> Segment:
-        value = token_bytes.cut(prompt, filled.start, filled.stop)
-        sample = self.texts.answer(value)
-        if sample is None:
-            sample = SampleId(ValueKind.INPUT, filled.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
-        label = self._labels[filled.slot.label]
-        around = label.context, label.stand_in, label.trail
-        return Segment(token_bytes.unpack(value), name, sample, *around, in_context=label.in_context)
-
-
-def _named(template: PromptTemplate, agent: FoundAgent) -> PromptTemplate:
-    """Return a template of which every slot has a label: those without one are the agent's own."""
-    slots = (slot.labelled(slot.label or f"{agent.id}.{at}") for at, slot in enumerate(template.slots))
-    return PromptTemplate(template.head, tuple(slots))
-
-
-def _stand_in(slot: Slot) -> Tokens:
-    return token_bytes.unpack(slot.first)[:CONTEXT_START]
 
 
 def _answer_of(agent: AgentId, request_id: RequestId) -> SampleId:

@@ -1,4 +1,4 @@
-"""Agents that were found, by the blocks that their fixed prompts end with."""
+"""Agents that were found, by what their prompts begin with and the blocks that their fixed prompts end with."""
 
 from __future__ import annotations
 
@@ -7,10 +7,54 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.heads import BLOCK_TOKENS
 from kedge.discovery.templates import Filled, PromptTemplate, agent_of
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
+
+BLOCK_TOKENS = 16
+"""Tokens of a block, and the least that an agent is known by"""
+VARIANTS = 3
+"""Ways in which prompts went on from the same beginning, that make it an agent's"""
+MAX_BLOCKS = 2048
+"""Blocks of a prompt that are looked at"""
+MAX_NODES = 1 << 16
+"""Blocks that are remembered; the one that was seen longest ago is forgotten first"""
+
+
+class SharedHeads:
+    """The blocks that prompts begin with, each with the blocks that came after it. One thread owns it.
+
+    Beginnings are hashed block by block. A block is the end of an agent's fixed prompt as soon as new prompts went on
+    from it in `VARIANTS` ways; of several such blocks in a prompt the last one counts. A session's next turn goes on
+    from its last one in one way, so long histories make no agents.
+    """
+
+    def __init__(self, capacity: int = MAX_NODES) -> None:
+        self._after: BoundedDict[Hashable, set[Hashable]] = BoundedDict(capacity)
+
+    def __len__(self) -> int:
+        """Return how many blocks are remembered."""
+        return len(self._after)
+
+    def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
+        """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
+        chain = chain[:MAX_BLOCKS]
+        for block, after in zip(chain, (*chain[1:], rest), strict=True):
+            known = self._after.use(block, set)
+            if len(known) < VARIANTS:
+                known.add(after)
+
+    def find(self, chain: Sequence[Hashable]) -> list[int]:
+        """Return the numbers, from 0 on, of the blocks of a prompt that are ends of fixed prompts, the last one first.
+
+        Those before the last one are mostly what agents have in common.
+        """
+        return [at for at in range(min(len(chain), MAX_BLOCKS) - 1, -1, -1) if self.is_head(chain[at])]
+
+    def is_head(self, block: Hashable) -> bool:
+        """Return whether a block is the end of a fixed prompt."""
+        return len(self._after.get(block, ())) >= VARIANTS
+
 
 MAX_AGENTS, MAX_TEMPLATES, MAX_NAMES = 1024, 4, 16
 """Agents, and templates and names of one of them, that are remembered"""
@@ -99,7 +143,12 @@ class FoundAgents:
                 if agent and (filled := template.fill(prompt)):
                     self._by_block.move_to_end(agent.block)
                     agent.passed = 0
-                    self._pass([chain[group[0]] for group in ends[number + 1 :]])
+                    for block in [chain[group[0]] for group in ends[number + 1 :]]:
+                        if other := self._by_block.get(block):  # its fixed prompt is shorter
+                            other.passed += 1
+                            if other.passed >= MAX_PASSED:
+                                del self._by_block[block]
+                                self._drop(other)
                     return agent, filled
         return None
 
@@ -108,7 +157,12 @@ class FoundAgents:
         agent = self._by_block.get(block)
         if agent is None:
             name = AgentId(blake2b(token_bytes.cut(template.head, 0, head), digest_size=6).hexdigest())
-            agent = self.by_id.get(name) or FoundAgent(name, self._team(template, name), block, head, names=[name])
+            agent = self.by_id.get(name)
+            if agent is None:
+                sources = {agent_of(slot.label) for slot in template.slots}
+                teams = [one.team for one in self.by_id.values() if sources.intersection(one.names)]
+                team = min(teams, default=WorkflowId(f"team-{name}"))
+                agent = FoundAgent(name, team, block, head, names=[name])
             self._place(agent, block, token_bytes.cut(template.head, 0, head))
         return agent
 
@@ -129,34 +183,17 @@ class FoundAgents:
         if self._by_block.get(agent.block) is agent:
             del self._by_block[agent.block]
         agent.block, agent.head = block, token_bytes.size(head)
-        for other in [one for one in self._by_block.values() if one is not agent and _begins_with(one, head)]:
+        size = token_bytes.size(head)
+        near = [one for one in self._by_block.values() if size <= one.head < (1 + LEAST_SHARE) * size]
+        for other in [one for one in near if one is not agent and one.templates[0].head.startswith(head)]:
             del self._by_block[other.block]
             self._drop(other)
             agent.absorb(other)
         self._by_block[block] = self.by_id[agent.id] = agent
 
-    def _pass(self, blocks: Sequence[Hashable]) -> None:
-        """Take note that a prompt with these ends is of an agent with a longer fixed prompt."""
-        for agent in [self._by_block[block] for block in blocks if block in self._by_block]:
-            agent.passed += 1
-            if agent.passed >= MAX_PASSED:
-                del self._by_block[agent.block]
-                self._drop(agent)
-
     def _drop(self, agent: FoundAgent) -> None:
         if self.by_id.get(agent.id) is agent:
             del self.by_id[agent.id]
-
-    def _team(self, template: PromptTemplate, name: AgentId) -> WorkflowId:
-        sources = {agent_of(slot.label) for slot in template.slots}
-        teams = [one.team for one in self.by_id.values() if sources.intersection(one.names)]
-        return min(teams, default=WorkflowId(f"team-{name}"))
-
-
-def _begins_with(agent: FoundAgent, head: bytes) -> bool:
-    """Return whether an agent is known by a packed beginning with little more after it."""
-    size = token_bytes.size(head)
-    return size <= agent.head < (1 + LEAST_SHARE) * size and agent.templates[0].head.startswith(head)
 
 
 def grouped(heads: Sequence[int]) -> list[list[int]]:

@@ -1,20 +1,66 @@
-"""Plain requests of all namespaces, completed by what was found out about them."""
+"""Plain requests of all namespaces, completed by what was found out about them, and the forecasts of found runs."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.findings import find_waste
-from kedge.discovery.forecasts import FoundForecasts
-from kedge.discovery.page import line
+from kedge.discovery.report import find_waste, line
+from kedge.discovery.runs import FoundRun
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode
+from kedge.types import AgentKey, GenerateRequest, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowId
+from kedge.workflow.forecast import ForecastBoard
+from kedge.workflow.steps import NextRun
+
+
+@dataclass(slots=True)
+class ForecastChanges:
+    """What has changed since the last look."""
+
+    next_runs: dict[AgentKey, NextRun | None] = field(default_factory=dict)
+    """Agents whose next run has changed; None: it is not known any more"""
+    prompts: dict[AgentKey, Tokens] = field(default_factory=dict)
+    """What the prompts of newly expected agents begin with"""
+    teams: dict[AgentKey, WorkflowId] = field(default_factory=dict)
+    """The teams of these agents"""
+
+
+class FoundForecasts:
+    """Forecasts of all found runs. They expire as those of clients do, or when nobody goes on with the run."""
+
+    def __init__(self) -> None:
+        self._board, self._numbers = ForecastBoard(), count()
+        self._changes = ForecastChanges()
+        self._expected: set[AgentKey] = set()
+
+    def follow(self, namespace: Namespace, discovery: Discovery, run: FoundRun, now: float) -> None:
+        """Take the progress of a run, and the ends of others, at `now` in seconds."""
+        key = RunKey(namespace, "", run.flow)
+        changes = dict(self._board.update(key, next(self._numbers), discovery.runs.forecast(run), now))
+        for over in discovery.runs.over(now):
+            changes.update(self._board.done(RunKey(namespace, "", over.flow), now))
+        for agent, next_run in changes.items():
+            self._changes.next_runs[agent] = next_run
+            if next_run is None:
+                self._expected.discard(agent)
+            elif agent not in self._expected and agent.namespace == namespace:
+                self._expected.add(agent)
+                self._changes.prompts[agent] = discovery.fixed_prompt(agent.agent)
+                self._changes.teams[agent] = discovery.team(agent.agent)
+
+    def take(self) -> ForecastChanges | None:
+        """Return what has changed since the last call; None where nothing has."""
+        if not self._changes.next_runs:
+            return None
+        taken, self._changes = self._changes, ForecastChanges()
+        return taken
+
 
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
@@ -44,7 +90,10 @@ class PlainRequests:
         if not request.is_plain or self._mode is DiscoveryMode.OFF or request.reuse is ReuseMode.OFF:
             return request
         try:
-            found = self._find(request)
+            discovery, now = self._namespaces.use(request.namespace, lambda: Discovery(self.totals)), self._clock()
+            found = discovery.arrive(request.request_id, request.tokens, now)
+            if found and self._forecasts and not request.run:
+                self.forecasts.follow(request.namespace, discovery, found.run, now)
         except Exception:
             logger.exception("request %s is served as it is", request.request_id)
             self.totals.failures += 1
@@ -106,14 +155,6 @@ class PlainRequests:
             "why_not": WhyNot.most_common(one.why_not for one in known),
             "findings": [one.to_dict() for one in find_waste(agents)][:MAX_REPORTED],
         }
-
-    def _find(self, request: GenerateRequest) -> Found | None:
-        discovery = self._namespaces.use(request.namespace, lambda: Discovery(self.totals))
-        now = self._clock()
-        found = discovery.arrive(request.request_id, request.tokens, now)
-        if found and self._forecasts and not request.run:
-            self.forecasts.follow(request.namespace, discovery, found.run, now)
-        return found
 
     @property
     def _forecasts(self) -> bool:

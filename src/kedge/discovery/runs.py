@@ -7,13 +7,13 @@ client begins its next task. Forecasts are of flows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 
-from kedge.discovery.successors import END, Successors
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, RunId
+from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 from kedge.workflow.steps import NextRun
 
 MAX_RUNS = 1024
@@ -69,8 +69,15 @@ class FoundRuns:
         if run is not None:
             self._observe(run, agent, now, reads=True)
         else:
-            before, name = self._likeliest(agent, now), self._name()
-            run = FoundRun(name, self._taken(before, agent, now) if before else name, agent)
+            odds = {one.id: (self._odds(one, agent, now), -one.answered) for one in self._idle.values()}
+            best = max(odds, key=odds.__getitem__, default=None)
+            before = self._idle[best] if best is not None and odds[best][0] >= LEAST else None
+            name = self._name()
+            if before:  # the run takes over its flow
+                self._observe(before, agent, now, reads=False)
+                before.is_open = False
+                del self._idle[before.id]
+            run = FoundRun(name, before.flow if before else name, agent)
         run.last = agent
         return self._called(run)
 
@@ -120,21 +127,9 @@ class FoundRuns:
         self._runs[run.id] = run
         return run
 
-    def _taken(self, run: FoundRun, agent: AgentId, now: float) -> RunId:
-        """Return the flow of a run for another one that begins with an agent's call."""
-        self._observe(run, agent, now, reads=False)
-        run.is_open = False
-        del self._idle[run.id]
-        return run.flow
-
     def _name(self) -> RunId:
         self._count += 1
         return RunId(f"found-{self._count}")
-
-    def _likeliest(self, agent: AgentId, now: float) -> FoundRun | None:
-        odds = {one.id: (self._odds(one, agent, now), -one.answered) for one in self._idle.values()}
-        best = max(odds, key=odds.__getitem__, default=None)
-        return self._idle[best] if best is not None and odds[best][0] >= LEAST else None
 
     def _odds(self, run: FoundRun, agent: AgentId, now: float) -> float:
         """Return how likely a run goes on with an agent: the longer it has been idle, the less.
@@ -144,3 +139,246 @@ class FoundRuns:
         probability, gap = self.successors.probability(run.last, agent), self.successors.gap(run.last)
         late = max(0.0, now - run.answered - gap - AT_ONCE)
         return (UNKNOWN if probability is None else probability) / (1 + late / (AT_ONCE + gap))
+
+
+MAX_AGENTS, MAX_SUCCESSORS = 1024, 16
+"""Agents, and successors of one of them, that are remembered"""
+MEMORY = 32
+"""Calls after which old ones count for a third"""
+USUAL = 0.5
+"""Share of an agent's calls after which texts of its run were read, from which on that is expected"""
+LEAST_CALLS, LEAST_SHARE = 2.0, 0.15
+"""Calls of an agent, and share of them that went on to another, from which on that is expected again"""
+HORIZON, LEAST_ODDS = 16, 0.02
+"""Steps that are looked ahead, and probability of a call from which on it is part of a forecast"""
+USUAL_GAP = 1.0
+"""Seconds from an answer to the next call, until some were observed"""
+END = AgentId("")
+"""What follows the last agent of a run"""
+
+
+@dataclass(eq=False, slots=True)
+class _After:
+    """What followed one agent. Weights lose a share with every call."""
+
+    weights: dict[AgentId, float] = field(default_factory=dict)
+    total: float = 0.0
+    gap: float = USUAL_GAP
+    """Seconds from its answer to the next call, as a moving mean"""
+    likely: dict[AgentId, float] | None = None
+    """What is expected to follow it, None where that has to be found out again"""
+    calls: int = 0
+    """Calls of which it is known whether texts of their run were read next"""
+    is_read: float = 0.0
+    """Share of them after which some were, as a moving mean"""
+
+
+class Successors:
+    """The successors of each agent with their probabilities: an online model of the step graph (KVFlow, section 3.1).
+
+    One thread owns it.
+    """
+
+    def __init__(self) -> None:
+        self._after: BoundedDict[AgentId, _After] = BoundedDict(MAX_AGENTS)
+
+    def observe(self, before: AgentId, after: AgentId, gap: float | None = None) -> None:
+        """Take note that `after` (or `END`) called next, `gap` seconds after the answer of `before`."""
+        known = self._after.use(before, _After)
+        keep = 1 - 1 / MEMORY
+        known.weights = {agent: weight * keep for agent, weight in known.weights.items()}
+        known.weights[after] = known.weights.get(after, 0.0) + 1
+        if len(known.weights) > MAX_SUCCESSORS:
+            del known.weights[min(known.weights, key=known.weights.__getitem__)]
+        known.total, known.likely = sum(known.weights.values()), None
+        if gap is not None:
+            known.gap += (gap - known.gap) / min(known.total, MEMORY)
+
+    def followed(self, before: AgentId, *, reads: bool) -> None:
+        """Take note of whether the next call after `before` read texts of its run."""
+        known = self._after.use(before, _After)
+        known.calls = min(known.calls + 1, MEMORY)
+        known.is_read += (reads - known.is_read) / known.calls
+
+    def is_read(self, before: AgentId) -> bool:
+        """Return whether the next call usually reads texts of the run that an agent has called in."""
+        known = self._after.get(before)
+        return known is not None and known.is_read >= USUAL
+
+    def probability(self, before: AgentId, after: AgentId) -> float | None:
+        """Return how likely `after` calls next; None where too little is known."""
+        known = self._after.get(before)
+        if known is None or known.total < LEAST_CALLS:
+            return None
+        return known.weights.get(after, 0.0) / known.total
+
+    def gap(self, before: AgentId) -> float:
+        """Return the usual seconds from an agent's answer to the next call."""
+        known = self._after.get(before)
+        return known.gap if known else USUAL_GAP
+
+    def likely(self, before: AgentId) -> Mapping[AgentId, float]:
+        """Return the agents that are expected to call next, with their probabilities."""
+        known = self._after.get(before)
+        if known is None or known.total < LEAST_CALLS:
+            return {}
+        if known.likely is None:
+            least = LEAST_SHARE * known.total
+            often = {agent: weight for agent, weight in known.weights.items() if weight >= least and agent != END}
+            known.likely = {agent: weight / known.total for agent, weight in often.items()}
+        return known.likely
+
+    def forecast(self, last: AgentId, *, runs: bool) -> dict[AgentId, NextRun]:
+        """Return the next runs of all agents that are expected within `HORIZON` steps after `last`, which `runs` now or
+        has answered.
+        """
+        found = {last: NextRun(0.0)} if runs else {}
+        queue = deque([(last, 1.0 if runs else 0.0, 1.0)])
+        while queue:
+            agent, steps, odds = queue.popleft()
+            for after, share in self.likely(agent).items() if steps < HORIZON else ():
+                if after not in found and odds * share >= LEAST_ODDS:
+                    found[after] = NextRun(steps, odds * share)
+                    queue.append((after, steps + 1, odds * share))
+        return found
+
+    def edges(self) -> list[tuple[AgentId, AgentId, float]]:
+        """Return all expected successions with their probabilities."""
+        return [(agent, after, share) for agent in self._after for after, share in self.likely(agent).items()]
+
+
+MAX_SAMPLES, MAX_KINDS, MAX_READERS = 8192, 4096, 32
+"""Texts, their kinds, and agents that read one of them, that are remembered"""
+LEAST_TOKENS = 8
+"""Tokens of a value that may tell which run it is of"""
+LEAST_VALUES, MOST_SHARED = 3, 0.25
+"""Values of a kind, and share of them that were read in several runs, with which one tells which run it is of"""
+
+
+@dataclass(eq=False, slots=True)
+class _RunText:
+    """An answer or another value."""
+
+    run: RunId | None
+    """The run that it is of; None where several have it"""
+    readers: set[AgentId] = field(default_factory=set)
+    """Agents that read it in this run"""
+
+
+@dataclass(eq=False, slots=True)
+class _ValueKind:
+    """Values with one label."""
+
+    values: int = 0
+    shared: int = 0
+    """Those that one agent read in several runs"""
+
+    @property
+    def tells(self) -> bool:
+        return self.values >= LEAST_VALUES and self.shared <= MOST_SHARED * self.values
+
+
+class TextsOfRuns:
+    """The texts of runs by their samples: which run a call belongs to by what it reads. One thread owns it.
+
+    An answer is of the run that gave it, unless others gave the same one. Another value, such as a question, is of the
+    run that read it first, until an agent that has read it there comes with it in another run. Where that happens
+    often, such as with dates, values of its kind tell nothing. `is_known` tells whether a run is still remembered.
+    """
+
+    def __init__(self, is_known: Callable[[RunId], bool]) -> None:
+        self._is_known = is_known
+        self._texts: BoundedDict[SampleId, _RunText] = BoundedDict(MAX_SAMPLES)
+        self._kinds: BoundedDict[str, _ValueKind] = BoundedDict(MAX_KINDS)
+
+    def answered(self, sample: SampleId, run: RunId, equal: SampleId | None) -> None:
+        """Take note of an answer of a run. `equal` is an earlier one with the same text."""
+        earlier = self._texts.get(equal) if equal else None
+        is_shared = earlier is not None and earlier.run != run and self._is_live(earlier)
+        self._texts[sample] = _RunText(None if is_shared else run)
+
+    def find(self, agent: AgentId, segments: Iterable[Segment], quoted: Iterable[SampleId] = ()) -> RunId | None:
+        """Return the run that an agent's call belongs to; None where nothing that it reads tells.
+
+        The last answer in the prompt counts first, then those that are `quoted` in its values; they are looked at only
+        where they are needed. Without any, all values that tell must be of one run, in which the agent has not read
+        them yet: who reads the same again may be in another run.
+        """
+        values = [one for one in segments if one.sample]
+        answers = (one.sample for one in reversed(values) if _is_answer(one))
+        if run := next(filter(None, map(self._run_of, chain(answers, quoted))), None):
+            return run
+        runs = {self._run_of(one.sample) for one in values if self._tells(agent, one)} - {None}
+        return runs.pop() if len(runs) == 1 else None
+
+    def read(self, agent: AgentId, run: RunId, segments: Iterable[Segment]) -> None:
+        """Take note of what a call of a run reads."""
+        for one in segments:
+            if one.sample is None or _is_answer(one):
+                continue
+            kind, known = self._kinds.use(one.sample.of, _ValueKind), self._texts.get(one.sample)
+            if known is None or not self._is_live(known):
+                kind.values += 1
+                self._texts[one.sample] = known = _RunText(run)
+            elif known.run not in (run, None) and agent in known.readers:
+                kind.shared += 1
+                known.run = None
+            if len(known.readers) < MAX_READERS:
+                known.readers.add(agent)
+            else:
+                known.run = None
+
+    def _run_of(self, sample: SampleId | None) -> RunId | None:
+        known = self._texts.get(sample) if sample else None
+        return known.run if known and known.run and self._is_known(known.run) else None
+
+    def _is_live(self, text: _RunText) -> bool:
+        """Return whether runs that are remembered have a text; of several runs, all are taken to be."""
+        return text.run is None or self._is_known(text.run)
+
+    def _tells(self, agent: AgentId, segment: Segment) -> bool:
+        assert segment.sample is not None
+        if _is_answer(segment) or len(segment.tokens) < LEAST_TOKENS:
+            return False
+        known, kind = self._texts.get(segment.sample), self._kinds.get(segment.sample.of)
+        return known is not None and kind is not None and kind.tells and agent not in known.readers
+
+
+def _is_answer(segment: Segment) -> bool:
+    return segment.sample is not None and segment.sample.kind is ValueKind.AGENT
+
+
+MAX_ENDS = 8192
+"""Prompts that another may continue"""
+SEVERAL = RunId("")
+"""Several runs, of which it is not known which one goes on"""
+
+
+@dataclass(eq=False, slots=True)
+class PromptEnd:
+    """The last block of a prompt."""
+
+    is_continued: bool = False
+    """Whether others went on from there"""
+    run: RunId | None = None
+    """The run of the prompts that end here, or `SEVERAL`; None where it is not known of any"""
+
+
+class PromptEnds:
+    """The ends of prompts, by the hashes of all blocks up to there. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._ends: BoundedDict[Hashable, PromptEnd] = BoundedDict(MAX_ENDS)
+
+    def find(self, chain: Sequence[Hashable], is_head: Callable[[Hashable], bool]) -> PromptEnd | None:
+        """Return the end that a prompt goes on from, unless that is only where a fixed prompt ends."""
+        return next((self._ends[one] for one in chain[:-1] if one in self._ends and not is_head(one)), None)
+
+    def put(self, block: Hashable) -> None:
+        """Remember where a prompt ends that nothing goes on from yet."""
+        self._ends.use(block, PromptEnd).is_continued = False
+
+    def belongs(self, block: Hashable, run: RunId) -> None:
+        """Take note of the run of a prompt that ends with a block."""
+        end = self._ends.use(block, PromptEnd)
+        end.run = run if end.run in (None, run) else SEVERAL

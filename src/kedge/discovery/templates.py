@@ -92,7 +92,11 @@ class PromptTemplate:
             return None
         at, filled = token_bytes.size(self.head), []
         for slot in self.slots:
-            stop = _end(prompt, slot.after) if slot is self.slots[-1] else token_bytes.find(prompt, slot.after, at + 1)
+            if slot is not self.slots[-1]:
+                stop = token_bytes.find(prompt, slot.after, at + 1)
+            else:
+                is_end = prompt.endswith(slot.after)
+                stop = token_bytes.size(prompt) - token_bytes.size(slot.after) if is_end else -1
             if stop <= at:
                 return None
             filled.append(Filled(slot, at, stop))
@@ -100,42 +104,27 @@ class PromptTemplate:
         return filled
 
 
-def _end(prompt: bytes, after: bytes) -> int:
-    """Return where the last slot ends; -1 where the prompt does not end with the fixed text after it."""
-    return token_bytes.size(prompt) - token_bytes.size(after) if prompt.endswith(after) else -1
-
-
 def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     """Return the template that examples follow; None where they are equal or begin with nothing in common."""
-    labels = _common_labels([[one.label for one in example.known] for example in examples])
+    sequences = [[one.label for one in example.known] for example in examples]
+    in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
+    orders = [[one for one in each if one in in_all] for each in sequences]
+    labels = [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
     rows = [_split(example, labels) for example in examples]
     parts: list[_Part] = []
     for column in zip(*rows, strict=True):
         known = [one for one in column if isinstance(one, Slot)]
         parts += [known[0]] if known else _aligned([one for one in column if isinstance(one, bytes)])
-    return _template(_merged(parts))
+    head, *rest = _merged(parts)
+    if not rest or not isinstance(head, bytes):
+        return None
+    after = (*(one for one in rest if isinstance(one, bytes)), b"")
+    slots = [one for one in rest if isinstance(one, Slot)]
+    return PromptTemplate(head, tuple(replace(slot, after=after[at]) for at, slot in enumerate(slots)))
 
 
 _Part = bytes | Slot
 """Fixed text, or a slot"""
-
-
-def _template(parts: Sequence[_Part]) -> PromptTemplate | None:
-    """Return the template of parts in which fixed text and slots take turns; None unless it begins with fixed text."""
-    head, *rest = parts
-    if not rest or not isinstance(head, bytes):
-        return None
-    fixed = [one for one in rest if isinstance(one, bytes)]
-    slots = [one for one in rest if isinstance(one, Slot)]
-    after = (*fixed, b"")
-    return PromptTemplate(head, tuple(replace(slot, after=after[at]) for at, slot in enumerate(slots)))
-
-
-def _common_labels(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """Return the labels that all sequences have once, as far as all have them in the same order."""
-    in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
-    orders = [[one for one in each if one in in_all] for each in sequences]
-    return [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
 
 
 def _split(example: Example, labels: Sequence[str]) -> list[_Part]:
@@ -162,19 +151,14 @@ def _aligned(texts: Sequence[bytes]) -> Iterator[_Part]:
     if head + tail == shortest:  # one of them has nothing in between: a token of fixed text becomes its value
         head, tail = (head, tail - 1) if tail else (max(0, head - 1), 0)
     yield token_bytes.cut(texts[0], 0, head)
-    yield from _between([token_bytes.cut(text, head, token_bytes.size(text) - tail) for text in texts])
+    between = [token_bytes.cut(text, head, token_bytes.size(text) - tail) for text in texts]
+    if places := _common_window(between):  # several slots, with fixed text between them
+        pairs = list(zip(between, places, strict=True))
+        yield from _aligned([token_bytes.cut(text, 0, at) for text, at in pairs])
+        yield from _aligned([token_bytes.cut(text, at, token_bytes.size(text)) for text, at in pairs])
+    else:
+        yield Slot("", between[0])
     yield token_bytes.cut(texts[0], token_bytes.size(texts[0]) - tail, token_bytes.size(texts[0]))
-
-
-def _between(texts: Sequence[bytes]) -> Iterator[_Part]:
-    """Yield a slot, or several with the fixed text between them."""
-    places = _common_window(texts)
-    if places is None:
-        yield Slot("", texts[0])
-        return
-    pairs = list(zip(texts, places, strict=True))
-    yield from _aligned([token_bytes.cut(text, 0, at) for text, at in pairs])
-    yield from _aligned([token_bytes.cut(text, at, token_bytes.size(text)) for text, at in pairs])
 
 
 def _common_window(texts: Sequence[bytes]) -> list[int] | None:

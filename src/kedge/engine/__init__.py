@@ -1,1 +1,1 @@
-"""The engine protocol, the suite that every engine passes, and Kedge's engines."""
+"""The contract of an engine, and Kedge's engines."""

@@ -1,11 +1,11 @@
-"""The contract of an engine. `LocalEngine` and the shipped fake `EchoEngine` implement it; any other one can be
-checked with `kedge.engine.conformance`.
+"""The contract of an engine. `LocalEngine` and the shipped fake `EchoEngine` derive from it; any other one can be
+checked with the suite in `tests/engine/conformance`.
 
 Who calls what: any thread may call any method. A request that cannot be accepted raises a `RequestError` from
 `submit`; one that was accepted always ends with exactly one `Completion` or one error in its stream, and whatever
 happens to it leaves other requests alone.
 
-What no engine accepts is in `kedge.engine.common.validation`, which all of them call; an engine may accept less. A
+What no engine accepts is in `kedge.engine.validation`, which all of them call; an engine may accept less. A
 request id is refused while a request with it is in flight, and may come again as soon as that one's stream has ended.
 
 Where log-probabilities are asked for, they are those of the model's own distribution, before temperature and top-p.
@@ -14,12 +14,17 @@ Those of a prompt cost its whole prefill; the receipt says so.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, Self, runtime_checkable
 
+from kedge.engine.validation import require_advice
+from kedge.errors import ConfigError
 from kedge.hints.actions import ActionOutcome
+from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.types import (
     Completion,
     GenerateRequest,
@@ -33,19 +38,9 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import AgentKey, Changes
 
-
-@runtime_checkable
-class Preparing(Protocol):
-    """An optional capability of an `Engine`: assembling prompts before their requests arrive."""
-
-    def prepare(self, request: GenerateRequest) -> None:
-        """Take the hint that such a request is expected. Segments of placeholders whose values are not known yet have
-        no tokens; their `sample` names the answer that they wait for. The same agent's next hint replaces this one and
-        may know more. `request_id` is the hint's own: `cancel` withdraws it.
-
-        Returns at once and never raises. A hint delays no request and changes no token: a request of this agent that
-        begins with the same segments finds them assembled, and any other request of the agent discards them.
-        """
+Item = TokenDelta | BaseException
+"""An item of a stream: a delta, or the error that ends it."""
+Listener = Callable[[Item], None]
 
 
 class Stream(Protocol):
@@ -60,16 +55,6 @@ class Stream(Protocol):
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the completion. Raises the request's error, or `TimeoutError` after `timeout` seconds."""
-
-
-Item = TokenDelta | BaseException
-"""An item of a stream: a delta, or the error that ends it."""
-Listener = Callable[[Item], None]
-
-
-@runtime_checkable
-class Listenable(Protocol):
-    """A `Stream` that can call its reader, so that no thread has to wait for its tokens."""
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` with each delta, or with the request's error, in order: at once with what has come, later on
@@ -112,62 +97,40 @@ class Quota:
     """Of the host tier"""
 
 
-@runtime_checkable
-class Limiting(Protocol):
-    """An engine that keeps tenants to their quotas."""
+class Engine(ABC):
+    """The base of all engines; see the module's docstring for the contract.
 
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Limit what a tenant holds. A tenant over its quota loses its own data first, and never that of another
-        tenant.
-        """
+    What an engine cannot do beyond serving requests has a default, which says so or does nothing.
+    """
 
-
-@runtime_checkable
-class Advisable(Protocol):
-    """An engine that takes what clients say of their sessions between two requests."""
-
-    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take hints on the session that they name, and on those that they expect. Returns what becomes of each, by its
-        name: `keep_for`, `returns_in`, `final`, and `expects` with the session that it is about.
-
-        `keep_for` stands for all later answers of the session whose requests say nothing themselves. Raises
-        `RequestError` for values that cannot be meant, having changed nothing, and `EngineClosed` after `close`.
-        """
-
-
-@runtime_checkable
-class SelfSaving(Protocol):
-    """An engine that keeps what it learns by itself, in a folder that it was given at its start."""
+    tokenizer: Tokenizer
+    """The model's tokenizer; the same for the engine's whole life."""
+    state: Path | None = None
+    """The folder in which the engine keeps what it learns by itself; None where it keeps nothing."""
 
     @property
-    def state(self) -> Path | None:
-        """The folder; None where nothing is kept."""
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """The interface that all engines implement; see the module's docstring for the contract."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; the same for the engine's whole life."""
-
-    @property
+    @abstractmethod
     def failure(self) -> BaseException | None:
         """Why the engine ended by itself; None while it works, and after a `close` of an engine that worked."""
 
+    @abstractmethod
     def submit(self, request: GenerateRequest) -> Stream:
         """Queue a request. Raises `RequestError` where it can never be served or its id is in flight already, and
         `EngineClosed` after `close`.
         """
 
+    @abstractmethod
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request at the next step with `FinishReason.CANCELLED`; False if it is not (or no longer) known."""
+        """End a request at the next step with `FinishReason.CANCELLED`, or withdraw a hint of `prepare`; False if there
+        is neither, or no longer.
+        """
 
+    @abstractmethod
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents; an unknown run is no error."""
 
-    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = ...) -> None:
+    @abstractmethod
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the changes of the forecast, as a `ForecastBoard` reports them. `prompts` are the fixed prompts of
         agents that are about to call, so that what is cached of them can be kept and fetched.
 
@@ -175,34 +138,64 @@ class Engine(Protocol):
         (steps that are negative or not a number) are ignored.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Cancel all requests and free everything. Idempotent."""
 
+    def __enter__(self) -> Self:
+        return self
 
-@runtime_checkable
-class Inspectable(Protocol):
-    """An engine that reports its state. Both methods return plain data, taken between two steps; any thread may call.
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    Both raise `EngineClosed` after `close`.
-    """
+    def prepare(self, request: GenerateRequest) -> None:  # noqa: B027
+        """Take the hint that such a request is expected. Segments of placeholders whose values are not known yet have
+        no tokens; their `sample` names the answer that they wait for. The same agent's next hint replaces this one and
+        may know more. `request_id` is the hint's own: `cancel` withdraws it.
+
+        Returns at once and never raises. A hint delays no request and changes no token: a request of this agent that
+        begins with the same segments finds them assembled, and any other request of the agent discards them. By
+        default it is ignored.
+        """
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        """Take what a client says between two requests, of the session that it names and of those that it expects.
+        Returns what becomes of each hint, by its name: `keep_for`, `returns_in`, `final`, and `expects` with the
+        session that it is about. By default all are refused.
+
+        `keep_for` stands for all later answers of the session whose requests say nothing themselves. Raises
+        `RequestError` for values that cannot be meant, having changed nothing, and `EngineClosed` after `close`.
+        """
+        require_advice(namespace, hints)
+        return refused(hints, NO_SESSIONS)
+
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        """Limit what a tenant holds. A tenant over its quota loses its own data first, and never that of another
+        tenant. Raises `ConfigError` for a quota that the engine cannot enforce: by default, for any limit.
+        """
+        if quota != Quota():
+            raise ConfigError("limits", tenant, f"{type(self).__name__} cannot bound what a tenant holds")
 
     def inspect(self) -> Mapping[str, Any]:
-        """Return figures of the cache and the anchors, of all tenants together."""
+        """Return figures of the cache, the anchors and the guard, of all tenants together, as plain data, taken between
+        two steps; nothing by default. Raises `EngineClosed` after `close`.
+        """
+        return {}
 
     def inspect_tenants(
-        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
+        self,
+        owns: Callable[[Namespace], bool],  # noqa: ARG002
+        prompts: Sequence[tuple[Namespace, Tokens]],  # noqa: ARG002
     ) -> Mapping[str, Any]:
         """Return what is held for the tenants that `owns` picks: `pools`, their anchor pools, and `prompts`, for each
         of the given beginnings of prompts the tokens of its longest exact prefix on the `device` and, behind them, only
-        on the `host`. An engine that looks at plain requests adds `traffic`, what it has found.
+        on the `host`. An engine that looks at plain requests adds `traffic`, what it has found. Nothing by default;
+        else as `inspect`.
         """
-
-
-@runtime_checkable
-class TrafficReporter(Protocol):
-    """An engine that keeps the last report of plain requests without being asked for it. Any thread may call."""
+        return {}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
         """Return what was found in plain requests of the tenants that `owns` picks; None where there is no such report,
-        as for one tenant of several.
+        as for one tenant of several. An engine that keeps the last report overrides this, so that none is made.
         """
+        return self.inspect_tenants(owns, []).get("traffic")

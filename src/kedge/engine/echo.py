@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
+from kedge.engine.base import Engine
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.validation import require_new_id, require_sensible, sensible_hints
+from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
@@ -119,7 +120,7 @@ class _Job:
     told_prompt: bool = False
 
 
-class EchoEngine:
+class EchoEngine(Engine):
     """An engine that answers every request with its script's text or, where there is none, with an echo of the last
     placeholder's bytes (of the whole prompt's, without placeholders), then EOS; with `ignore_eos`, again from the
     start.
@@ -134,6 +135,8 @@ class EchoEngine:
     next 1/8 and so on.
     """
 
+    tokenizer: ByteTokenizer
+
     def __init__(
         self, script: Script | None = None, *, delay_s: float = 0.0, max_prompt: int = 8192, capacity: int = 65536
     ) -> None:
@@ -146,10 +149,14 @@ class EchoEngine:
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
         self._closed = False
-        self.failure: BaseException | None = None
-        """See `fail`."""
+        self._failure: BaseException | None = None
         self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
         self._worker.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of `fail`."""
+        return self._failure
 
     @property
     def in_flight(self) -> frozenset[RequestId]:
@@ -202,13 +209,7 @@ class EchoEngine:
 
     def fail(self, error: BaseException) -> None:
         """End the engine as if its thread had died of `error`: what runs or waits ends, nothing new is accepted."""
-        self.failure = error
-        self.close()
-
-    def __enter__(self) -> EchoEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+        self._failure = error
         self.close()
 
     def _check_open(self) -> None:
@@ -235,7 +236,14 @@ class EchoEngine:
 
     def _serve(self) -> None:
         while jobs := self._next_jobs():
-            self._step(jobs)
+            full = False
+            for job in jobs:
+                if job.cancelled:
+                    self._end(job, FinishReason.CANCELLED)
+                elif job.lease is not None or (not full and self._admit(job)):
+                    self._advance(job)
+                else:
+                    full = True
             time.sleep(self._delay_s)
 
     def _next_jobs(self) -> list[_Job]:
@@ -245,16 +253,6 @@ class EchoEngine:
             for job in self._jobs.values():
                 job.cancelled = job.cancelled or self._closed
             return list(self._jobs.values())
-
-    def _step(self, jobs: list[_Job]) -> None:
-        full = False
-        for job in jobs:
-            if job.cancelled:
-                self._end(job, FinishReason.CANCELLED)
-            elif job.lease is not None or (not full and self._admit(job)):
-                self._advance(job)
-            else:
-                full = True
 
     def _admit(self, job: _Job) -> bool:
         request = job.request
@@ -269,7 +267,8 @@ class EchoEngine:
     def _advance(self, job: _Job) -> None:
         if not job.first_token:
             job.first_token = time.perf_counter()
-            job.prompt_logprobs = _of_prompt(job.request)
+            if (top := job.request.prompt_logprobs) is not None:
+                job.prompt_logprobs = (None, *(_made_up(token, top) for token in job.request.tokens[1:]))
         if not job.request.sampling.max_tokens:
             self._end(job, FinishReason.LENGTH)
             return
@@ -291,7 +290,9 @@ class EchoEngine:
     def _end(self, job: _Job, reason: FinishReason, text: str = "", tokens: Tokens = ()) -> None:
         text += job.text.push(b"", last=True)
         if job.lease is not None:
-            self.cache.finish(job.request.request_id, _tokens_with_kv(job))
+            # Others may reuse all but the last token, which was drawn and never read.
+            kept = () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
+            self.cache.finish(job.request.request_id, kept)
         with self._changed:
             del self._jobs[job.request.request_id]
             reason = FinishReason.CANCELLED if job.cancelled else reason
@@ -304,22 +305,10 @@ def _made_up(token: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, _HALF, tuple((other, at * _HALF) for at, other in enumerate(others, 1)))
 
 
-def _of_prompt(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
-    top = request.prompt_logprobs
-    return () if top is None else (None, *(_made_up(token, top) for token in request.tokens[1:]))
-
-
 def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None = None) -> TokenDelta:
     news, job.sent_logprobs = tuple(job.logprobs[job.sent_logprobs :]), len(job.logprobs)
     prompt, job.told_prompt = () if job.told_prompt else job.prompt_logprobs, True
     return TokenDelta(text, tokens, completion, news, prompt)
-
-
-def _tokens_with_kv(job: _Job) -> Tokens:
-    """Return the tokens that others may reuse: all but the last one, which was drawn and never read; none where reuse
-    is off.
-    """
-    return () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
 
 
 def _completion(job: _Job, reason: FinishReason) -> Completion:

@@ -154,7 +154,8 @@ def _retain(payload: Payload, wishes: Wishes) -> _Answer:
     wishes.keep(max(times))
     if None in lasting or max(times) > MAX_KEPT_SECONDS:
         return SHORTENED
-    return AS_A_WHOLE if parts != [payload] or _has_priority(payload) else KEPT
+    is_ranked = parts != [payload] or not payload.keys().isdisjoint(("priority", "value"))
+    return AS_A_WHOLE if is_ranked else KEPT
 
 
 def _priority(payload: Payload) -> float:
@@ -162,10 +163,6 @@ def _priority(payload: Payload) -> float:
     if type(value) not in (int, float):
         raise ValueError
     return float(value)
-
-
-def _has_priority(payload: Payload) -> bool:
-    return not payload.keys().isdisjoint(("priority", "value"))
 
 
 def _session(payload: Payload) -> str:

@@ -1,4 +1,4 @@
-"""Hints of a call, in whichever dialects they come, in one struct.
+"""Hints of a call, in whichever dialects of clients and servers they come, in one struct.
 
 Hints are advisory: unknown ones and out-of-range values are ignored and counted. Only `kedge.reuse`,
 `kedge.guard` and `kedge.bindings` change the answer and must be valid. If several dialects set a field, the first rule
@@ -7,19 +7,178 @@ wins.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kedge.errors import RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, read_actions
-from kedge.hints.cache_marks import cache_marks, longest
-from kedge.hints.dialects import BODY, CARRIERS, HEADERS, KEDGE, NO_HINTS, STRICT, UNSUPPORTED, Rule
-from kedge.hints.values import without_infinity
+from kedge.hints.values import (
+    MAX_HINT_AGENTS,
+    cache_marks,
+    kept_for,
+    longest,
+    read_expected,
+    read_kept,
+    read_seconds,
+    read_text,
+    read_ttl,
+    read_whole,
+    without_infinity,
+)
 from kedge.types import AgentId, ReuseMode, RunId, TurnHints, WorkflowId
+
+IN_MEMORY = "5m"
+"""How long OpenAI keeps an idle prompt in memory, at least"""
+
+
+class Rule(NamedTuple):
+    """Place of a hint in a dialect, the field of `Hints` that it sets, and the parser of its value."""
+
+    dialect: str
+    path: tuple[str, ...]
+    field: str
+    read: Callable[[Any], Any]
+
+
+def _seq(value: Any) -> int:
+    """Return a sequence number; a negative one too, which the forecast ignores and counts as such."""
+    if type(value) is not int or abs(value) >= 2**63:
+        raise ValueError
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 2**63:
+        raise ValueError
+    return float(value)
+
+
+def _negated(value: Any) -> float:
+    return -_number(value)
+
+
+def _flag(value: Any) -> bool:
+    if value in ("true", "True", "1", "false", "False", "0"):
+        return value in ("true", "True", "1")
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _steps(value: Any) -> dict[AgentId, float]:
+    if not isinstance(value, dict) or len(value) > MAX_HINT_AGENTS:
+        raise ValueError
+    return {AgentId(read_text(agent)): math.inf if steps is None else _number(steps) for agent, steps in value.items()}
+
+
+def _milliseconds(value: Any) -> float:
+    """Return a time that is given in milliseconds."""
+    return read_seconds(value) / 1000
+
+
+def _kept_milliseconds(value: Any) -> float:
+    return read_kept(_milliseconds(value))
+
+
+def _retention(value: Any) -> float:
+    """Return how long OpenAI's `prompt_cache_retention` asks to keep a prompt."""
+    return read_ttl(IN_MEMORY if value in ("in_memory", "in-memory") else value)
+
+
+def _id(value: Any) -> str:
+    """Return the id of a conversation, which stands alone or in an object."""
+    return read_text(value.get("id") if isinstance(value, Mapping) else value)
+
+
+def _joined(value: Any) -> str:
+    """Return SGLang's `extra_key`, which may be a list, as one text."""
+    return "\x1f".join(read_text(one) for one in value) if isinstance(value, list) else read_text(value)
+
+
+KEDGE = tuple(
+    Rule("kedge", ("kedge", name), to, read)
+    for name, to, read in (
+        ("workflow", "workflow", read_text),
+        ("run", "run", read_text),
+        ("agent", "agent", read_text),
+        ("client", "client", read_text),
+        ("seq", "seq", _seq),
+        ("steps", "steps", _steps),
+        ("fixed_tokens", "fixed_tokens", read_whole),
+        ("fixed_messages", "fixed_messages", read_whole),
+        ("pick", "pick", read_text),
+        ("session", "session", read_text),
+        ("parent", "parent", read_text),
+        ("returns_in", "returns_in", read_seconds),
+        ("keep_for", "keep_for", read_kept),
+        ("expects", "expects", read_expected),
+        ("final", "final", _flag),
+    )
+)
+BODY = (
+    Rule("openai", ("safety_identifier",), "end_user", read_text),
+    Rule("openai", ("user",), "end_user", read_text),
+    Rule("langgraph", ("metadata", "langgraph_node"), "agent", read_text),
+    Rule("langgraph", ("metadata", "thread_id"), "run", read_text),
+    Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", read_text),
+    Rule("agents-sdk", ("metadata", "group_id"), "run", read_text),
+    Rule("openai", ("prompt_cache_retention",), "keep_for", _retention),
+    Rule("vllm", ("session_id",), "session", read_text),
+    Rule("openai", ("conversation",), "session", _id),
+    Rule("vllm", ("request_id",), "request_id", read_text),
+    Rule("vllm", ("cache_salt",), "salt", read_text),
+    Rule("sglang", ("rid",), "request_id", read_text),
+    Rule("sglang", ("extra_key",), "salt", _joined),
+    Rule("dynamo", ("nvext", "agent_hints", "priority"), "priority", _number),
+    Rule("vllm", ("priority",), "priority", _negated),
+    Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", read_whole),
+    Rule("sglang", ("agent_hints", "workflow_id"), "workflow", read_text),
+    Rule("sglang", ("agent_hints", "agent_id"), "agent", read_text),
+    Rule("dynamo", ("nvext", "cache_control"), "keep_for", kept_for),
+    Rule("sglang", ("agent_hints", "cache_ttl_ms"), "keep_for", _kept_milliseconds),
+    Rule("sglang", ("agent_hints", "expected_tool_duration_ms"), "returns_in", _milliseconds),
+)
+HEADERS = (
+    Rule("dynamo", ("x-dynamo-session-id",), "session", read_text),
+    Rule("dynamo", ("x-dynamo-parent-session-id",), "parent", read_text),
+    Rule("dynamo", ("x-dynamo-session-final",), "final", _flag),
+    Rule("coding-agents", ("x-claude-code-agent-id",), "session", read_text),
+    Rule("coding-agents", ("x-claude-code-parent-agent-id",), "parent", read_text),
+    Rule("coding-agents", ("x-claude-code-session-id",), "session", read_text),
+    Rule("coding-agents", ("x-claude-code-session-id",), "run", read_text),
+    Rule("coding-agents", ("thread-id",), "session", read_text),
+    Rule("coding-agents", ("x-codex-parent-thread-id",), "parent", read_text),
+    Rule("coding-agents", ("session-id",), "run", read_text),
+    Rule("coding-agents", ("conversation_id",), "session", read_text),
+    Rule("coding-agents", ("session_id",), "session", read_text),
+    Rule("llm-d", ("session-id",), "session", read_text),
+    Rule("llm-d", ("x-session-id",), "session", read_text),
+    Rule("llm-d", ("x-session-affinity",), "session", read_text),
+    Rule("llm-d", ("x-parent-session-id",), "parent", read_text),
+)
+RULES = (*KEDGE, *BODY, *HEADERS)
+
+CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
+"""Pass-through fields of other servers, which may contain the `kedge` field, with their dialects."""
+STRICT = {"reuse", "guard", "bindings"}
+"""Fields of `kedge` that must be valid."""
+NO_HINTS = {
+    *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
+    *("prompt_cache_key", "previous_response_id"),
+}
+"""Known fields without an effect here: one engine has one cache, and nothing is stored."""
+UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, frozenset[str]]] = {
+    ("nvext",): ("dynamo", frozenset()),
+    ("nvext", "agent_hints"): ("dynamo", frozenset({"strict_priority", "speculative_prefill"})),
+    ("agent_hints",): ("sglang", frozenset({"step_id", "parent_step_id", "reuse_hint"})),
+}
+"""Objects with hints -> their dialect, and hints in them that are known and have no effect here"""
+
 
 M = TypeVar("M", bound=StrEnum)
 
@@ -111,34 +270,28 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             ignored[rule.dialect, IgnoredReason.BAD_VALUE] += 1
         else:
             given.setdefault(rule.field, parsed)
-    if "kv_hints" in body:
-        _take_actions(given, body["kv_hints"], ignored)
-    _take_marks(given, body, ignored)
-    _complete(given, headers, ends_run=body["kedge"].get("final") is True)
-    _count_unknown(body, ignored)
-    kedge = body["kedge"]
-    reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
-    return Hints(reuse=reuse, guard=guard, bindings=_bindings(kedge), **given), ignored
-
-
-def _take_actions(given: dict[str, Any], envelope: Any, ignored: IgnoredHints) -> None:
-    """Add what the actions of `kv_hints` ask for, except where other hints say it."""
-    wishes = read_actions(envelope)
-    ignored["kv_hints", IgnoredReason.UNSUPPORTED] += wishes.rejected
-    given["actions"] = tuple(wishes.outcomes)
-    if wishes.keep_for is not None:
-        given.setdefault("keep_for", wishes.keep_for)
-    if wishes.expects:
-        given.setdefault("expects", wishes.expects)
-
-
-def _take_marks(given: dict[str, Any], body: Mapping[str, Any], ignored: IgnoredHints) -> None:
-    """Add how long the marks in a conversation ask to keep it, except where other hints say it."""
+    if "kv_hints" in body:  # what its actions ask for, except where other hints say it
+        wishes = read_actions(body["kv_hints"])
+        ignored["kv_hints", IgnoredReason.UNSUPPORTED] += wishes.rejected
+        given["actions"] = tuple(wishes.outcomes)
+        if wishes.keep_for is not None:
+            given.setdefault("keep_for", wishes.keep_for)
+        if wishes.expects:
+            given.setdefault("expects", wishes.expects)
     if marks := cache_marks(body):
         try:
             given.setdefault("keep_for", longest(marks))
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
+    _complete(given, headers, ends_run=body["kedge"].get("final") is True)
+    _count_unknown(body, ignored)
+    kedge = body["kedge"]
+    reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
+    bindings = kedge.get("bindings")
+    is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
+    if bindings is not None and not is_read:
+        raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
+    return Hints(reuse=reuse, guard=guard, bindings=bindings, **given), ignored
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
@@ -177,13 +330,6 @@ def _mode(kedge: Mapping[str, Any], key: str, modes: type[M]) -> M | None:
     return None if value is None else modes(value)
 
 
-def _bindings(kedge: Mapping[str, Any]) -> Mapping[str, str] | None:
-    value = kedge.get("bindings")
-    if value is not None and not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
-        raise RequestError("kedge.bindings", value, "must be an object with a text for each placeholder")
-    return value
-
-
 def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
     known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
     ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints", "cache_control"} for name in body)
@@ -191,16 +337,11 @@ def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
     for name, dialect in CARRIERS:
         if name in body:
             ignored[dialect, IgnoredReason.UNSUPPORTED] += _count_others(body[name], {"kedge"})
-    for path in UNSUPPORTED:
-        _count_within(path, body, ignored)
-
-
-def _count_within(path: tuple[str, ...], body: Mapping[str, Any], ignored: IgnoredHints) -> None:
-    """Count the hints without an effect in one object of a body."""
-    (dialect, unsupported), data = UNSUPPORTED[path], _at(path, body)
-    effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
-    ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
-    ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
+    for path, (dialect, unsupported) in UNSUPPORTED.items():
+        data = _at(path, body)
+        effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
+        ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
+        ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
 
 
 def _at(path: tuple[str, ...], data: Any) -> Any:

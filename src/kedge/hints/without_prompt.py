@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kedge.hints.actions import SHARED, ActionOutcome, ActionResult
-from kedge.hints.call_hints import Hints, kedge_field
-from kedge.hints.dialects import KEDGE, STRICT
+from kedge.hints.call_hints import KEDGE, STRICT, Hints, kedge_field
 from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, MAX_KEPT_SECONDS, MAX_NAME_LENGTH
 
 OF_A_CALL = STRICT | {"fixed_tokens", "fixed_messages", "pick", "parent"}
@@ -87,13 +86,8 @@ def _refused(kedge: Mapping[str, Any]) -> Iterator[ActionOutcome]:
             yield ActionOutcome(name, "goes with a call, and means nothing without one")
         elif name not in rules:
             yield ActionOutcome(str(name)[:MAX_NAME_LENGTH], "unknown")
-        elif value is not None and not _is_read(rules[name].read, value):
-            yield ActionOutcome(name, ACCEPTED.get(name, NAME))
-
-
-def _is_read(read: Any, value: Any) -> bool:
-    try:
-        read(value)
-    except ValueError:
-        return False
-    return True
+        elif value is not None:
+            try:
+                rules[name].read(value)
+            except ValueError:
+                yield ActionOutcome(name, ACCEPTED.get(name, NAME))

@@ -34,7 +34,10 @@ def step_graph(name: str, edges: Sequence[StepEdge], joins: Iterable[tuple[Colle
     `joins` are pairs of several nodes that must all be done and the node that waits for them; other edges into a node
     are alternatives. Back edges are recognised.
     """
-    requirements = _requirements(edges, joins)
+    joined = [_Requirement(frozenset(members), target) for members, target in joins]
+    pairs = {(member, one.target) for one in joined for member in one.members}
+    single = [_Requirement(frozenset({edge.source}), edge.target) for edge in edges if edge[:2] not in pairs]
+    requirements = [one for one in (*dict.fromkeys(single), *joined) if one.target not in (START, END)]
     after = _first_requirements(requirements)
     loops: dict[str, list[frozenset[str]]] = {node: [] for node in after}
     for members, target in requirements:
@@ -44,13 +47,6 @@ def step_graph(name: str, edges: Sequence[StepEdge], joins: Iterable[tuple[Colle
     taken = {(one, node) for node in after for members in (*after[node], *loops[node]) for one in members}
     odds = _odds(edges, after, taken)
     return StepGraph(name, tuple(Node(node, after[node], loops[node], odds.get(node, {})) for node in after))
-
-
-def _requirements(edges: Sequence[StepEdge], joins: Iterable[tuple[Collection[str], str]]) -> list[_Requirement]:
-    joined = [_Requirement(frozenset(members), target) for members, target in joins]
-    pairs = {(member, one.target) for one in joined for member in one.members}
-    single = [_Requirement(frozenset({edge.source}), edge.target) for edge in edges if edge[:2] not in pairs]
-    return [one for one in (*dict.fromkeys(single), *joined) if one.target not in (START, END)]
 
 
 def _first_requirements(requirements: Sequence[_Requirement]) -> dict[str, list[frozenset[str]]]:

@@ -42,14 +42,14 @@ class Follower:
         with self._lock:
             self._running[agent] += 1
             if self._progress is not None and self._running[agent] == 1:
-                self._progress.started(agent)
+                self._progress.run.started(AgentId(agent), 0.0)
 
     def finished(self, agent: str) -> None:
         """Note that `agent` has finished; it is done once all its starts have finished."""
         with self._lock:
             self._running[agent] -= 1
             if self._progress is not None and not self._running[agent]:
-                self._progress.finished(agent)
+                self._progress.run.finished(AgentId(agent), 0.0)
 
     @contextmanager
     def calling(self, agent: str) -> Iterator[dict[str, Any]]:
@@ -91,15 +91,9 @@ class _Progress:
     def __init__(self, graph: StepGraph) -> None:
         self._board = ForecastBoard(ttl=math.inf)
         self._key = RunKey(Namespace(TenantId("")), "", RunId(""))
-        self._run = RunProgress(graph, self._key, self._board)
-        self._run.state = RunState(done=frozenset(node for node in graph.ids if node == START))
-        self._run.begin(0.0)
-
-    def started(self, agent: str) -> None:
-        self._run.started(AgentId(agent), 0.0)
-
-    def finished(self, agent: str) -> None:
-        self._run.finished(AgentId(agent), 0.0)
+        self.run = RunProgress(graph, self._key, self._board)
+        self.run.state = RunState(done=frozenset(node for node in graph.ids if node == START))
+        self.run.begin(0.0)
 
     @property
     def steps(self) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ with each call. An agent is named by its node, one in a subgraph by its path: `r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,17 +63,12 @@ class ChatOpenAI(langchain_openai.ChatOpenAI):
 def _hints(config: RunnableConfig, client: OpenAI | None) -> dict[str, Any]:
     """Return the hints for a call with this config: outside of an attached graph from its metadata alone."""
     metadata = config["metadata"]
-    for watcher in _watchers(config):
-        if hints := watcher.call(_place(metadata), client):
+    callbacks = config["callbacks"]
+    for watcher in callbacks.handlers if isinstance(callbacks, BaseCallbackManager) else callbacks or ():
+        if isinstance(watcher, _RunWatcher) and (hints := watcher.call(_place(metadata), client)):
             return hints
     agent, run = ":".join(_names(_place(metadata))), metadata.get("thread_id")
     return {"agent": agent, **({"run": str(run)} if run else {})} if agent else {}
-
-
-def _watchers(config: RunnableConfig) -> Iterator[_RunWatcher]:
-    callbacks = config["callbacks"]
-    handlers = callbacks.handlers if isinstance(callbacks, BaseCallbackManager) else callbacks or ()
-    return (handler for handler in handlers if isinstance(handler, _RunWatcher))
 
 
 def _place(metadata: Metadata) -> str:
@@ -148,46 +143,33 @@ class _RunWatcher(BaseCallbackHandler):
         place = _place(metadata)
         if place in self._tasks:
             return
-        run = self._around(place, parent_run_id)
+        run, around = self._runs.get(parent_run_id) if parent_run_id else None, place
+        while around := around.rpartition("|")[0]:
+            if around in self._tasks:
+                run = self._tasks[around].run
+                break
         if run is None:
-            self._begin(run_id, place, metadata)
+            thread = (metadata or {}).get("thread_id")
+            follower = Follower(self._workflow, self._graph, str(thread or ""), self._client_id)
+            self._runs[run_id] = _GraphRun(follower, len(_names(place)))
         elif place:
-            self._start(run_id, run, place)
+            task = _NodeTask(run, ":".join(_names(place)[run.depth :]))
+            self._tasks[place], self._places[run_id] = task, place
+            run.follower.started(task.agent)
+            if task.agent not in self._callers:  # it is not known to call a model: its start is sent by itself
+                self._sender.send(run.follower.hints())
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
         """Note that a graph, a node, or something in a node has ended."""
-        self._end(run_id)
-
-    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
-        """Note the end, as `on_chain_end` does."""
-        self._end(run_id)
-
-    def _around(self, place: str, parent: UUID | None) -> _GraphRun | None:
-        """Return the run that a node at this place belongs to."""
-        while place := place.rpartition("|")[0]:
-            if place in self._tasks:
-                return self._tasks[place].run
-        return self._runs.get(parent) if parent else None
-
-    def _begin(self, run_id: UUID, place: str, metadata: Metadata) -> None:
-        thread = (metadata or {}).get("thread_id")
-        follower = Follower(self._workflow, self._graph, str(thread or ""), self._client_id)
-        self._runs[run_id] = _GraphRun(follower, len(_names(place)))
-
-    def _start(self, run_id: UUID, run: _GraphRun, place: str) -> None:
-        """Note that a node starts. If it is not known to call a model, its start is sent by itself."""
-        task = _NodeTask(run, ":".join(_names(place)[run.depth :]))
-        self._tasks[place], self._places[run_id] = task, place
-        run.follower.started(task.agent)
-        if task.agent not in self._callers:
-            self._sender.send(run.follower.hints())
-
-    def _end(self, run_id: UUID) -> None:
         if place := self._places.pop(run_id, None):
             task = self._tasks.pop(place)
             task.run.follower.finished(task.agent)
         elif run := self._runs.pop(run_id, None):
             self._sender.send(run.follower.final_hints(), required=True)
+
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
+        """Note the end, as `on_chain_end` does."""
+        self.on_chain_end(None, run_id=run_id)
 
 
 class _HintSender:
@@ -233,26 +215,17 @@ def _without_ends_of_subgraphs(drawn: Sequence[StepEdge]) -> list[StepEdge]:
 def _joins(graph: Pregel[Any, Any, Any, Any], drawn: Sequence[StepEdge]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the joins of `graph` and its subgraphs, which are not among the drawn edges."""
     for prefix, level in (("", graph), *((f"{way}|", one) for way, one in graph.get_subgraphs(recurse=True))):
-        for members, target in _waiting(level):
-            ends = [_ends(drawn, f"{prefix}{member}".replace("|", ":")) for member in members]
-            starts = _starts(drawn, f"{prefix}{target}".replace("|", ":"))
+        waiting = sorted(level.builder.waiting_edges) if isinstance(level, CompiledStateGraph) else ()
+        for members, target in waiting:
+            ends = [_outermost(drawn, f"{prefix}{member}".replace("|", ":"), 0) for member in members]
+            starts = _outermost(drawn, f"{prefix}{target}".replace("|", ":"), 1)
             yield from itertools.product(itertools.product(*ends), starts)
 
 
-def _waiting(level: object) -> Iterable[tuple[tuple[str, ...], str]]:
-    return sorted(level.builder.waiting_edges) if isinstance(level, CompiledStateGraph) else ()
-
-
-def _ends(drawn: Sequence[StepEdge], node: str) -> list[str]:
-    """Return `node`, or the last nodes of the subgraph in its place."""
-    inside = {edge.source for edge in drawn if _is_in(edge.source, node) and not _is_in(edge.target, node)}
-    return sorted(inside) or [node]
-
-
-def _starts(drawn: Sequence[StepEdge], node: str) -> list[str]:
-    """Return `node`, or the first nodes of the subgraph in its place."""
-    inside = {edge.target for edge in drawn if _is_in(edge.target, node) and not _is_in(edge.source, node)}
-    return sorted(inside) or [node]
+def _outermost(drawn: Sequence[StepEdge], node: str, side: int) -> list[str]:
+    """Return `node`, or what is in its place of a subgraph: its last nodes (`side` 0) or its first ones (1)."""
+    ends = [(edge.source, edge.target)[:: 1 - 2 * side] for edge in drawn]
+    return sorted({one for one, other in ends if _is_in(one, node) and not _is_in(other, node)}) or [node]
 
 
 def _is_in(one: str, node: str) -> bool:

@@ -8,7 +8,6 @@ Whatever uses the run's config belongs to the run: one call of the `Runner`, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
@@ -21,7 +20,7 @@ from kedge.workflow.graph import Workflow
 from kedge.workflow.step_graph import StepGraph
 
 try:
-    from agents import Agent, Handoff, OpenAIProvider, RunConfig
+    from agents import Agent, OpenAIProvider, RunConfig
     from agents.run import CallModelData, ModelInputData
     from openai import AsyncOpenAI
 except ImportError as error:
@@ -67,42 +66,30 @@ def workflow(
 
 def step_graph(first: Agent[Any]) -> StepGraph:
     """Return the step graph of the agents that `first` leads to. Agents with the same name are one node."""
-    return graph_of(first.name, [StepEdge(START, first.name), *_edges(first)])
-
-
-def _edges(first: Agent[Any]) -> Iterator[StepEdge]:
-    seen, todo = {first.name}, [first]
+    edges, seen, todo = [StepEdge(START, first.name)], {first.name}, [first]
     while todo:
         agent = todo.pop()
-        yield from _choices(agent)
-        for other in (*_handoffs(agent).values(), *_agents_as_tools(agent)):
+        found = (getattr(tool, "_agent_instance", None) for tool in agent.tools)  # the SDK has no public accessor
+        handoffs, helpers = _handoffs(agent), [helper for helper in found if helper is not None]
+        # the model chooses: the answer, a handoff, an agent that reports back, or a tool and another call
+        again = [agent.name] if len(agent.tools) > len(helpers) or agent.mcp_servers else []
+        targets = (END, *handoffs, *(helper.name for helper in helpers), *again)
+        edges += [StepEdge(agent.name, target, chosen=True) for target in targets]
+        edges += [StepEdge(helper.name, agent.name, chosen=True) for helper in helpers]
+        for other in (*handoffs.values(), *helpers):
             if other is not None and other.name not in seen:
                 seen.add(other.name)
                 todo.append(other)
-
-
-def _choices(agent: Agent[Any]) -> Iterator[StepEdge]:
-    """Yield the model's choices: the answer, a handoff, an agent that reports back, or a tool and another call."""
-    helpers = [helper.name for helper in _agents_as_tools(agent)]
-    again = [agent.name] if len(agent.tools) > len(helpers) or agent.mcp_servers else []
-    for target in (END, *_handoffs(agent), *helpers, *again):
-        yield StepEdge(agent.name, target, chosen=True)
-    for helper in helpers:
-        yield StepEdge(helper, agent.name, chosen=True)
+    return graph_of(first.name, edges)
 
 
 def _handoffs(agent: Agent[Any]) -> dict[str, Agent[Any] | None]:
     """Return the handoffs' agents by name, None for one that only the SDK's own code can resolve."""
-    return dict(_handoff(one) for one in agent.handoffs)
-
-
-def _handoff(one: Agent[Any] | Handoff[Any, Any]) -> tuple[str, Agent[Any] | None]:
-    if isinstance(one, Agent):
-        return one.name, one
-    known = getattr(one, "_agent_ref", None)  # the SDK has no public accessor for a handoff's agent
-    return one.agent_name, known() if known is not None else None
-
-
-def _agents_as_tools(agent: Agent[Any]) -> list[Agent[Any]]:
-    found = (getattr(tool, "_agent_instance", None) for tool in agent.tools)  # as for handoffs
-    return [helper for helper in found if helper is not None]
+    found: dict[str, Agent[Any] | None] = {}
+    for one in agent.handoffs:
+        if isinstance(one, Agent):
+            found[one.name] = one
+        else:
+            known = getattr(one, "_agent_ref", None)  # the SDK has no public accessor for a handoff's agent
+            found[one.agent_name] = known() if known is not None else None
+    return found

@@ -36,6 +36,8 @@ HINTS_TIMEOUT = 5.0
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _acting: ContextVar[str] = ContextVar("kedge_acting", default="")
+Flow = str | Workflow | StepGraph
+Client = TypeVar("Client", OpenAI, AsyncOpenAI)
 
 
 @contextmanager
@@ -53,33 +55,13 @@ def set_acting(agent: str) -> None:
     _acting.set(agent)
 
 
-Flow = str | Workflow | StepGraph
-Client = TypeVar("Client", OpenAI, AsyncOpenAI)
-
-
-class _Caller:
-    """The agent that makes the calls of a client."""
-
-    def __init__(self, follower: Follower, agent: Callable[[], str]) -> None:
-        self._follower, self._agent = follower, agent
-
-    @contextmanager
-    def call(self, path: str, options: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the options of a call with its hints. A call that streams counts as finished when its answer begins."""
-        if path not in GENERATIONS:
-            yield options
-            return
-        with self._follower.calling(self._agent()) as hints:
-            yield with_hints(options, "extra_json", hints)
-
-
 class _ClientRun(ABC, Generic[Client]):
     """One run of a workflow. Its clients are copies of the given one and share its connections."""
 
     def __init__(self, client: Client, follower: Follower) -> None:
         self._given: Client = client
         self._follower = follower
-        self.client: Client = self._calling(_Caller(follower, _acting.get))
+        self.client: Client = self._calling(_acting.get)
         """A client whose calls are made by the agent set with `acting`."""
 
     @property
@@ -89,11 +71,20 @@ class _ClientRun(ABC, Generic[Client]):
 
     def agent(self, name: str) -> Client:
         """Return a client whose calls are this agent's."""
-        return self._calling(_Caller(self._follower, lambda: name))
+        return self._calling(lambda: name)
 
     @abstractmethod
-    def _calling(self, caller: _Caller) -> Client:
-        """Return a copy of the given client whose calls are made by `caller`."""
+    def _calling(self, agent: Callable[[], str]) -> Client:
+        """Return a copy of the given client whose calls are made by `agent`."""
+
+    @contextmanager
+    def _call(self, agent: str, path: str, options: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the options of a call with its hints. A call that streams counts as finished when its answer begins."""
+        if path not in GENERATIONS:
+            yield options
+            return
+        with self._follower.calling(agent) as hints:
+            yield with_hints(options, "extra_json", hints)
 
 
 class WorkflowRun(_ClientRun[OpenAI]):
@@ -107,12 +98,12 @@ class WorkflowRun(_ClientRun[OpenAI]):
         if hints := self._follower.final_hints():
             send_hints(self._given, hints)
 
-    def _calling(self, caller: _Caller) -> OpenAI:
+    def _calling(self, agent: Callable[[], str]) -> OpenAI:
         copy = self._given.copy()
         post = copy.post
 
         def post_with_hints(path: str, *, options: Mapping[str, Any] = _NOTHING, **rest: Any) -> Any:
-            with caller.call(path, options) as hinted:
+            with self._call(agent(), path, options) as hinted:
                 return post(path, options=hinted, **rest)
 
         copy.post = post_with_hints  # type: ignore[method-assign] # every route of the copy goes through it
@@ -132,12 +123,12 @@ class AsyncWorkflowRun(_ClientRun[AsyncOpenAI]):
             with _ignoring_errors():
                 await client.post("/hints", body={"kedge": hints}, cast_to=object)
 
-    def _calling(self, caller: _Caller) -> AsyncOpenAI:
+    def _calling(self, agent: Callable[[], str]) -> AsyncOpenAI:
         copy = self._given.copy()
         post = copy.post
 
         async def post_with_hints(path: str, *, options: Mapping[str, Any] = _NOTHING, **rest: Any) -> Any:
-            with caller.call(path, options) as hinted:
+            with self._call(agent(), path, options) as hinted:
                 return await post(path, options=hinted, **rest)
 
         copy.post = post_with_hints  # type: ignore[method-assign] # every route of the copy goes through it

@@ -42,14 +42,14 @@ class BlockSums:
 
     def of(self, runs: Iterable[tuple[int, int]]) -> Sums:
         """Return the checksums of runs of blocks `(first, count)`, one after the other. Waits for the device."""
-        return np.concatenate([_NONE, *(self._of_run(first, count) for first, count in runs)])
-
-    def _of_run(self, first: int, count: int) -> Sums:
-        total: Any = 0
-        for pool, (outer, places) in zip(self._pools, self._weights, strict=True):
-            weigh = _weighed_on_gpu if pool.is_cuda else _weighed_on_one_thread
-            total = total + weigh(pool[:, first : first + count], outer, places)
-        return total.cpu().numpy() if isinstance(total, Tensor) else total
+        found = [_NONE]
+        for first, count in runs:
+            total: Any = 0
+            for pool, (outer, places) in zip(self._pools, self._weights, strict=True):
+                weigh = _weighed_on_gpu if pool.is_cuda else _weighed_on_one_thread
+                total = total + weigh(pool[:, first : first + count], outer, places)
+            found.append(total.cpu().numpy() if isinstance(total, Tensor) else total)
+        return np.concatenate(found)
 
 
 class Seals:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from kedge.kv.checksums import Seals
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 PIECE, GPU_PIECE = 1 << 20, 8 << 20
 """Bytes after which a copy yields to a more urgent one: well below a millisecond."""
 
@@ -122,7 +120,7 @@ class PoolCopier:
 
     def drain(self) -> list[Copied]:
         """Return the copies that have ended since the last call."""
-        return _taken(self._ended)
+        return [self._ended.get_nowait() for _ in range(self._ended.qsize())]
 
     def close(self) -> None:
         """End the thread after the piece under way. Idempotent."""
@@ -137,26 +135,24 @@ class PoolCopier:
     # the copier's thread --------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while order := self._next():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._orders or self._closed.is_set())
+                if self._closed.is_set():
+                    return
+                order = min(self._orders.values(), key=lambda order: order.rank)
             if copied := self._advance(order):
                 with self._changed:
                     del self._orders[copied.copy_id]
                 self._ended.put(copied)
                 self._on_copied()
 
-    def _next(self) -> _Order | None:
-        """Wait for something to copy. Returns None once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._orders or self._closed.is_set())
-            return None if self._closed.is_set() else min(self._orders.values(), key=lambda order: order.rank)
-
     def _advance(self, order: _Order) -> Copied | None:
         """Copy the next piece. Returns the end of the copy where that was its last one."""
         began = self._clock.now()
         piece = slice(order.done, order.done + self._piece)
         try:
-            self._copy(order, piece)
-            order.corrupt += self._verified(order, piece)
+            order.corrupt += self._copy(order, piece)
         except Exception:  # whatever a driver raises: the cache counts it and computes the blocks
             logger.exception("copy %s failed", order.copy.copy_id)
             return Copied(order.copy.copy_id, ok=False)
@@ -167,33 +163,29 @@ class PoolCopier:
         is_whole = order.done == len(order.copy.sources)
         return Copied(order.copy.copy_id, True, order.seconds, order.corrupt) if is_whole else None
 
-    def _copy(self, order: _Order, piece: slice) -> None:
-        """Return once the target holds the data."""
+    def _copy(self, order: _Order, piece: slice) -> tuple[int, ...]:
+        """Copy a piece, and note the checksums of what goes to the host. Returns, once the target holds the data, which
+        blocks of the order came back corrupted.
+        """
         runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
+        is_load = order.copy.direction is Direction.LOAD
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             if self._stream and order.after:
                 self._stream.wait_event(order.after)
             for host, device in self._pools:
-                source, target = (host, device) if order.copy.direction is Direction.LOAD else (device, host)
-                self._copy_runs(source, target, runs)
+                source, target = (host, device) if is_load else (device, host)
+                copy_slots = _copy_by_layer if self._cuda else _copy_on_one_thread
+                for first, to, count in runs:
+                    size = count * self._block_size
+                    a, b = first * self._block_size, to * self._block_size
+                    copy_slots(source[:, a : a + size], target[:, b : b + size])
         if self._stream:
             self._stream.synchronize()
-
-    def _verified(self, order: _Order, piece: slice) -> tuple[int, ...]:
-        """Note the checksums of what went to the host. Returns which blocks of the order came back corrupted."""
-        runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if order.copy.direction is Direction.LOAD:
+            if is_load:
                 return tuple(piece.start + at for at in self.seals.broken(runs))
             self.seals.note(runs)
         return ()
-
-    def _copy_runs(self, source: Tensor, target: Tensor, runs: list[tuple[int, int, int]]) -> None:
-        copy_slots = _copy_by_layer if self._cuda else _copy_on_one_thread
-        for first, to, count in runs:
-            size = count * self._block_size
-            a, b = first * self._block_size, to * self._block_size
-            copy_slots(source[:, a : a + size], target[:, b : b + size])
 
 
 class TorchCopier(PoolCopier):
@@ -231,15 +223,7 @@ def _copy_by_layer(source: Tensor, target: Tensor) -> None:
 
 
 def _copy_on_one_thread(source: Tensor, target: Tensor) -> None:
-    """Copy all layers at once. NumPy copies on the calling thread, where PyTorch would take all cores."""
-    _bytes(target)[...] = _bytes(source)
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """Return a view as a NumPy array of bytes, whatever the dtype: NumPy has no bfloat16."""
-    return tensor.view(torch.uint8).numpy()
-
-
-def _taken(items: queue.SimpleQueue[T]) -> list[T]:
-    """Return all that is in the queue now. Only one thread may call this."""
-    return [items.get_nowait() for _ in range(items.qsize())]
+    """Copy all layers at once, as bytes, since NumPy has no bfloat16. It copies on the calling thread, where PyTorch
+    would take all cores.
+    """
+    target.view(torch.uint8).numpy()[...] = source.view(torch.uint8).numpy()

@@ -169,16 +169,11 @@ def _unservable(config: PretrainedConfig) -> str | None:
         return "ALiBi: positions are a bias of the scores, not a rotation of the keys"
     if not getattr(config, "num_attention_heads", None) or not (ropes(config) or layer_types & RECURRENT):
         return "no rotary position embedding in its config"
-    return _incomplete(config)
-
-
-def _incomplete(config: PretrainedConfig) -> str | None:
-    """Return the size that the config does not give as a single number, or None."""
     sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
     one = _layers(config)[0]
     sizes.append("head_dim" if getattr(one, "head_dim", None) else "hidden_size")
-    odd = [name for name in sizes if not isinstance(getattr(one, name, None), int)]
-    return f"its config has no single `{odd[0]}`" if odd else None
+    unknown = [name for name in sizes if not isinstance(getattr(one, name, None), int)]
+    return f"its config has no single `{unknown[0]}`" if unknown else None
 
 
 def translation_refusal(config: PretrainedConfig) -> str | None:
@@ -209,13 +204,7 @@ def mixed_layers(config: PretrainedConfig) -> str | None:
         return "its layers rotate in different ways: a key has no single unrotated form"
     if 0 in (getattr(config, "no_rope_layers", None) or ()):
         return "some of its layers do not rotate keys"
-    if _slides(config):
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "sliding_window", None) and (not kinds or "sliding_attention" in kinds):
         return f"sliding-window attention (window {config.sliding_window}): a token does not see its whole context"
     return None
-
-
-def _slides(config: PretrainedConfig) -> bool:
-    if not getattr(config, "sliding_window", None):
-        return False
-    layer_types = getattr(config, "layer_types", None)
-    return "sliding_attention" in layer_types if layer_types else True

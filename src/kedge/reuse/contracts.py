@@ -164,28 +164,6 @@ class Bases(Tiered, Protocol):
     def stats(self) -> Any: ...
 
 
-class Costs(Protocol):
-    """What translating costs against computing (`EngineCosts`)."""
-
-    def translation_pays(self, tokens: int, spared: float) -> bool:
-        """Return whether translating a segment of `tokens` tokens, of which `spared` need not be computed then, takes
-        less time than computing it.
-        """
-
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
-        """Return whether a base prefill of `base_tokens` tokens takes less time than so many readers save by it."""
-
-
-class NoCosts:
-    """`Costs` of an engine that does not measure them: translation always pays."""
-
-    def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
-        return True
-
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
-        return True
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A part of a base prefill that is kept, and where it goes."""

@@ -76,20 +76,16 @@ class LinearCost:
         """Seconds for each feature."""
         return list(self._seconds)
 
-    def _add_up(self) -> None:
-        """Add the observations since the last fit to the sums, each with its weight."""
-        rows = np.array([counts for counts, _ in self._recent], dtype=np.float64)
-        seconds = np.array([seconds for _, seconds in self._recent])
-        weighted = rows * FORGET ** np.arange(len(rows) - 1, -1, -1)[:, None]
-        faded = FORGET ** len(rows)
-        self._squares = faded * self._squares + weighted.T @ rows
-        self._sums = faded * self._sums + seconds @ weighted
-        self._recent.clear()
-
     def _fit(self) -> list[float]:
         """Solve the ridge regression around the prior; negative coefficients become 0."""
-        if self._recent:
-            self._add_up()
+        if self._recent:  # they are added to the sums, each with its weight
+            rows = np.array([counts for counts, _ in self._recent], dtype=np.float64)
+            seconds = np.array([seconds for _, seconds in self._recent])
+            weighted = rows * FORGET ** np.arange(len(rows) - 1, -1, -1)[:, None]
+            faded = FORGET ** len(rows)
+            self._squares = faded * self._squares + weighted.T @ rows
+            self._sums = faded * self._sums + seconds @ weighted
+            self._recent.clear()
         ridge = np.diag(self._ridge * np.diag(self._squares) + 1e-12)
         left, right = self._squares + ridge, self._sums + ridge @ self._prior
         free = np.ones(len(right), dtype=bool)
@@ -109,7 +105,8 @@ class EngineCosts:
 
     def __init__(self, *, by_cost: bool = True) -> None:
         """Start without observations. With `by_cost=False` translation always pays: for measurements and tests."""
-        self._by_cost = by_cost
+        self.is_by_cost = by_cost
+        """Whether what takes longer than computing is not to be done"""
         self._passes = LinearCost((1e-2, 1e-4, 1e-4))
         self._translations = LinearCost((1e-3, 1e-6))
 
@@ -125,11 +122,6 @@ class EngineCosts:
     def observe_translation(self, segments: int, tokens: int, seconds: float) -> None:
         """Record that matching, blending and writing `tokens` tokens of `segments` segments took `seconds`."""
         self._translations.observe((segments, tokens), seconds)
-
-    @property
-    def is_by_cost(self) -> bool:
-        """Whether what takes longer than computing is not to be done."""
-        return self._by_cost
 
     def pass_seconds(self, tokens: int, sequences: int) -> float:
         """Return the expected seconds of a pass."""
@@ -150,14 +142,14 @@ class EngineCosts:
         """Return whether translating a segment of `tokens` tokens, which saves computing `spared` of them, is expected
         to take less time than computing all of it.
         """
-        return not self._by_cost or self._translation_saves(tokens, spared) > 0
+        return not self.is_by_cost or self._translation_saves(tokens, spared) > 0
 
     def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
         """Return whether a base prefill of `base_tokens` tokens takes less time than it saves for `readers` readers of
         its value, each as in `translation_pays`.
         """
         saved = readers * self._translation_saves(tokens, spared)
-        return not self._by_cost or saved > self.added_seconds(base_tokens, 1)
+        return not self.is_by_cost or saved > self.added_seconds(base_tokens, 1)
 
     def ahead_pays(self, tokens: int, running: int) -> bool:
         """Return whether to compute `tokens` tokens before their request arrives, beside `running` running requests.
@@ -166,7 +158,7 @@ class EngineCosts:
         pass.
         """
         delay = running * self.added_seconds(0, 1)
-        return not self._by_cost or self.added_seconds(tokens, 0) > CERTAIN * delay
+        return not self.is_by_cost or self.added_seconds(tokens, 0) > CERTAIN * delay
 
     def _translation_saves(self, tokens: int, spared: float) -> float:
         return float(self._passes.coefficients[1] * spared - self._translations.of((1, tokens)))

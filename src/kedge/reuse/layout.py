@@ -77,15 +77,11 @@ def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True)
     for at, here in enumerate(request.segments[:-1]):
         if own := () if here.is_answer and not of_answers else here.trail[:most]:
             after = segments[at + 1]
-            segments[at] = _holding(here, own)
+            tokens, text = here.tokens + own if here.tokens else (), here.placeholder_text + own
+            segments[at] = replace(here, tokens=tokens, placeholder_text=text, trail=(), held=own)
             segments[at + 1] = replace(after, tokens=after.tokens[len(own) :])
     kept = tuple(one for one in segments if one.tokens or one.is_placeholder)
     return replace(request, segments=kept, trail=request.trail[:most] if of_answers else ())
-
-
-def _holding(value: Segment, own: Tokens) -> Segment:
-    tokens = value.tokens + own if value.tokens else ()
-    return replace(value, tokens=tokens, placeholder_text=value.placeholder_text + own, trail=(), held=own)
 
 
 def known_segments(request: GenerateRequest) -> int:

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedge.reuse.contracts import (
     KV,
     Anchors,
     BaseEntry,
     Bases,
-    Costs,
     Estimate,
-    NoCosts,
     PlaceholderSite,
     PoolKey,
     SampleView,
@@ -31,11 +29,13 @@ from kedge.reuse.layout import (
     template_key,
 )
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
-from kedge.reuse.savings import Savings
 from kedge.settings import PlannerSettings
-from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
+from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
 
-NO_COSTS = NoCosts()
+if TYPE_CHECKING:
+    from kedge.reuse.costs import EngineCosts
+
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
 SPARSE = 8
@@ -45,6 +45,39 @@ MAX_WEAK_SENTINELS = 8
 CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNLEARNED = "nothing is known yet of the template behind this value"
+MAX_PLACEHOLDERS = 1024
+FORGET = 0.95
+"""Factor on the weight of a translation at every later one of the same placeholder."""
+TRIED = 16
+"""One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    tokens: float = 0.0
+    spared: float = 0.0
+
+
+class Savings:
+    """How much of a value translating it saves, by placeholder: averages over what was translated lately. Bounded."""
+
+    def __init__(self) -> None:
+        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict(MAX_PLACEHOLDERS)
+
+    def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
+        """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""
+        sums = self._sums.use(placeholder, _Sums)
+        sums.tokens, sums.spared = FORGET * sums.tokens + tokens, FORGET * sums.spared + spared
+
+    def expected(self, placeholder: PoolKey, value: Tokens) -> float:
+        """Return how many of a value's tokens translating it is expected to save.
+
+        All of them while nothing is known, and for one value in `TRIED`, the same one for all its readers.
+        """
+        sums = self._sums.get(placeholder)
+        if sums is None or not sums.tokens or hash(value) % TRIED == 0:
+            return len(value)
+        return len(value) * sums.spared / sums.tokens
 
 
 @dataclass(slots=True)
@@ -77,11 +110,6 @@ class Draft:
     @property
     def exact_tokens(self) -> int:
         return sum(map(len, self.exact))
-
-    def look_at(self, request: GenerateRequest) -> None:
-        """Take the request as it is now; it is laid out again only where it has changed."""
-        if request is not self.request:
-            self.request, self.placed = request, layout(request)
 
     def computed(self, start: int) -> list[int]:
         """Return the positions from `start` on that run through the model, ascending."""
@@ -117,7 +145,7 @@ class Planner:
     """
 
     def __init__(
-        self, anchors: Anchors, bases: Bases, policy: PlannerSettings, refusal: str | None, costs: Costs = NO_COSTS
+        self, anchors: Anchors, bases: Bases, policy: PlannerSettings, refusal: str | None, costs: EngineCosts
     ) -> None:
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
         self._costs, self._savings = costs, Savings()
@@ -147,14 +175,16 @@ class Planner:
         prefix segments. With `again`, which is for drafts of which nothing has been computed yet, template text that
         other prompts have left since is moved, too.
         """
-        draft.look_at(request)
+        if request is not draft.request:
+            draft.request, draft.placed = request, layout(request)
         if again:
             texts, draft.texts = draft.texts, []
             for value, text in texts:
                 self._move_after(request, draft, value, text)
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
-        if self._may_translate(request):
+        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
+        if wanted and self._refusal is None:
             pairs = zip(known, [*known[1:], None], strict=True) if known else ()
             for here, after in islice(pairs, draft.drafted, None):
                 self._fill(request, draft, here, after)
@@ -163,15 +193,13 @@ class Planner:
     def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
         """Return the plan of a request that has been drafted to its end."""
         if not draft.dense:
-            self._compute_end(draft, draft.placed[-1])
+            last = draft.placed[-1]
+            for position in range(last.start if self._policy.recompute_tail else last.stop - 1, last.stop):
+                self._compute(draft, position)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
             if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
-
-    def _may_translate(self, request: GenerateRequest) -> bool:
-        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
-        return wanted and self._refusal is None
 
     def _fill(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None) -> None:
         """Draft a placeholder. Where computing it would teach something about it, that is done, and where nothing may
@@ -230,10 +258,15 @@ class Planner:
         if not self.needs_anchors(request, here, after):
             self._move_after(request, draft, here, after)
             return False
-        is_translated = self._fill_after(draft, after, estimate, prefixes)
-        if teaches and not is_translated:
-            draft.moved.append(here.index)
-        return teaches and not is_translated
+        if estimate.prefix is None or after.index not in prefixes:
+            draft.misses.append(Miss(after.segment.name, UNLEARNED))
+            if teaches:
+                draft.moved.append(here.index)
+            return teaches
+        weak = estimate.weak_prefix_positions()
+        if self._costs.translation_pays(len(after), len(after) - len(weak)):
+            self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
+        return False
 
     def _estimate(
         self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None, sample: SampleView
@@ -258,16 +291,6 @@ class Planner:
         """Return whether a value is always moved without anchors, in whichever agent's prompt."""
         is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
         return self._policy.move == "always" and can_move(here.segment) and is_short
-
-    def _fill_after(self, draft: Draft, after: Placed, estimate: Estimate, prefixes: Mapping[int, KV]) -> bool:
-        """Draft the prefix segment after a translated value. Returns whether it could be translated."""
-        if estimate.prefix is None or after.index not in prefixes:
-            draft.misses.append(Miss(after.segment.name, UNLEARNED))
-            return False
-        weak = estimate.weak_prefix_positions()
-        if self._costs.translation_pays(len(after), len(after) - len(weak)):
-            self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
-        return True
 
     def _move_after(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed) -> None:
         """Draft the prefix segment after a moved value: moved as well, where another prompt of the run, in which all
@@ -320,13 +343,10 @@ class Planner:
         for at in draw.sample(written, min(MAX_WEAK_SENTINELS, len(written))):
             draft.sentinels.append(Sentinel(at, is_weak=True))
         if here.segment.name in request.guard.watched:
-            self._compute_sentinels(draft, here, request.guard.sentinels, draw)
-
-    def _compute_sentinels(self, draft: Draft, here: Placed, most: int, draw: Random) -> None:
-        translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
-        for at in draw.sample(translated, min(most, len(translated) // SPARSE)):
-            draft.sentinels.append(Sentinel(at, is_weak=False))
-            self._compute(draft, at)
+            translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
+            for at in draw.sample(translated, min(request.guard.sentinels, len(translated) // SPARSE)):
+                draft.sentinels.append(Sentinel(at, is_weak=False))
+                self._compute(draft, at)
 
     @staticmethod
     def _compute(draft: Draft, position: int) -> None:
@@ -344,11 +364,6 @@ class Planner:
 
     def _spared(self, request: GenerateRequest, placed: Placed) -> float:
         return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
-
-    def _compute_end(self, draft: Draft, last: Placed) -> None:
-        start = last.start if self._policy.recompute_tail else last.stop - 1
-        for position in range(start, last.stop):
-            self._compute(draft, position)
 
     def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
         """Return the base KV of a placeholder's value, where it is known."""

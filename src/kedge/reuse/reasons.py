@@ -73,11 +73,9 @@ def _reason(request: GenerateRequest, counts: Sequence[Counter[Source]], at: int
         return (DENSE if is_dense else TOO_SHORT) if wants_translation else NOT_CACHED
     if counts[at][Source.TRANSLATED]:
         return UNCERTAIN
-    return TOO_SHORT if is_value else _prefix_reason(request, counts, at)
-
-
-def _prefix_reason(request: GenerateRequest, counts: Sequence[Counter[Source]], at: int) -> str:
-    """Return why a prefix segment of a prompt with translated values was computed: it goes with the value before it."""
+    if is_value:
+        return TOO_SHORT
+    # A prefix segment of a prompt with translated values: it goes with the value before it.
     if at == 0:
         return NOT_CACHED
     if not counts[at - 1][Source.TRANSLATED]:

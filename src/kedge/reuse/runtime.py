@@ -2,30 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from kedge.reuse.base_needs import BaseNeeds
 from kedge.reuse.contracts import (
     KV,
     Anchors,
     BaseNeed,
     Bases,
-    Costs,
+    Cut,
+    Owner,
     PlaceholderSite,
     Places,
+    PoolKey,
     ReadKV,
+    TemplateOwner,
 )
-from kedge.reuse.layout import Placed, later_prefixes, layout, template_key
+from kedge.reuse.layout import (
+    Placed,
+    later_prefixes,
+    layout,
+    reads_in_place,
+    shared_text,
+    template_key,
+    template_tokens,
+)
 from kedge.reuse.plan import ReusePlan, Translation
-from kedge.reuse.planner import NO_COSTS, Draft, Planner
-from kedge.reuse.upcoming import UpcomingSteps
+from kedge.reuse.planner import Draft, Planner, pool_of
 from kedge.settings import PlannerSettings
-from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
+from kedge.structures.bounded import BoundedDict
+from kedge.structures.heaps import StepCounts
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 from kedge.workflow.forecast import AgentKey
+
+if TYPE_CHECKING:
+    from kedge.reuse.costs import EngineCosts
+
+
+MAX_TEMPLATES = 4096
+"""Templates whose agents are remembered; the one that called longest ago is forgotten first."""
+
+
+class UpcomingSteps:
+    """How soon anchors and base KV are needed, by what they belong to: a template's agent, or a run. Over all forecasts
+    the soonest counts; an update is O(number of changed agents).
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[AgentKey, float] = {}
+        self._soonest: dict[Hashable, StepCounts] = {}
+        self._agents: BoundedDict[TemplateOwner, AgentId] = BoundedDict(MAX_TEMPLATES)
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Take the changes: (steps-to-execution, probability) of agents, or None for those that are forgotten."""
+        for key, next_run in changes.items():
+            if (old := self._steps.pop(key, None)) is not None:
+                self._count(key, old, -1)
+            if next_run is not None:
+                self._steps[key] = next_run[0]
+                self._count(key, next_run[0], 1)
+
+    def asks(self, template: TemplateOwner, agent: AgentId) -> None:
+        """Remember that `agent` calls with this template."""
+        self._agents[template] = agent
+
+    def steps(self, owner: Owner) -> float | None:
+        """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
+        if isinstance(owner, RunKey):
+            return self._least(owner)
+        agent = self._agents.get(owner)
+        return None if agent is None else self._least((owner.namespace, agent))
+
+    def _least(self, owner: Hashable) -> float | None:
+        counts = self._soonest.get(owner)
+        return counts.least if counts else None
+
+    def _count(self, key: AgentKey, step: float, sign: int) -> None:
+        for owner in (key.run, (key.namespace, key.agent)):
+            counts = self._soonest.setdefault(owner, StepCounts())
+            if sign > 0:
+                counts.add(step)
+            else:
+                counts.remove(step)
+                if counts.least is None:
+                    del self._soonest[owner]
+
 
 REFRESH = 8
 """Of the dense prompts of an agent that has seen enough values, one in so many is learned from"""
+MAX_PLACEHOLDERS = 1024
+MAX_VALUES = 256
+"""Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
+FORGET = 0.98
+"""Factor on the weight of a final count at every later one."""
+UNKNOWN = 2.0
+"""Readers of a value that are assumed at least, while no count is final."""
+
+
+class _Counts:
+    """The reads of one placeholder's values: being counted by the hash of a value, and the average of final counts."""
+
+    def __init__(self) -> None:
+        self.open: BoundedDict[int, int] = BoundedDict(MAX_VALUES, self._close)
+        self.most = 0
+        self.reads = self.values = 0.0
+
+    def read(self, value: int) -> None:
+        self.open[value] = self.open.get(value, 0) + 1
+        self.most = max(self.most, self.open[value])
+
+    def _close(self, _: int, reads: int) -> None:
+        self.reads, self.values = FORGET * self.reads + reads, FORGET * self.values + 1
+
+
+class Readers:
+    """Counts how often a placeholder's values are read, which is what base KV of a new one is worth. Bounded."""
+
+    def __init__(self) -> None:
+        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict(MAX_PLACEHOLDERS)
+
+    def read(self, placeholder: PoolKey, value: Tokens) -> None:
+        """Count that a request reads this value."""
+        self._counts.use(placeholder, _Counts).read(hash(value))
+
+    def reads(self, placeholder: PoolKey, value: Tokens) -> int:
+        """Return how often this value has been read, as far as that is still counted."""
+        counts = self._counts.get(placeholder)
+        return counts.open.get(hash(value), 0) if counts else 0
+
+    def expected(self, placeholder: PoolKey) -> float:
+        """Return how often a value of this placeholder is read, the first time included: the average of final counts,
+        or the highest so far while there are none.
+        """
+        counts = self._counts.get(placeholder)
+        if counts is None or not counts.values:
+            return max(UNKNOWN, counts.most if counts else 0)
+        return counts.reads / counts.values
 
 
 class Runtime:
@@ -37,15 +152,16 @@ class Runtime:
         bases: Bases,
         policy: PlannerSettings,
         refusal: str | None,
-        expected: UpcomingSteps | None = None,
-        costs: Costs = NO_COSTS,
+        expected: UpcomingSteps | None,
+        costs: EngineCosts,
     ) -> None:
         """Begin with what the stores hold; `expected` passes the forecast on to them, `costs` says what is worth it."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or UpcomingSteps()
         self._planner = Planner(anchors, bases, policy, refusal, costs)
         self.surprise = policy.surprise
-        self._needs = BaseNeeds(anchors, bases, self._planner, self._expected)
+        self._readers = Readers()
+        """How many agents read the values of a placeholder"""
         self._saturated = 0
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
@@ -85,21 +201,56 @@ class Runtime:
         """Return the plan of a request that has been drafted to its end."""
         return self._planner.seal(draft, request)
 
+    def learns(self, request: GenerateRequest) -> bool:
+        """Return whether something of this request may be translated, or kept for others."""
+        return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
+
     def needs(self, request: GenerateRequest) -> list[BaseNeed]:
         """Return base prefills that later requests would profit from, and that have not been done yet."""
-        return self._needs.needs(request) if self.learns(request) else []
+        if not self.learns(request):
+            return []
+        key, placed = template_key(request), layout(request)
+        self._expected.asks(TemplateOwner(request.namespace, key), request.agent)
+        values = self._worth_translating(request, placed)
+        if not values:
+            return []
+        for one in values:
+            self._readers.read(pool_of(request, one), one.segment.tokens)
+        others = [one for one in values if not reads_in_place(request, one)]
+        missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one)]
+        later = later_prefixes(placed)
+        if not later or not self._worth_learning(request) or self._bases.prefixes(request.namespace, key) is not None:
+            return missing
+        cuts, start = [], 0
+        for one in placed:
+            size = len(one.segment.placeholder_text) if one.segment.is_placeholder else len(one)
+            if one in later:
+                keep = partial(self._bases.put_prefix, request.namespace, key, one.index)
+                cuts.append(Cut(start, start + size, keep))
+            start += size
+        return [BaseNeed(request.namespace, template_tokens(request), tuple(cuts)), *missing]
 
     def prerequisites(
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
     ) -> list[BaseNeed]:
-        """Return base prefills that pay before this request is planned, see `BaseNeeds.prerequisites`."""
+        """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
+        others are going to read too, and that its own agent can translate once they are there.
+
+        The first reader of a value would compute it in its own context, and then its base KV had to be computed for
+        the others; so all of them translate it. Only once it is known how good its agent's estimates are: what the
+        first reader gets wrong, all others read. With `of_later_readers`, also of values that were read before, once
+        its agent has seen as many as a translation needs: base KV that was to be computed beside others is not there in
+        time.
+        """
         if not self.learns(request) or request.prompt_logprobs is not None:
             return []
-        return self._needs.prerequisites(request, exact_tokens, of_later_readers=of_later_readers)
-
-    def learns(self, request: GenerateRequest) -> bool:
-        """Return whether something of this request may be translated, or kept for others."""
-        return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
+        key, placed = template_key(request), layout(request)
+        values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
+        if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
+            values = [one for one in values if self._moves(one)]
+        ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
+        paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
+        return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(
         self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool, surprising: Places = ()
@@ -115,17 +266,21 @@ class Runtime:
         """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""
         if not self.learns(request):
             return False
-        return bool(self._needs.in_place(request) or self._needs.shared_texts(request, plan))
+        return bool(self._in_place(request) or self._shared_texts(request, plan))
 
     def keep_base(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
         """Keep from a computed prompt what other prompts of its run read: the base KV of values that it reads in their
         base context, and of template text behind values. With a `plan`, of values only what is before all translated
         tokens, of text only what was not translated.
         """
-        if self.learns(request):
-            exact = request.prompt_tokens if plan is None else plan.exact_tokens
-            self._needs.keep_in_place(request, exact, read)
-            self._needs.keep_shared_texts(request, plan, read)
+        if not self.learns(request):
+            return
+        exact, placed = request.prompt_tokens if plan is None else plan.exact_tokens, layout(request)
+        for one in self._in_place(request):
+            if one.stop <= exact:
+                self._keep_value(request, one, read(one.start, one.stop))
+        for one in self._shared_texts(request, plan):
+            self._bases.put_shared_text(request.run_key, shared_text(placed, one), read(one.start, one.stop))
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
         """Return whether to learn from a request: its whole prompt was computed, or a value in it because that teaches
@@ -137,8 +292,9 @@ class Runtime:
         if plan.translates or not self.learns(request):
             return plan.teaches and self.learns(request)
         key = template_key(request)
-        values = self._needs.worth_learning(request)
-        if not all(self._needs.is_saturated(request, key, one) for one in values):
+        values = self._worth_learning(request)
+        sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in values)
+        if not all(self._anchors.experience(*site).is_saturated for site in sites):
             return True
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
@@ -147,7 +303,12 @@ class Runtime:
         """Return how many prompts of the request's agent have to be learned from until all values behind its first
         `exact_tokens` can be translated.
         """
-        return self._needs.lessons_missing(request, exact_tokens) if self.learns(request) else 0
+        if not self.learns(request):
+            return 0
+        key, values = template_key(request), self._worth_learning(request)
+        wanted = (one for one in values if one.stop > exact_tokens)
+        sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in wanted)
+        return max((self._anchors.experience(*site).missing for site in sites), default=0)
 
     def observe(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> Iterator[Placed]:
         """Measure the offsets of the values that were computed in a prompt, and feed the anchor pools. With a `plan`,
@@ -160,7 +321,7 @@ class Runtime:
         prefixes = self._bases.prefixes(request.namespace, key)
         if prefixes is None and later_prefixes(placed):
             return
-        for here, after in self._needs.learnable(request, plan):
+        for here, after in self._learnable(request, plan):
             base_prefix = prefixes.get(after.index) if prefixes and after else None
             is_moved = plan is not None and here.index in plan.moved
             if is_moved and base_prefix is None:
@@ -173,7 +334,7 @@ class Runtime:
 
     def may_observe(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
         """Return whether `observe` may find something in a prompt, once its base KV is there."""
-        return self.learns(request) and next(self._needs.learnable(request, plan), None) is not None
+        return self.learns(request) and next(self._learnable(request, plan), None) is not None
 
     def end_run(self, run: RunKey) -> None:
         """Forget what a run shared between its agents."""
@@ -211,3 +372,87 @@ class Runtime:
         """Forget all anchors and all base KV."""
         self._anchors.clear()
         self._bases.clear()
+
+    # which base KV is worth it ---------------------------------------------------------------------------------
+
+    def _in_place(self, request: GenerateRequest) -> list[Placed]:
+        """Return the values whose base KV this prompt's own KV is, where that is not kept yet and others read it."""
+        return [
+            one
+            for one in self._worth_translating(request, layout(request))
+            if reads_in_place(request, one)
+            and self._readers.expected(pool_of(request, one)) > 1
+            and self._planner.sample(request, one) is None
+        ]
+
+    def _shared_texts(self, request: GenerateRequest, plan: ReusePlan | None) -> list[Placed]:
+        """Return the prefix segments behind moved values whose KV this prompt is the first of its run to compute, where
+        others are expected to read them.
+        """
+        placed = layout(request)
+        found = []
+        for here, after in pairwise(placed[:-1]) if request.run else ():
+            is_text = not after.segment.is_placeholder and len(after) > self._planner.short
+            if not (here.segment.is_placeholder and is_text) or (plan and plan.writes_in(after.start, after.stop)):
+                continue
+            is_moved = self._planner.moves_alone(here, after) and self._planner.pays(request, here)
+            is_read = is_moved and self._readers.expected(pool_of(request, here)) > 1
+            if is_read and self._planner.shared_text(request, placed, after) is None:
+                found.append(after)
+        return found
+
+    def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
+        """Return whether its agent would translate a value, once base KV of it is there."""
+        if self._moves(placed):
+            return not reads_in_place(request, placed)
+        site, pool = PlaceholderSite(key, placed.index), pool_of(request, placed)
+        experience = self._anchors.experience(site, pool)
+        if experience.is_calibrated:
+            return True
+        was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
+        return was_read and not experience.missing
+
+    def _moves(self, placed: Placed) -> bool:
+        """Return whether a value is moved without anchors and a translated template, once base KV of it is there."""
+        return placed.segment.in_context and self._planner.rotates
+
+    def _worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
+        """Return the values of a prompt that cost less to translate than to compute."""
+        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+
+    def _worth_learning(self, request: GenerateRequest) -> list[Placed]:
+        """Return those of them that anchors are to translate, or the prefix segment behind them."""
+        placed = layout(request)
+        after = (*placed[1:], None)
+        values = self._worth_translating(request, placed)
+        return [one for one in values if self._planner.needs_anchors(request, one, after[one.index])]
+
+    def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[tuple[Placed, Placed | None]]:
+        """Yield the values that anchors serve and that a plan does not translate by them, with what follows each."""
+        placed = layout(request)
+        for here, after in zip(placed, [*placed[1:], None], strict=True):
+            if not here.segment.is_placeholder or len(here) <= self._planner.short:
+                continue
+            is_written = plan is not None and plan.writes_in(here.start, here.stop) and here.index not in plan.moved
+            if not is_written and self._planner.needs_anchors(request, here, after):
+                yield here, after
+
+    def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
+        """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
+        if self._planner.sample(request, placed) is not None:
+            return False
+        readers = self._readers.expected(pool_of(request, placed))
+        return self._planner.base_pays(request, placed, readers)
+
+    def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
+        segment = placed.segment
+        lead = len(segment.base_context)
+        keep = partial(self._keep_value, request, placed)
+        cut = Cut(lead, lead + len(placed), keep)
+        return BaseNeed(request.namespace, segment.base_context + segment.tokens, (cut,))
+
+    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
+        """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
+        self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
+        if sample := self._planner.sample(request, placed):
+            self._anchors.prepare(sample)

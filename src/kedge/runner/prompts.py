@@ -1,21 +1,55 @@
 """The requests of a run's steps: compiled templates, filled with what is remembered of the run.
 
-A step's request can be made before all that it reads is known. It is a hint for `kedge.engine.base.Preparing` then.
+A step's request can be made before all that it reads is known. It is a hint for `Engine.prepare` then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from kedge.engine.base import Tokenizer
 from kedge.guard import GuardOrders
-from kedge.runner.memory import NOTHING, RunMemory
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, ClientId, GenerateRequest, ReuseMode, SampleId, Tokens, WorkflowId
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.graph import Step, Workflow
-from kedge.workflow.template import CompiledAgent, Placeholder, Value, compile_agents
+from kedge.workflow.template import CompiledAgent, Value, compile_agents
+
+NOTHING = Value((), None)
+"""The value of a placeholder that is known to be empty."""
+
+
+class Remembered(NamedTuple):
+    """A value, and the text that it was made of where that is known."""
+
+    value: Value
+    text: str
+
+
+class RunMemory:
+    """Values of one run by the sample that they stand for. Of more than `max_values` the oldest is forgotten."""
+
+    def __init__(self, max_values: int | None = None) -> None:
+        self._values: dict[SampleId, Remembered] = {} if max_values is None else BoundedDict(max_values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def samples(self) -> KeysView[SampleId]:
+        """The samples that have a value, oldest first."""
+        return self._values.keys()
+
+    def put(self, sample: SampleId, value: Value, text: str = "") -> None:
+        """Remember what fills the placeholders that stand for `sample`; without tokens they are known to be empty."""
+        self._values[sample] = Remembered(value if value.tokens else NOTHING, text)
+
+    def find(self, sample: SampleId) -> Remembered | None:
+        """Return the value of `sample` with its text; None where it is not known."""
+        return self._values.get(sample)
 
 
 @lru_cache(maxsize=16)
@@ -42,7 +76,14 @@ class RunPrompts:
     def request(self, step: Step, reuse: ReuseMode, produces: SampleId | None = None) -> GenerateRequest:
         """Return a step's request. Values that are not known yet are segments without tokens."""
         prompt, agent = self.prompts[step.agent], self.workflow.agent(step.agent)
-        values = {placeholder: self._value(step, placeholder) for placeholder in prompt.placeholders}
+        values = {}
+        for placeholder in prompt.placeholders:
+            sample = self.workflow.sample(step, placeholder)
+            if sample is None:
+                values[placeholder] = NOTHING
+            else:
+                found = (known for memory in self.memories if (known := memory.find(sample)))
+                values[placeholder] = next((known.value for known in found), Value((), sample))
         awaited = {value.sample for value in values.values() if value.sample and not value.tokens}
         return GenerateRequest(
             segments=prompt.fill(values, awaited),
@@ -59,10 +100,3 @@ class RunPrompts:
             produces=produces,
             trail=prompt.trail,
         )
-
-    def _value(self, step: Step, placeholder: Placeholder) -> Value:
-        sample = self.workflow.sample(step, placeholder)
-        if sample is None:
-            return NOTHING
-        found = (known for memory in self.memories if (known := memory.find(sample)))
-        return next((known.value for known in found), Value((), sample))

@@ -1,4 +1,4 @@
-"""Running a workflow on an engine: submit what can run, pass answers on, call tools."""
+"""Running a workflow on an engine: submit what can run, pass answers on, call tools; its events and its result."""
 
 from __future__ import annotations
 
@@ -9,22 +9,93 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 from kedge.checks import is_unicode
-from kedge.engine.base import Engine, Preparing, Stream
-from kedge.errors import KedgeError, MissingInput, RequestError
-from kedge.runner.answers import AnswerReader, add_place
-from kedge.runner.memory import RunMemory
-from kedge.runner.prompts import RunPrompts, compiled, fixed_prompts
-from kedge.runner.results import AgentResult, EventKind, RunEvent, RunResult
-from kedge.runner.tools import OnToolError
-from kedge.types import ClientId, GenerateRequest, Namespace, RequestId, ReuseMode, RunId, SampleId, TenantId, ValueKind
+from kedge.engine.base import Engine, Stream
+from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
+from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
+from kedge.types import (
+    AgentId,
+    ClientId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SampleId,
+    TenantId,
+    ValueKind,
+)
 from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
-from kedge.workflow.graph import Step, Workflow
+from kedge.workflow.graph import Agent, Step, Tool, Workflow
+from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import Value
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """An agent's answer in one turn, and the result of its tool."""
+
+    agent: AgentId
+    turn: int
+    completion: Completion
+    tool_result: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return self.completion.text
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run. `results` are in the order of `Workflow.steps`, whatever order they ran in."""
+
+    run_id: RunId
+    results: tuple[AgentResult, ...]
+    total_ms: float
+
+    @property
+    def text(self) -> str:
+        """The answer of the last agent in the last turn."""
+        return self.results[-1].text
+
+    def of(self, agent: str, turn: int = -1) -> AgentResult:
+        """Return an agent's result in a turn, counted from the end if negative. Raises `WorkflowError` without one."""
+        results = [result for result in self.results if result.agent == agent]
+        if not -len(results) <= turn < len(results):
+            raise WorkflowError(f"agent {agent}: turn", turn, f"it has answered {len(results)} times")
+        return results[turn]
+
+
+class EventKind(StrEnum):
+    """What has happened in a run."""
+
+    SUBMITTED = "submitted"
+    TEXT = "text"
+    ANSWERED = "answered"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something that happened to one step of a run."""
+
+    kind: EventKind
+    agent: AgentId
+    turn: int
+    request_id: RequestId
+    text: str = ""
+    """TEXT: what became certain; ANSWERED: the whole answer; TOOL: the tool's result."""
+    completion: Completion | None = None
+    """Only with ANSWERED."""
 
 
 def run(
@@ -91,17 +162,16 @@ class RunLoop:
     results: dict[Step, AgentResult] = field(default_factory=dict)
     in_flight: dict[Step, RequestId] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, no tool is called any more."""
     posted: queue.SimpleQueue[RunEvent | Future[AgentResult]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        inputs = MappingProxyType(dict(self.inputs))
+        self.inputs = MappingProxyType(dict(self.inputs))
         prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.prompts = RunPrompts(self.key, self.workflow, prompts, (self.memory,))
         self.progress = RunProgress(step_graph(self.workflow), self.key, ForecastBoard())
         self.read = self.workflow.read_answers
-        streams_text = self.on_event is not None
-        self.reader = AnswerReader(inputs, self.on_tool_error, self.posted.put, streams_text, self.stopping)
-        for name, text in inputs.items():
+        for name, text in self.inputs.items():
             self._remember(SampleId(ValueKind.INPUT, name), text)
 
     def execute(self) -> RunResult:
@@ -113,36 +183,35 @@ class RunLoop:
                 self.engine.forecast(self.progress.begin(time.monotonic()), begins)
                 self._submit_ready(pool)
                 while self.in_flight:
-                    self._handle(self.posted.get(), pool)
+                    item = self.posted.get()
+                    if isinstance(item, RunEvent):
+                        self._notify(item)
+                    else:
+                        self._take(item.result())
+                        self._submit_ready(pool)
             finally:
-                self._stop()
+                self.stopping.set()
+                for request_id in self.in_flight.values():
+                    self.engine.cancel(request_id)
                 self.engine.forecast(self.progress.end(time.monotonic()))
         results = tuple(self.results[step] for step in self.workflow.steps)
         return RunResult(self.key.run_id, results, (time.perf_counter() - started) * 1e3)
 
-    def _stop(self) -> None:
-        self.stopping.set()
-        for request_id in self.in_flight.values():
-            self.engine.cancel(request_id)
-
     def _submit_ready(self, pool: ThreadPoolExecutor) -> None:
         for step in self.workflow.steps:
-            if step not in self.results and step not in self.in_flight and self._is_ready(step):
+            is_ready = self.workflow.needs(step) <= self.results.keys()
+            if step not in self.results and step not in self.in_flight and is_ready:
                 stream, agent = self._submit(step), self.workflow.agent(step.agent)
-                pool.submit(self.reader.read, step, agent, stream).add_done_callback(self.posted.put)
+                pool.submit(self._read, step, agent, stream).add_done_callback(self.posted.put)
                 self._notify(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
         self._prepare_next()
 
     def _prepare_next(self) -> None:
         """Give the engine the prompts, as far as they are known, of steps that wait only for what is running."""
-        if isinstance(self.engine, Preparing):
-            begun = self.results.keys() | self.in_flight.keys()
-            for step in self.workflow.steps:
-                if step not in begun and self.workflow.needs(step) <= begun:
-                    self.engine.prepare(self._request(step))
-
-    def _is_ready(self, step: Step) -> bool:
-        return self.workflow.needs(step) <= self.results.keys()
+        begun = self.results.keys() | self.in_flight.keys()
+        for step in self.workflow.steps:
+            if step not in begun and self.workflow.needs(step) <= begun:
+                self.engine.prepare(self._request(step))
 
     def _submit(self, step: Step) -> Stream:
         """Submit a step's request, after the forecast, which an engine may pass on with it."""
@@ -159,13 +228,6 @@ class RunLoop:
     def _request(self, step: Step) -> GenerateRequest:
         reuse = self.workflow.agent(step.agent).reuse or self.reuse
         return self.prompts.request(step, reuse, produces=step.sample() if step in self.read else None)
-
-    def _handle(self, item: RunEvent | Future[AgentResult], pool: ThreadPoolExecutor) -> None:
-        if isinstance(item, RunEvent):
-            self._notify(item)
-        else:
-            self._take(item.result())
-            self._submit_ready(pool)
 
     def _take(self, result: AgentResult) -> None:
         step = Step(result.agent, result.turn)
@@ -184,3 +246,78 @@ class RunLoop:
     def _notify(self, event: RunEvent) -> None:
         if self.on_event is not None:
             self.on_event(event)
+
+    # threads of their own, one for each step --------------------------------------------------------------------
+
+    def _read(self, step: Step, agent: Agent, stream: Stream) -> AgentResult:
+        """Wait for the end of `stream` and of the agent's tool, and return both results.
+
+        Raises the stream's error, `ToolError`, or `RequestError` for a response that was cancelled.
+        """
+        try:
+            if self.on_event is not None:
+                for delta in stream:
+                    self._post(EventKind.TEXT, step, stream, delta.text)
+            completion, result = stream.result(), None
+            if completion.finish_reason is FinishReason.CANCELLED:
+                raise RequestError(f"agent {step.agent}", completion.request_id, "its response was cancelled")
+            self._post(EventKind.ANSWERED, step, stream, completion.text, completion)
+            if agent.tool is not None and not self.stopping.is_set():
+                result = tool_result(agent, completion.text, self.inputs, self.on_tool_error)
+                self._post(EventKind.TOOL, step, stream, result)
+        except KedgeError as error:
+            add_place(error, step)
+            raise
+        return AgentResult(step.agent, step.turn, completion, result)
+
+    def _post(self, kind: EventKind, step: Step, stream: Stream, text: str, done: Completion | None = None) -> None:
+        self.posted.put(RunEvent(kind, step.agent, step.turn, stream.request_id, text, done))
+
+
+def add_place(error: KedgeError, step: Step) -> None:
+    """Note in an error which step it is from."""
+    error.add_note(f"agent {step.agent}, turn {step.turn}")
+
+
+OnToolError = Literal["raise", "text"]
+"""Whether a failed tool fails the run, or its result is the name of the error's class."""
+
+
+def tool_result(agent: Agent, answer: str, inputs: Mapping[str, str], on_error: OnToolError) -> str:
+    """Return the result of the agent's tool. Raises `ToolError` where it fails and `on_error` is "raise"."""
+    try:
+        return call_tool(agent, answer, inputs)
+    except ToolError as error:
+        if on_error == "raise":
+            raise
+        return type(error.__cause__ or error).__name__
+
+
+def call_tool(agent: Agent, answer: str, inputs: Mapping[str, str]) -> str:
+    """Return the result of the agent's tool. Raises `ToolError` when it raises, takes too long or returns no text.
+
+    A thread cannot be ended from outside: a tool that runs out of time goes on in the background, unheard.
+    """
+    assert agent.tool is not None
+    box: Future[object] = Future()
+    threading.Thread(target=_settle, args=(box, agent.tool, answer, inputs), name="kedge-tool", daemon=True).start()
+    key, name = f"agent {agent.id}: tool", tool_name(agent.tool)
+    try:
+        error = box.exception(agent.tool_seconds)
+    except TimeoutError as late:
+        raise ToolError(key, name, f"ran longer than {agent.tool_seconds} s") from late
+    if error is not None:
+        raise ToolError(key, name, f"raised {type(error).__name__}: {error}") from error
+    result = box.result()
+    if not isinstance(result, str):
+        raise ToolError(key, name, f"answered {result!r}, not text")
+    if not is_unicode(result):
+        raise ToolError(key, name, "answered with half of a surrogate pair")
+    return result
+
+
+def _settle(box: Future[object], tool: Tool, answer: str, inputs: Mapping[str, str]) -> None:
+    try:
+        box.set_result(tool(answer, inputs))
+    except BaseException as error:  # foreign code: whatever it raises, exit included, is the tool's failure
+        box.set_exception(error)

@@ -1,40 +1,46 @@
-"""The application: routes, middleware, and what happens when the server starts and ends."""
+"""The application: routes, middleware, snapshots of what the engine has learned, and graceful shutdown.
+
+At shutdown new work is refused, running work may finish, and what is left then fails. An engine that ends by itself
+ends the server too: a supervisor restarts the process, which then loads its state.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import math
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import uvicorn
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kedge import __version__
-from kedge.engine.base import Engine, SelfSaving
-from kedge.errors import EngineClosed
-from kedge.server import guard
-from kedge.server.anthropic import routes as anthropic_api
-from kedge.server.dashboard import details as dashboard_details
+from kedge.engine.base import Engine
+from kedge.errors import ConfigError, EngineClosed, StateRefused
+from kedge.server import anthropic as anthropic_api
+from kedge.server import responses as responses_api
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.dashboard import traffic
+from kedge.server.dashboard.history import text_policy
 from kedge.server.dashboard.routes import Dashboard
-from kedge.server.dashboard.texts import text_policy
-from kedge.server.http import errors
-from kedge.server.http.body_limit import BodySizeLimit
-from kedge.server.http.errors import ERRORS, answers
-from kedge.server.http.hosts import HostCheck, TrustedHosts
-from kedge.server.http.sse import JSONAnswer
+from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
+from kedge.server.logs import AccessLogMiddleware
+from kedge.server.middleware import BodySizeLimit, HostCheck, TrustedHosts
 from kedge.server.openai import routes as openai_api
-from kedge.server.responses import routes as responses_api
 from kedge.server.service import AnyCaller, Service, TheService
-from kedge.server.snapshots import Snapshots
-from kedge.server.telemetry.access_log import AccessLogMiddleware
-from kedge.server.telemetry.tracing import NoTracing, Tracing
 from kedge.server.tenancy import KeyRing, apply_quotas
+from kedge.server.tracing import Tracing
 from kedge.server.workflows import routes as workflow_api
-from kedge.server.workflows.workflows import Workflows
+from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
 from kedge.types import RequestId
+
+if TYPE_CHECKING:
+    from kedge.engine.common.state.snapshot import SavedState
 
 READY_SECONDS = 5.0
 
@@ -50,18 +56,21 @@ def create_app(
     Without keys everyone may call. Loads the engine's saved state if the settings name a folder. Raises `ConfigError`
     if the engine, or the folder, cannot do what the settings ask for.
     """
-    settings, tracing = settings or ServerSettings(), tracing or NoTracing()
+    settings, tracing = settings or ServerSettings(), tracing or Tracing()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
     watching = Dashboard(engine, text_policy(settings, keys))
     service = Service(watching.engine, settings, keys, tracing, watching.history.failed)
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
-    app.state.snapshots = _snapshots(engine, service)
-    apis = openai_api.router, responses_api.router, anthropic_api.router, workflow_api.router
-    for router in (*apis, dashboard.router, dashboard_details.router, traffic.router, guard.router, _router):
-        app.include_router(router)
-    errors.install(app)
+    app.state.snapshots = None
+    if settings.state is not None and engine.state != settings.state:
+        app.state.snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
+        app.state.snapshots.load()
+    for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
+        app.include_router(api.router)
+    app.include_router(_router)
+    install_errors(app)
     app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))
     app.add_middleware(BodySizeLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(AccessLogMiddleware, tracing=tracing)
@@ -79,15 +88,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(service.threads.shut)
     if snapshots:
         await asyncio.to_thread(snapshots.end)
-
-
-def _snapshots(engine: Engine, service: Service) -> Snapshots | None:
-    settings = service.settings
-    if settings.state is None or (isinstance(engine, SelfSaving) and engine.state == settings.state):
-        return None
-    snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
-    snapshots.load()
-    return snapshots
 
 
 _router = APIRouter(tags=["Operation"], responses=ERRORS)
@@ -121,3 +121,127 @@ async def metrics(service: TheService, caller: AnyCaller) -> Response:
     await service.cache_metrics.refresh()
     text = service.metrics.exposition(None, service.cache_metrics)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Saving(Protocol):
+    """Engine whose state can be saved and loaded (`kedge.engine.local.engine.LocalEngine`)."""
+
+    def save(self, folder: str | Path) -> SavedState: ...
+    def load(self, folder: str | Path) -> SavedState: ...
+
+
+class Snapshots:
+    """Thread that saves an engine to a folder every `interval` seconds.
+
+    A failure is logged and counted and does not end the server; the last complete snapshot is kept.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, interval: float, count: Callable[[str], None]) -> None:
+        """`count` counts outcomes by name. Raises `ConfigError` for an engine that cannot be saved."""
+        if not isinstance(engine, Saving):
+            raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
+        self._engine, self._folder, self._interval = engine, folder, interval
+        self._count = count
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._every, name="kedge-snapshots", daemon=True)
+
+    def load(self) -> None:
+        """Load the saved state, if any. Raises `ConfigError` if the folder is not usable or in use by another process.
+
+        Damaged files are moved aside, counted and logged, and the rest is loaded. State of another model or format is
+        refused and logged; the server then starts with nothing learned, and the first snapshot moves that state away.
+        """
+        try:
+            found = self._engine.load(self._folder)
+            for _ in found.damaged:
+                self._count("damaged")
+            logger.info("loaded %s", _summary(found, self._folder))
+        except StateRefused as refusal:
+            self._count("refused")
+            logger.error("starting with nothing learned, the saved state is refused: %s", refusal)
+        except OSError as error:
+            raise ConfigError("server.state", str(self._folder), f"cannot be used: {error}") from error
+
+    def start(self) -> None:
+        """Start the periodic snapshots."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Take the last snapshot; return when it is saved."""
+        if self._thread.is_alive():
+            self._ending.set()
+            self._thread.join()
+            self._save()
+
+    def _every(self) -> None:
+        while not self._ending.wait(self._interval):
+            self._save()
+
+    def _save(self) -> None:
+        try:
+            saved = self._engine.save(self._folder)
+        except EngineClosed:
+            logger.warning("no snapshot: the engine has ended")
+        except OSError as error:
+            self._count("failed")
+            logger.error("no snapshot: %s", error)
+        else:
+            self._count("saved")
+            logger.info("saved %s", _summary(saved, self._folder))
+
+
+def _summary(saved: SavedState, folder: Path) -> str:
+    size, took = saved.nbytes / 2**20, saved.seconds * 1e3
+    return f"{saved.pools} pools and {saved.templates} templates, {size:.1f} MiB in {took:.0f} ms ({folder})"
+
+
+MARGIN_SECONDS = 5
+"""Time after the grace in which failed answers are still sent; then connections are cut."""
+POLL_SECONDS = 0.05
+
+
+class GracefulServer(uvicorn.Server):
+    """Uvicorn server of an application of `create_app`; it stops accepting at SIGTERM and SIGINT.
+
+    Calls that still run after the grace end with `engine_closed`: streams with an event and `[DONE]`, others with 503.
+    They have no grace if the engine has ended by itself, which is checked ten times a second.
+    """
+
+    def __init__(self, app: FastAPI, on_failure: Callable[[], None] | None = None, **options: Any) -> None:
+        """`on_failure` is called once the engine has ended by itself. `options` are those of `uvicorn.Config`."""
+        self._on_failure = on_failure
+        self._service: Service = app.state.service
+        self._runs: ServerRuns = app.state.workflows.server_runs
+        patience = math.ceil(self._service.settings.grace) + MARGIN_SECONDS
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=patience, **options))
+
+    async def on_tick(self, counter: int) -> bool:
+        if await super().on_tick(counter):
+            return True
+        failure = self._service.engine.failure
+        if failure is not None:
+            logger.critical("the engine ended by itself, and so does the server: %r", failure)
+            if self._on_failure:
+                self._on_failure()
+        return failure is not None
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        self._service.is_ending = True
+
+        async def fail_after_grace() -> None:
+            grace, error = self._service.settings.grace, self._service.engine_error
+            if error is None:
+                await asyncio.sleep(grace)
+                error = EngineClosed("server", "ending", f"the call ran for longer than {grace:g} s")
+            self._runs.cancel_all()
+            self._service.fail_all(error)
+
+        failing = asyncio.create_task(fail_after_grace())
+        while self._runs.any_running:
+            await asyncio.sleep(POLL_SECONDS)
+        await super().shutdown(sockets)
+        failing.cancel()

@@ -1,30 +1,26 @@
-"""Admission: the engine, the tenants' meters and the calls in flight, shared by all routes."""
+"""Admission: the engine, the tenants' meters and the calls in flight with their bookkeeping, shared by all routes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from kedge.engine.base import Engine, Item, Stream
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import ActionOutcome, Hints, read_hints
-from kedge.server.calls import GenerationCall, submit_all
-from kedge.server.failures import CallFailure
-from kedge.server.meters import Meter, Ticket
-from kedge.server.telemetry.cache_metrics import CacheMetrics
-from kedge.server.telemetry.in_flight import InFlight
-from kedge.server.telemetry.metrics import ServerMetrics
-from kedge.server.telemetry.tracing import CallSpan, Tracing
-from kedge.server.tenancy import OPERATOR, KeyRing, Tenant
+from kedge.server.http import CallFailure
+from kedge.server.metrics import CacheMetrics, InFlight, ServerMetrics
+from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
 from kedge.server.threads import Threads
+from kedge.server.tracing import CallSpan, Tracing
 from kedge.settings import ServerSettings
-from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, TenantId, TurnHints
+from kedge.types import Completion, FinishReason, GenerateRequest, Namespace, ReuseMode, TenantId, TokenDelta, TurnHints
 
 BUNDLED_MODEL = "kedge-nano"
 """The model's name for clients where the settings have none."""
@@ -48,10 +44,10 @@ class Service:
         self.is_ending = False
         """Whether new work is refused."""
         self.threads = Threads(engine, settings.max_in_flight)
-        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine.watched, self.threads)
+        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
         self.started = int(time.time())
         self._meters: dict[TenantId, Meter] = {}
-        self._calls: set[GenerationCall] = set()
+        self.calls: set[GenerationCall] = set()
 
     def meter(self, tenant: Tenant) -> Meter:
         """Return the tenant's meter."""
@@ -72,7 +68,7 @@ class Service:
     @property
     def is_quiet(self) -> bool:
         """Whether no generation is in flight, and no call is left whose end is to be booked."""
-        return not self._calls and not any(meter.in_flight for meter in self._meters.values())
+        return not self.calls and not any(meter.in_flight for meter in self._meters.values())
 
     @property
     def in_flight(self) -> int:
@@ -97,8 +93,8 @@ class Service:
 
     def fail_all(self, error: KedgeError) -> None:
         """End every running call with an error."""
-        for call in self._calls:
-            call.fail(error)
+        for call in self.calls:
+            call.arrive(error)
 
     def check_model(self, model: str | None) -> None:
         """Raise `NotFound` for another model than the served one."""
@@ -139,17 +135,9 @@ class Service:
             ticket.release()
             span.failed(error)
             raise
-        in_flight = InFlight(self.metrics, tenant.id)
-        for at in range(count):
-            in_flight.submitted(at)
-        account = _ServiceAccount(self, tenant, ticket, in_flight, on_over, span)
-        call = GenerationCall(self.threads, requests, streams, account)
-        self._calls.add(call)
+        call = GenerationCall(self, tenant, ticket, span, requests, streams, on_over)
+        self.calls.add(call)
         return call
-
-    def over(self, call: GenerationCall) -> None:
-        """Forget a call of which nothing is left in the engine."""
-        self._calls.discard(call)
 
     def finished(self, tenant: Tenant, completion: Completion) -> None:
         """Count a generation and charge its tokens."""
@@ -168,48 +156,131 @@ class Service:
             self._on_failure(owner, failure)
 
 
-@dataclass(frozen=True, slots=True)
-class _ServiceAccount:
-    """Bookkeeping of one call, see `kedge.server.calls.Account`."""
+class GenerationCall:
+    """Generations of one HTTP call, from the engine to the reader of the answer. Belongs to the event loop.
 
-    service: Service
-    tenant: Tenant
-    ticket: Ticket
-    in_flight: InFlight
-    on_over: Callable[[GenerationCall], None]
-    span: CallSpan
+    A call that ends early cancels its remaining generations in the engine.
+    """
 
-    def begun(self, at: int) -> None:
-        self.span.begun()
-        self.in_flight.begun(at)
+    def __init__(
+        self,
+        service: Service,
+        tenant: Tenant,
+        ticket: Ticket,
+        span: CallSpan,
+        requests: Sequence[GenerateRequest],
+        streams: Sequence[Stream],
+        on_over: Callable[[GenerationCall], None],
+    ) -> None:
+        self._service, self._tenant, self._ticket, self._span, self._on_over = service, tenant, ticket, span, on_over
+        self.requests = requests
+        self.completions: list[Completion | None] = [None] * len(streams)
+        self._ids = [stream.request_id for stream in streams]
+        self._begun: set[int] = set()
+        self._following, self._ended = len(streams), False
+        self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
+        self._has_news = asyncio.Event()
+        self._in_flight = InFlight(service.metrics, tenant.id)
+        for at in range(len(streams)):
+            self._in_flight.submitted(at)
+        for at, stream in enumerate(streams):
+            service.threads.follow(stream, partial(self._take, at))
 
-    def finished(self, at: int, completion: Completion) -> None:
-        # Before the client gets the completion: if it calls again at once, the room is free.
-        self.ticket.give_back_one()
-        self.in_flight.ended(at)
-        self.service.finished(self.tenant, completion)
+    def _take(self, at: int, item: Item) -> None:
+        """Book what has come of generation number `at`, and pass it on to the reader."""
+        if isinstance(item, BaseException):
+            self.arrive(item)
+        else:
+            if at not in self._begun and item.tokens:
+                self._begun.add(at)
+                self._span.begun()
+                self._in_flight.begun(at)
+            if item.completion:
+                self.completions[at] = item.completion
+                # Before the client gets the completion: if it calls again at once, the room is free.
+                self._ticket.give_back_one()
+                self._in_flight.ended(at)
+                self._service.finished(self._tenant, item.completion)
+            self.arrive((at, item))
+            if not item.completion:
+                return
+        self._following -= 1
+        if not self._following:
+            self._ticket.release()
+            self._in_flight.clear()
+            self._span.ended([one for one in self.completions if one])
+            self._on_over(self)
+            self._service.calls.discard(self)
 
-    def over(self, call: GenerationCall) -> None:
-        self.ticket.release()
-        self.in_flight.clear()
-        self.span.ended([one for one in call.completions if one])
-        self.on_over(call)
-        self.service.over(call)
+    def arrive(self, item: tuple[int, TokenDelta] | BaseException) -> None:
+        """Give the reader of `batches` a delta with its generation's number, or an error, which is raised there."""
+        self._arrived.append(item)
+        self._has_news.set()
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
+        """Yield the deltas that have arrived since the last batch, each with the number of its generation.
+
+        Raises the first error of any generation, and `EngineClosed` if the engine cancelled one.
+        """
+        left = len(self._ids)
+        while left:
+            await self._has_news.wait()
+            self._has_news.clear()
+            arrived, self._arrived = self._arrived, []
+            deltas: list[tuple[int, TokenDelta]] = []
+            error: BaseException | None = None
+            for item in arrived:
+                if isinstance(item, BaseException):
+                    error = item
+                    break
+                at, delta = item
+                if delta.completion and delta.completion.finish_reason is FinishReason.CANCELLED:
+                    error = EngineClosed("choice", at, "its generation was cancelled")
+                    break
+                deltas.append(item)
+            left -= sum(delta.completion is not None for _, delta in deltas)
+            if deltas:
+                yield deltas
+            if error is not None:
+                raise error
+
+    async def finished(self) -> list[Completion]:
+        """Return all completions. Raises like `batches`."""
+        async for _ in self.batches():
+            pass
+        return [completion for completion in self.completions if completion is not None]
+
+    def end(self) -> None:
+        """Stop reading: cancel the generations that still run. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            left = [name for name, done in zip(self._ids, self.completions, strict=True) if done is None]
+            self._service.threads.cancel(left)
 
 
-def service_of(request: Request) -> Service:
-    """Return the service of the application that got a request."""
+def submit_all(
+    engine: Engine, requests: Sequence[GenerateRequest]
+) -> tuple[Sequence[GenerateRequest], Sequence[Stream]]:
+    """Submit all requests or, if one is refused, none. Returns the requests with their streams."""
+    streams: list[Stream] = []
+    try:
+        for request in requests:
+            streams.append(engine.submit(request))
+    except KedgeError:
+        for stream in streams:
+            engine.cancel(stream.request_id)
+        raise
+    return requests, streams
+
+
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-async def _service(request: Request) -> Service:
-    return service_of(request)
-
-
-async def _authenticated(request: Request) -> Tenant:
+async def _authenticated(request: Request, service: Annotated[Service, Depends(_service)]) -> Tenant:
     given, key = request.headers.get("authorization"), request.headers.get("x-api-key")
-    tenant = service_of(request).keys.authenticate(given if given or not key else f"Bearer {key}")
+    tenant = service.keys.authenticate(given if given or not key else f"Bearer {key}")
     request.state.tenant = tenant
     return tenant
 

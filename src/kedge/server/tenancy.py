@@ -1,4 +1,4 @@
-"""API keys, the tenants that they belong to, and the tenants' limits.
+"""API keys, the tenants that they belong to, and the tenants' limits with their meters.
 
 A tenant is what the server authenticated, never what a client claims. Without keys there is one tenant.
 
@@ -21,16 +21,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
+import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.engine.base import Engine, Limiting, Quota
-from kedge.errors import ConfigError, Unauthenticated
+from kedge.engine.base import Engine, Quota
+from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
 from kedge.settings import LimitSettings
 from kedge.types import Namespace, TenantId
 
@@ -110,7 +112,11 @@ class KeyRing:
 def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -> KeyRing:
     """Return the keys of a file and of `KEDGE_API_KEYS`. Raises `ConfigError`, which never contains a key."""
     tenants: dict[str, Tenant] = {}
-    for digest, tenant in (*_of_file(file, default), *_of_variable(variable or "", default)):
+    known = list(_of_file(file, default))
+    for entry in filter(None, re.split(r"[,\s]+", variable or "")):
+        name, _, digest = entry.partition(":")
+        known.append((_hash(digest, f"KEDGE_API_KEYS: {name}"), _tenant(name, default)))
+    for digest, tenant in known:
         if digest in tenants:
             raise ConfigError("api key", tenant.id, "duplicate of another key")
         tenants[digest] = tenant
@@ -125,18 +131,14 @@ def _of_file(file: Path | None, default: LimitSettings) -> Iterator[tuple[str, T
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("--api-keys", str(file), str(error)) from None
     _refuse_unknown(data, {"tenants", "operator"}, str(file))
-    sections = {f"tenants.{name}": (name, section) for name, section in _table(data, "tenants").items()}
+    tenants = data.get("tenants", {})
+    if not isinstance(tenants, dict):
+        raise ConfigError("tenants", type(tenants).__name__, "must be a table")
+    sections = {f"tenants.{name}": (name, section) for name, section in tenants.items()}
     if "operator" in data:
         sections["operator"] = (OPERATOR, data["operator"])
     for key, (name, section) in sections.items():
         yield from _of_section(f"{file}: {key}", name, section, default)
-
-
-def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    table = data.get(key, {})
-    if not isinstance(table, dict):
-        raise ConfigError(key, type(table).__name__, "must be a table")
-    return table
 
 
 def _of_section(key: str, name: str, section: object, default: LimitSettings) -> Iterator[tuple[str, Tenant]]:
@@ -147,26 +149,15 @@ def _of_section(key: str, name: str, section: object, default: LimitSettings) ->
     keys = section.get("keys")
     if not isinstance(keys, list) or not keys:
         raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
-    own = _limits(key, {**dict(default), **limits})
+    try:
+        own = LimitSettings(**{**dict(default), **limits})
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
     keep_texts = section.get("keep_texts")
     if keep_texts is not None and not isinstance(keep_texts, bool):
         raise ConfigError(f"{key}.keep_texts", keep_texts, "must be true or false")
     for digest in keys:
         yield _hash(digest, key), replace(_tenant(name, own), keep_texts=keep_texts)
-
-
-def _limits(key: str, limits: Mapping[str, Any]) -> LimitSettings:
-    """Return limits in the formats of the settings, such as sizes with units."""
-    try:
-        return LimitSettings(**limits)
-    except ConfigError as error:
-        raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
-
-
-def _of_variable(text: str, default: LimitSettings) -> Iterator[tuple[str, Tenant]]:
-    for entry in filter(None, re.split(r"[,\s]+", text)):
-        name, _, digest = entry.partition(":")
-        yield _hash(digest, f"KEDGE_API_KEYS: {name}"), _tenant(name, default)
 
 
 def _refuse_unknown(section: Mapping[str, Any], known: set[str], key: str) -> None:
@@ -193,7 +184,91 @@ def _tenant(name: str, limits: LimitSettings) -> Tenant:
 def apply_quotas(engine: Engine, tenants: Iterable[Tenant]) -> None:
     """Set the tenants' quotas in the engine. Raises `ConfigError` for a quota that the engine cannot enforce."""
     for tenant in tenants:
-        if isinstance(engine, Limiting):
-            engine.limit(tenant.id, tenant.quota)
-        elif tenant.quota != Quota():
-            raise ConfigError("limits", tenant.id, f"{type(engine).__name__} cannot bound what a tenant holds")
+        engine.limit(tenant.id, tenant.quota)
+
+
+MINUTE = 60.0
+
+
+@dataclass
+class Bucket:
+    """Token bucket: `rate` per minute, of which a minute's worth may be used at once."""
+
+    key: str
+    """Name of the limit."""
+    rate: int | None
+    """None for no limit."""
+    clock: Callable[[], float] = time.monotonic
+    level: float = field(init=False)
+    """What is left; below zero if the last use took more than was left."""
+    filled_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = float(self.rate or math.inf)
+        self.filled_at = self.clock()
+
+    def require(self) -> None:
+        """Raise `LimitReached` while nothing is left."""
+        self._refill()
+        if self.rate is not None and self.level <= 0:
+            error = LimitReached(self.key, self.rate, "are used up for now")
+            error.retry_after = (1 - self.level) * MINUTE / self.rate
+            raise error
+
+    def use(self, count: int) -> None:
+        """Take `count` out of the bucket."""
+        self._refill()
+        self.level -= count
+
+    def _refill(self) -> None:
+        now = self.clock()
+        if self.rate is not None:
+            self.level = min(float(self.rate), self.level + (now - self.filled_at) * self.rate / MINUTE)
+        self.filled_at = now
+
+
+@dataclass
+class Meter:
+    """Requests in flight and rate limits of one tenant. Only the event loop's thread uses it."""
+
+    limits: LimitSettings
+    clock: Callable[[], float] = time.monotonic
+    in_flight: int = 0
+    tokens: Bucket = field(init=False)
+    hints: Bucket = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = Bucket("tokens_per_minute", self.limits.tokens_per_minute, self.clock)
+        self.hints = Bucket("hints_per_minute", self.limits.hints_per_minute, self.clock)
+
+    def admit(self, count: int) -> Ticket:
+        """Reserve room for `count` generations.
+
+        Raises `LimitReached`, or `RequestError` for more than may ever run at once.
+        """
+        most = self.limits.requests_in_flight
+        if count > most:
+            raise RequestError("n", count, f"at most {most} generations at once are allowed")
+        self.tokens.require()
+        if self.in_flight + count > most:
+            raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")
+        self.in_flight += count
+        return Ticket(self, count)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Room that was reserved for a call."""
+
+    meter: Meter
+    count: int
+
+    def give_back_one(self) -> None:
+        """Free the room of one generation."""
+        self.meter.in_flight -= 1
+        self.count -= 1
+
+    def release(self) -> None:
+        """Free the room that is left. Idempotent."""
+        self.meter.in_flight -= self.count
+        self.count = 0

@@ -1,7 +1,4 @@
-"""Thread pools of a server, and the path from the engine's threads to the event loop.
-
-An engine's thread puts tokens into an inbox, which wakes the event loop once per batch instead of once per token.
-"""
+"""Thread pools of a server, and the path from the engine's threads to the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from kedge.engine.base import Engine, Item, Listenable, Listener, Stream
+from kedge.engine.base import Engine, Item, Listener, Stream
 from kedge.errors import EngineClosed
 from kedge.types import RequestId
 
@@ -25,31 +22,11 @@ WORK_THREADS = 4
 T = TypeVar("T")
 
 
-class Inbox:
-    """Queue of items from any thread to the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._items: deque[tuple[Listener, Item]] = deque()
-        self._is_woken = False
-
-    def put(self, take: Listener, item: Item) -> None:
-        """Call `take` with the item on the event loop, in the order of the items."""
-        self._items.append((take, item))
-        if not self._is_woken:
-            self._is_woken = True
-            with suppress(RuntimeError):  # the loop is closed, so nothing waits for the item
-                self._loop.call_soon_threadsafe(self._empty)
-
-    def _empty(self) -> None:
-        self._is_woken = False  # first, so that an item that comes from now on wakes the loop again
-        while self._items:
-            take, item = self._items.popleft()
-            take(item)
-
-
 class Threads:
-    """Thread pools of a server: a few threads for short work, and one for each call in flight that waits."""
+    """Thread pools of a server: a few threads for short work, and one for each call in flight that waits.
+
+    An engine's thread puts tokens into a queue, which wakes the event loop once per batch instead of once per token.
+    """
 
     def __init__(self, engine: Engine, max_in_flight: int) -> None:
         self._engine = engine
@@ -57,7 +34,9 @@ class Threads:
         self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
         self._followed = 0
         self._all_ended = threading.Condition()
-        self._inbox: Inbox | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._items: deque[tuple[Listener, Item]] = deque()
+        self._is_woken = False
 
     async def work(self, task: Callable[[], T]) -> T:
         """Run a short task off the event loop and return its result."""
@@ -68,23 +47,28 @@ class Threads:
         return self._wait.submit(task)
 
     def follow(self, stream: Stream, take: Listener) -> None:
-        """Call `take` on the running event loop with each delta of a stream, and with its error."""
-        if self._inbox is None:
-            self._inbox = Inbox(asyncio.get_running_loop())
+        """Call `take` on the running event loop with each delta of a stream, in their order, and with its error."""
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         with self._all_ended:
             self._followed += 1
-        hear = partial(self._hear, self._inbox, take)
-        if isinstance(stream, Listenable):
-            stream.listen(hear)
-        else:
-            self._wait.submit(_read, stream, hear)
+        stream.listen(partial(self._hear, loop, take))
 
-    def _hear(self, inbox: Inbox, take: Listener, item: Item) -> None:
-        inbox.put(take, item)
+    def _hear(self, loop: asyncio.AbstractEventLoop, take: Listener, item: Item) -> None:
+        self._items.append((take, item))
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed, so nothing waits for the item
+                loop.call_soon_threadsafe(self._empty)
         if isinstance(item, BaseException) or item.completion:
             with self._all_ended:
                 self._followed -= 1
                 self._all_ended.notify_all()
+
+    def _empty(self) -> None:
+        self._is_woken = False  # first, so that an item that comes from now on wakes the loop again
+        while self._items:
+            take, item = self._items.popleft()
+            take(item)
 
     def cancel(self, requests: Sequence[RequestId]) -> None:
         """Schedule the cancellation of requests in the engine."""
@@ -103,12 +87,3 @@ class Threads:
             self._all_ended.wait_for(lambda: not self._followed)
         self._wait.shutdown()
         self._work.shutdown()
-
-
-def _read(stream: Stream, hear: Listener) -> None:
-    """Pass on all deltas of a stream, or its error."""
-    try:
-        for delta in stream:
-            hear(delta)
-    except BaseException as error:  # its reader raises it
-        hear(error)

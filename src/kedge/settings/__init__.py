@@ -19,17 +19,23 @@
 Every bad value raises a `ConfigError` that names its key and the value.
 """
 
-from kedge.settings.anchors import AnchorSettings, estimator_settings
-from kedge.settings.discovery import DiscoveryMode, DiscoverySettings
-from kedge.settings.engine import EngineSettings
-from kedge.settings.guard import GuardSettings
-from kedge.settings.learning import LearningSettings
-from kedge.settings.planner import PlannerSettings
-from kedge.settings.root import Settings
-from kedge.settings.section import SettingsSection
-from kedge.settings.server import LimitSettings, QuotaSettings, ServerSettings
-from kedge.settings.tiers import TierSettings
-from kedge.settings.vllm import VllmSettings
+from kedge.settings.loading import Settings
+from kedge.settings.sections import (
+    AnchorSettings,
+    DiscoveryMode,
+    DiscoverySettings,
+    EngineSettings,
+    GuardSettings,
+    LearningSettings,
+    LimitSettings,
+    PlannerSettings,
+    QuotaSettings,
+    ServerSettings,
+    SettingsSection,
+    TierSettings,
+    VllmSettings,
+    estimator_settings,
+)
 
 __all__ = [
     "AnchorSettings",

@@ -1,4 +1,4 @@
-"""Reading the TOML file, laying it under environment and flags, and refusing misspelled variables."""
+"""All sections in one class, and how it is filled: from a file, then variables, then flags."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kedge.errors import ConfigError
-from kedge.settings.section import SettingsSection
+from kedge.settings.sections import EngineSettings, ServerSettings, SettingsSection, config_error
+from kedge.types import ReuseMode
 
 DEFAULT_FILE = Path("kedge.toml")
 ENV_PREFIX = "KEDGE_"
@@ -34,16 +36,13 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, Mapping):
-                result[key] = merge(_section_below(key, result.get(key, {})), value)
+                below = result.get(key, {})
+                if not isinstance(below, Mapping):
+                    raise ConfigError(key, below, "is a section, not a value")
+                result[key] = merge(below, value)
             elif value is not None:
                 result[key] = value
     return result
-
-
-def _section_below(key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(key, value, "is a section, not a value")
-    return value
 
 
 def check_environment(settings: type[BaseModel]) -> None:
@@ -67,3 +66,52 @@ def _variables(model: type[BaseModel], prefix: str) -> list[str]:
         else:
             names.append(f"{prefix}{name.upper()}")
     return names
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. `Settings()` reads the environment only; `Settings.load` the file as well."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        # A section is set field by field; one given whole, as JSON text, is then a bad value like any other.
+        enable_decoding=False,
+    )
+
+    reuse: ReuseMode = ReuseMode.TRANSLATE
+    """How far a request that does not choose itself relies on KV computed for others."""
+    engine: EngineSettings = EngineSettings()
+    server: ServerSettings = ServerSettings()
+
+    @classmethod
+    def load(cls, file: Path | None = None, **flags: object) -> Self:
+        """Load the settings from `file`, the environment and `flags`; the later win.
+
+        `file` None is the working folder's `kedge.toml`, if there is one. `flags` are top-level names; a section is a
+        mapping, and None is a flag that was not given. Raises `ConfigError` for a bad value, an unknown key, or a
+        file that is missing or no TOML.
+        """
+        check_environment(cls)
+        return cls(**merge(read_file(file), EnvSettingsSource(cls)(), flags))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_bad_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise config_error(error) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings

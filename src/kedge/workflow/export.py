@@ -102,31 +102,18 @@ def step_edges(graph: StepGraph) -> Iterator[Edge]:
 def mermaid(diagram: Diagram) -> str:
     """Return a diagram as a Mermaid flowchart. Nodes are numbered, since words such as `end` are no ids there."""
     ids = {name: f"n{at}" for at, name in enumerate(name for column in diagram.columns for name in column)}
+    title = yaml.safe_dump(diagram.name, default_style='"', allow_unicode=True, width=float("inf")).strip()
+    lines = ["---", f"title: {title}", "---", "flowchart LR"]
+    for name, node in ids.items():
+        text = _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", name)
+        lines.append(f'  {node}["{text}"]')
     by_colour: dict[str, list[str]] = {}
     for at, edge in enumerate(diagram.edges):
         by_colour.setdefault(edge.colour, []).append(str(at))
-    lines = [
-        "---",
-        f"title: {_yaml_string(diagram.name)}",
-        "---",
-        "flowchart LR",
-        *(f'  {node}["{_mermaid_text(name)}"]' for name, node in ids.items()),
-        *(f"  {ids[edge.start]} {_mermaid_arrow(edge)} {ids[edge.to]}" for edge in diagram.edges),
-        *(f"  linkStyle {','.join(places)} stroke:{colour}" for colour, places in by_colour.items()),
-    ]
+        arrow = ("-.->" if edge.is_loop else "-->") + (f'|"{edge.label}"|' if edge.label else "")
+        lines.append(f"  {ids[edge.start]} {arrow} {ids[edge.to]}")
+    lines += [f"  linkStyle {','.join(places)} stroke:{colour}" for colour, places in by_colour.items()]
     return "\n".join(lines) + "\n"
-
-
-def _mermaid_arrow(edge: Edge) -> str:
-    return ("-.->" if edge.is_loop else "-->") + (f'|"{edge.label}"|' if edge.label else "")
-
-
-def _mermaid_text(text: str) -> str:
-    return _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", text)
-
-
-def _yaml_string(text: str) -> str:
-    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf")).strip()
 
 
 def dot(diagram: Diagram) -> str:
@@ -137,16 +124,13 @@ def dot(diagram: Diagram) -> str:
         f"  graph [rankdir=LR, label={name}, labelloc=t]",
         "  node [shape=box, style=rounded]",
         *(f"  {{rank=same; {'; '.join(map(_dot_string, column))}}}" for column in diagram.columns),
-        *(f"  {_dot_string(edge.start)} -> {_dot_string(edge.to)} [{_dot_style(edge)}]" for edge in diagram.edges),
-        "}",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _dot_style(edge: Edge) -> str:
-    label = [f"label={_dot_string(edge.label)}"] if edge.label else []
-    loop = ["style=dashed", "constraint=false"] if edge.is_loop else []
-    return ", ".join([*label, *loop, f'color="{edge.colour}"'])
+    for edge in diagram.edges:
+        label = [f"label={_dot_string(edge.label)}"] if edge.label else []
+        loop = ["style=dashed", "constraint=false"] if edge.is_loop else []
+        style = ", ".join([*label, *loop, f'color="{edge.colour}"'])
+        lines.append(f"  {_dot_string(edge.start)} -> {_dot_string(edge.to)} [{style}]")
+    return "\n".join([*lines, "}"]) + "\n"
 
 
 def _dot_string(text: str) -> str:

@@ -103,7 +103,10 @@ class ForecastBoard:
         """Replace the forecast of `run`: whole or, where the hint is ignored, not at all."""
         changes = self.expire(now)
         old = self._runs.get(run)
-        if reason := _refusal(old, seq):
+        reason = Ignored.NEGATIVE if seq < 0 else None
+        if old and not reason:
+            reason = Ignored.ENDED if old.ended else Ignored.STALE if seq <= old.forecast.seq else None
+        if reason:
             self.ignored[reason] += 1
             return changes
         agents = old.agents if old else None
@@ -154,16 +157,6 @@ class ForecastBoard:
         return sound
 
 
-def _refusal(old: _BoardEntry | None, seq: int) -> Ignored | None:
-    if seq < 0:
-        return Ignored.NEGATIVE
-    if old is None:
-        return None
-    if old.ended:
-        return Ignored.ENDED
-    return Ignored.STALE if seq <= old.forecast.seq else None
-
-
 class RunProgress:
     """Progress of one run of a step graph; publishes the run's forecast whenever an agent starts or finishes.
 
@@ -189,7 +182,8 @@ class RunProgress:
 
     def finished(self, agent: AgentId, now: float) -> Changes:
         """Record that `agent` is done, whether or not its start was recorded."""
-        if node := self._running(agent) or self._expected(agent):
+        running = [node for node in self.graph.nodes_of.get(agent, ()) if node in self.state.running]
+        if node := running[0] if running else self._expected(agent):
             self.state = self.graph.finished(self.graph.started(self.state, node), node)
         return self._publish(now)
 
@@ -197,21 +191,14 @@ class RunProgress:
         """End the run, finished or not."""
         return self._board.done(self.run, now)
 
-    def _running(self, agent: AgentId) -> NodeId | None:
-        running = (node for node in self.graph.nodes_of.get(agent, ()) if node in self.state.running)
-        return next(running, None)
-
     def _expected(self, agent: AgentId) -> NodeId | None:
         """Return the node of `agent` that is next to start; None where all of them run, or it has none."""
-        idle = [node for node in self._nodes(agent) if node not in self.state.running]
+        if agent not in self.graph.nodes_of:
+            self._board.ignored[Ignored.UNKNOWN_AGENT] += 1
+        idle = [node for node in self.graph.nodes_of.get(agent, ()) if node not in self.state.running]
         if len(idle) < 2:
             return idle[0] if idle else None
         return min(idle, key=self.graph.steps(*self.state).__getitem__)
-
-    def _nodes(self, agent: AgentId) -> tuple[NodeId, ...]:
-        if agent not in self.graph.nodes_of:
-            self._board.ignored[Ignored.UNKNOWN_AGENT] += 1
-        return self.graph.nodes_of.get(agent, ())
 
     def _publish(self, now: float) -> Changes:
         self._seq += 1

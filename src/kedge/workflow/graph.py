@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import TIMEOUT_MAX
@@ -108,14 +108,6 @@ class Workflow:
     def __post_init__(self) -> None:
         for key in ("agents", "inputs", "loops"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
-        self._check_shape()
-        for agent in self.agents:
-            for placeholder in agent.placeholders:
-                self._check(agent, placeholder)
-        self._check_loops()
-        order(self.ids, self.waits_for)
-
-    def _check_shape(self) -> None:
         if not self.agents:
             raise WorkflowError("agents", (), "a workflow needs at least one agent")
         for key, names in (("agents", self.ids), ("inputs", self.inputs)):
@@ -129,6 +121,14 @@ class Workflow:
         for agent in self.agents:
             if not agent.user.strip():
                 raise WorkflowError(f"agent {agent.id}: user", agent.user, "the user message is empty")
+        for agent in self.agents:
+            for placeholder in agent.placeholders:
+                self._check(agent, placeholder)
+        for speaker, listener in self.loops:
+            reads = self.agent(listener).placeholders if listener in self.ids else ()
+            if speaker not in (placeholder.of for placeholder in reads if _is_current(placeholder)):
+                raise WorkflowError("loops", (speaker, listener), "the second does not read the first's current answer")
+        order(self.ids, self.waits_for)
 
     def _check(self, agent: Agent, placeholder: Placeholder) -> None:
         key, name = f"agent {agent.id}", placeholder.name
@@ -139,12 +139,6 @@ class Workflow:
             raise UnknownPlaceholder(key, name, f"there is no agent {placeholder.of!r}")
         elif placeholder.kind is ValueKind.CONDITION and self.agent(placeholder.of).tool is None:
             raise UnknownPlaceholder(key, name, f"agent {placeholder.of!r} has no tool")
-
-    def _check_loops(self) -> None:
-        for speaker, listener in self.loops:
-            reads = self.agent(listener).placeholders if listener in self.ids else ()
-            if speaker not in (placeholder.of for placeholder in reads if _is_current(placeholder)):
-                raise WorkflowError("loops", (speaker, listener), "the second does not read the first's current answer")
 
     @cached_property
     def ids(self) -> tuple[AgentId, ...]:
@@ -220,22 +214,15 @@ def order(ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]
     done: list[AgentId] = []
     while ready:
         done.append(ids[heapq.heappop(ready)])
-        for index in _released(done[-1], ids, waits_for, left):
-            heapq.heappush(ready, index)
+        for index, agent in enumerate(ids):
+            if done[-1] in waits_for[agent]:
+                left[agent] -= 1
+                if not left[agent]:
+                    heapq.heappush(ready, index)
     if len(done) < len(ids):
         cycle = _cycle({agent: waits_for[agent] - set(done) for agent in ids if agent not in done})
         raise CycleError("agents", " -> ".join(cycle), "each waits for the next; mark the back edge in `loops`")
     return tuple(done)
-
-
-def _released(
-    done: AgentId, ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]], left: dict[AgentId, int]
-) -> Iterator[int]:
-    for index, agent in enumerate(ids):
-        if done in waits_for[agent]:
-            left[agent] -= 1
-            if not left[agent]:
-                yield index
 
 
 def _cycle(waits_for: Mapping[AgentId, frozenset[AgentId]]) -> list[AgentId]:

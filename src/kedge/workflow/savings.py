@@ -210,7 +210,12 @@ def _role_last(calls: Sequence[_Call], workflow: Workflow) -> list[_Call]:
     """
     head = len(common_prefix([call.pieces[0].tokens for call in calls]))
     readers = Counter(piece.value for call in calls for piece in call.pieces)
-    labels = _labels(calls, head, readers)
+    before: dict[tuple[ValueKind, str], list[Tokens]] = {}
+    for call in calls:
+        for tokens, piece in _pairs(call, head):
+            if piece.value and readers[piece.value] > 1:
+                before.setdefault((piece.value.kind, piece.value.of), []).append(tokens[::-1])
+    labels = {of: len(common_prefix(found)) for of, found in before.items()}
 
     def order(value: _Value) -> tuple[object, ...]:
         names: Sequence[str] = workflow.inputs if value.kind is ValueKind.INPUT else workflow.order
@@ -218,18 +223,6 @@ def _role_last(calls: Sequence[_Call], workflow: Workflow) -> list[_Call]:
         return readers[value] == 1, is_answer, value.turn, names.index(value.of), value.kind
 
     return [_reordered(call, head, labels, order) for call in calls]
-
-
-def _labels(
-    calls: Iterable[_Call], head: int, readers: Mapping[_Value | None, int]
-) -> dict[tuple[ValueKind, str], int]:
-    """Return for each value that several calls read how many tokens in front of it are the same in all of them."""
-    before: dict[tuple[ValueKind, str], list[Tokens]] = {}
-    for call in calls:
-        for tokens, value in _pairs(call, head):
-            if value.value and readers[value.value] > 1:
-                before.setdefault((value.value.kind, value.value.of), []).append(tokens[::-1])
-    return {of: len(common_prefix(found)) for of, found in before.items()}
 
 
 def _pairs(call: _Call, head: int) -> Iterator[tuple[Tokens, _Piece]]:

@@ -225,19 +225,18 @@ def build_step_graph(data: object, source: str = "workflow") -> StepGraph:
     """
     spec = _validated(data, source, StepGraphSpec)
     try:
-        return StepGraph(spec.name, tuple(_node(name, node or NodeSpec(), source) for name, node in spec.graph.items()))
+        nodes = []
+        for name, given in spec.graph.items():
+            node = given or NodeSpec()
+            if node.after is not None and node.after_any is not None:
+                key = f"{source}: graph.{name}.after_any"
+                raise SpecError(key, _short(node.after_any), "stands beside `after`: only one may")
+            then = dict.fromkeys(node.then) if isinstance(node.then, list) else node.then
+            nodes.append(Node(name, node.alternatives, node.loops, then, node.agent))
+        return StepGraph(spec.name, tuple(nodes))
     except WorkflowError as error:
         error.add_note(f"in {source}")
         raise
-
-
-def _node(name: str, spec: NodeSpec, source: str) -> Node:
-    if spec.after is not None and spec.after_any is not None:
-        raise SpecError(
-            f"{source}: graph.{name}.after_any", _short(spec.after_any), "stands beside `after`: only one may"
-        )
-    then = dict.fromkeys(spec.then) if isinstance(spec.then, list) else spec.then
-    return Node(name, spec.alternatives, spec.loops, then, spec.agent)
 
 
 def _is_graph(data: object) -> bool:

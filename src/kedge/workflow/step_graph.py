@@ -63,20 +63,17 @@ class Node:
             object.__setattr__(self, key, tuple(self._alternative(key, names) for names in getattr(self, key)))
         object.__setattr__(self, "agent", AgentId(self.agent or self.id))
         object.__setattr__(self, "then", MappingProxyType(dict(self.then)))
-        self._check_probabilities()
-
-    def _alternative(self, key: str, names: Collection[str]) -> frozenset[str]:
-        if not names:
-            raise WorkflowError(f"node {self.id}: {key}", names, "an alternative needs at least one node")
-        return frozenset({names} if isinstance(names, str) else names)
-
-    def _check_probabilities(self) -> None:
         given = {name: value for name, value in self.then.items() if value is not None}
         for name, value in given.items():
             if not 0 <= value <= 1:
                 raise WorkflowError(f"node {self.id}: then.{name}", value, "a probability is in 0..1")
         if sum(given.values()) > _SUM_OF_ONE:
             raise WorkflowError(f"node {self.id}: then", given, "the probabilities have a sum above 1")
+
+    def _alternative(self, key: str, names: Collection[str]) -> frozenset[str]:
+        if not names:
+            raise WorkflowError(f"node {self.id}: {key}", names, "an alternative needs at least one node")
+        return frozenset({names} if isinstance(names, str) else names)
 
     @cached_property
     def odds(self) -> Mapping[str, float]:
@@ -100,11 +97,29 @@ class StepGraph:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
-        self._check_names()
-        self._check_cycles()
+        if not self.nodes:
+            raise WorkflowError("nodes", (), "a step graph needs at least one node")
+        if len(self._place) < len(self.nodes):
+            double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
+            raise WorkflowError("nodes", double, "duplicate")
         for node in self.nodes:
-            self._check_loops(node)
-            self._check_then(node)
+            for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
+                for name in names:
+                    if name not in self._place:
+                        raise WorkflowError(f"node {node.id}: {key}", name, "there is no such node")
+        try:
+            graphlib.TopologicalSorter({node.id: set(_members(node.after)) for node in self.nodes}).prepare()
+        except graphlib.CycleError as error:
+            why = "each waits for the one before, so none can run; move the back edge to `loops`"
+            raise CycleError("nodes", " -> ".join(error.args[1]), why) from None
+        for node in self.nodes:
+            for members in node.loops:
+                if self.descendants(node.id).isdisjoint(members):
+                    raise WorkflowError(f"node {node.id}: loops", sorted(members), "none of them comes after it")
+            for name in node.then:
+                chosen = self._by_id(name)
+                if not _waits_for((*chosen.after, *chosen.loops), node.id):
+                    raise WorkflowError(f"node {node.id}: then", name, f"has no {node.id!r} in its `after` or `loops`")
 
     @classmethod
     def of(cls, workflow: Workflow) -> StepGraph:
@@ -206,7 +221,7 @@ class StepGraph:
         )
 
     def _alternative(self, node: Node, names: Collection[str], is_loop: bool) -> Alternative:
-        choosers = [self.nodes[self._place[name]] for name in sorted(names) if node.id in self._by_id(name).then]
+        choosers = [self._by_id(name) for name in sorted(names) if node.id in self._by_id(name).then]
         return Alternative(
             self._place[node.id],
             frozenset(self._place[name] for name in names),
@@ -239,39 +254,6 @@ class StepGraph:
             for name in _members(node.after):
                 followers[NodeId(name)].add(NodeId(node.id))
         return followers
-
-    # checks ---------------------------------------------------------------------------------------------------
-
-    def _check_names(self) -> None:
-        if not self.nodes:
-            raise WorkflowError("nodes", (), "a step graph needs at least one node")
-        if len(self._place) < len(self.nodes):
-            double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
-            raise WorkflowError("nodes", double, "duplicate")
-        for node in self.nodes:
-            for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
-                for name in names:
-                    if name not in self._place:
-                        raise WorkflowError(f"node {node.id}: {key}", name, "there is no such node")
-
-    def _check_cycles(self) -> None:
-        waits_for = {node.id: set(_members(node.after)) for node in self.nodes}
-        try:
-            graphlib.TopologicalSorter(waits_for).prepare()
-        except graphlib.CycleError as error:
-            why = "each waits for the one before, so none can run; move the back edge to `loops`"
-            raise CycleError("nodes", " -> ".join(error.args[1]), why) from None
-
-    def _check_loops(self, node: Node) -> None:
-        for names in node.loops:
-            if self.descendants(node.id).isdisjoint(names):
-                raise WorkflowError(f"node {node.id}: loops", sorted(names), "none of them comes after it")
-
-    def _check_then(self, node: Node) -> None:
-        for name in node.then:
-            chosen = self._by_id(name)
-            if not _waits_for((*chosen.after, *chosen.loops), node.id):
-                raise WorkflowError(f"node {node.id}: then", name, f"has no {node.id!r} in its `after` or `loops`")
 
 
 def _members(alternatives: Iterable[Collection[str]]) -> Iterator[str]:

@@ -61,16 +61,6 @@ class Search:
 
     def run(self, entries: Iterable[int]) -> list[NextRun]:
         """Return one `NextRun` for every node; `entries` can run from the start."""
-        self._begin(entries)
-        while self._queue:
-            node = self._queue.popleft()
-            for at in self._opens[node]:
-                if node in self._missing[at]:
-                    self._left[at] -= 1
-                    self._complete(at, self._found[node].steps + 1)
-        return self._found
-
-    def _begin(self, entries: Iterable[int]) -> None:
         for node in self._running:
             self._relax(node, 0, 1.0)
         first = 1 if self._running else 0
@@ -79,6 +69,13 @@ class Search:
                 self._relax(node, first, 1.0)
         for at in range(len(self._alternatives)):
             self._complete(at, first)
+        while self._queue:
+            node = self._queue.popleft()
+            for at in self._opens[node]:
+                if node in self._missing[at]:
+                    self._left[at] -= 1
+                    self._complete(at, self._found[node].steps + 1)
+        return self._found
 
     def _complete(self, at: int, steps: float) -> None:
         if not self._left[at]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -73,20 +73,17 @@ def parse(text: str) -> tuple[Part, ...]:
         literal += text[at : match.start()]
         at = match.end()
         if match[1] is None:
-            literal += _unescaped(match, text)
+            if len(match[0]) == 1:
+                excerpt = text[max(0, match.start() - 20) : match.end() + 20]
+                why = f"a single {match[0]!r} (double it to write the brace itself)"
+                raise WorkflowError("template", excerpt, why)
+            literal += match[0][0]
             continue
         parts += [literal] if literal else []
         parts.append(Placeholder.parse(match[1]))
         literal = ""
     literal += text[at:]
     return (*parts, literal) if literal else tuple(parts)
-
-
-def _unescaped(brace: re.Match[str], text: str) -> str:
-    if len(brace[0]) == 2:
-        return brace[0][0]
-    excerpt = text[max(0, brace.start() - 20) : brace.end() + 20]
-    raise WorkflowError("template", excerpt, f"a single {brace[0]!r} (double it to write the brace itself)")
 
 
 def escape(text: str) -> str:
@@ -162,25 +159,16 @@ class CompiledAgent:
         """Return the prompt `p0 φ1 p1 φ2 …` without empty segments, but with those of `pending` samples, whose tokens
         are not known yet. Raises `UnknownPlaceholder` where a value is missing.
         """
-        return tuple(one for one in self._segments(values) if one.tokens or one.sample in pending)
-
-    def _segments(self, values: Mapping[Placeholder, Value]) -> Iterator[Segment]:
-        yield Segment(self.prefixes[0], "p0")
+        segments = [Segment(self.prefixes[0], "p0")]
         filled = zip(self.placeholders, self.contexts, self.stand_ins, self.trails, self.prefixes[1:], strict=True)
         for i, (placeholder, context, placeholder_text, trail, prefix) in enumerate(filled, 1):
             if placeholder not in values:
                 raise UnknownPlaceholder(f"agent {self.agent}", placeholder.name, "has no value")
             tokens, sample = values[placeholder]
-            yield Segment(
-                tokens,
-                placeholder.name,
-                sample,
-                context.tokens,
-                placeholder_text,
-                trail,
-                in_context=context.is_prompt,
-            )
-            yield Segment(prefix, f"p{i}")
+            around = context.tokens, placeholder_text, trail
+            segments.append(Segment(tokens, placeholder.name, sample, *around, in_context=context.is_prompt))
+            segments.append(Segment(prefix, f"p{i}"))
+        return tuple(one for one in segments if one.tokens or one.sample in pending)
 
 
 def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[AgentId, CompiledAgent]:
@@ -210,11 +198,6 @@ Cut = tuple[tuple[Tokens, ...], tuple[Placeholder, ...]]
 """An agent's prefix parts, and the placeholders between them."""
 
 
-def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
-    texts, found = _render(agent, tokenizer)
-    return tuple(tokenizer.encode(text) if text else () for text in texts), found
-
-
 def _trails(cuts: Iterable[Cut]) -> dict[tuple[ValueKind, str], Tokens]:
     """Return the tokens that always follow an input, or an agent's answer or tool result of whatever turn.
 
@@ -231,7 +214,7 @@ def _trailed(placeholder: Placeholder) -> tuple[ValueKind, str]:
     return placeholder.kind, placeholder.of
 
 
-def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[Placeholder, ...]]:
+def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     """Cut the chat text at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
     mark = _mark(agent.system + agent.user)
     system, user = parse(agent.system), parse(agent.user)
@@ -245,7 +228,8 @@ def _render(agent: Prompt, tokenizer: ChatTokenizer) -> tuple[list[str], tuple[P
     order = [int(number) for number in pieces[1::2]]
     if sorted(order) != list(range(len(known))):
         raise WorkflowError(f"agent {agent.id}", [p.name for p in known], "the chat template loses or repeats some")
-    return pieces[::2], tuple(known[number] for number in order)
+    prefixes = tuple(tokenizer.encode(text) if text else () for text in pieces[::2])
+    return prefixes, tuple(known[number] for number in order)
 
 
 def _mark(text: str) -> str:
@@ -259,8 +243,11 @@ def _contexts(
     there. Where there is no such agent, it is the last line before it in the first agent that uses it, as the beginning
     of a chat without system message.
     """
-    lines = _last_lines(agents)
-    contexts = {at: BaseContext(tokenizer.encode(_up_to_mark(tokenizer, line)), False) for at, line in lines.items()}
+    contexts: dict[Placeholder, BaseContext] = {}
+    for placeholder, line in _last_lines(agents).items():
+        mark = f"<{_mark(line)}>"
+        up_to_mark = tokenizer.chat(None, line + mark).partition(mark)[0]
+        contexts[placeholder] = BaseContext(tokenizer.encode(up_to_mark), False)
     for prefixes, found in cuts:
         if found and not contexts[found[0]].is_prompt:
             contexts[found[0]] = BaseContext(prefixes[0], True)
@@ -274,15 +261,6 @@ def _last_lines(agents: Sequence[Prompt]) -> dict[Placeholder, str]:
         parts = (*parse(agent.system), "", *parse(agent.user))
         for before, part in zip(("", *parts), parts, strict=False):
             if isinstance(part, Placeholder):
-                lines.setdefault(part, _last_line(before) if isinstance(before, str) else "")
+                text = before if isinstance(before, str) else ""
+                lines.setdefault(part, text[text.rfind("\n", 0, len(text.rstrip())) + 1 :])
     return lines
-
-
-def _last_line(text: str) -> str:
-    blank_from = len(text.rstrip())
-    return text[text.rfind("\n", 0, blank_from) + 1 :]
-
-
-def _up_to_mark(tokenizer: ChatTokenizer, line: str) -> str:
-    mark = f"<{_mark(line)}>"
-    return tokenizer.chat(None, line + mark).partition(mark)[0]

@@ -10,10 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.composing import Arrival
-from kedge.bench.sessions.records import TraceRecord, agent_record
-from kedge.bench.sessions.trace_fields import TraceLine
-from kedge.bench.sessions.turns import TraceTurn
+from kedge.bench.sessions.arrivals import Arrival, TraceLine, TraceRecord, TraceTurn, agent_record
 
 AGENT: Mapping[str, Any] = {
     "s": "s0", "c": "c0", "agent": "main", "parent": None, "turn": 0, "t": 0.0, "dur": 2.0, "gap": 3.0, "why": "tool",

@@ -8,16 +8,16 @@ from math import inf
 import pytest
 from hypothesis import given
 
-from kedge.bench.sessions.composing import (
+from kedge.bench.sessions.arrivals import (
     Arrival,
+    Conversation,
     as_recorded,
     compose,
-    distinct_blocks,
+    conversations,
     is_traffic,
     working_set,
 )
-from kedge.bench.sessions.turns import Conversation, conversations
-from tests.bench.sessions.builders import arrival, record, traffic
+from tests.bench.sessions.builders import record, traffic
 
 
 def conversation(name: str, times: list[float], seconds: float = 2.0, tools: int = 512) -> Conversation:
@@ -32,7 +32,6 @@ def test_gaps_are_cut_beyond_the_server_s_own_time() -> None:
     assert [one.at - start for one in arrivals] == pytest.approx([0.0, 5.0, 5.0 + 10.0 + 2.0])
     assert [one.ends_at - one.at for one in arrivals] == pytest.approx([2.0] * 3)
     assert [one.next_at for one in arrivals] == [arrivals[1].at, arrivals[2].at, inf]
-    assert [one.is_last for one in arrivals] == [False, False, True]
 
 
 def test_a_slot_goes_on_with_a_copy_that_shares_only_what_is_fixed() -> None:
@@ -91,7 +90,3 @@ def test_the_working_set_is_the_mean_of_live_prompts(arrivals: list[Arrival]) ->
         totals.append(sum(size for session, size in last.items() if session in live))
     counted = totals[len(totals) // 5 :]
     assert working_set(arrivals) == pytest.approx(sum(counted) / len(counted))
-
-
-def test_distinct_blocks_are_counted_once() -> None:
-    assert distinct_blocks([arrival(0, "a", [1, 2]), arrival(1, "b", [1, 3])]) == 3

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.bench.sessions import reading
-from kedge.bench.sessions.cases import SLICE
-from kedge.bench.sessions.reading import read_trace
+from kedge.bench.sessions import arrivals
+from kedge.bench.sessions.arrivals import SLICE, read_trace
 from kedge.errors import ConfigError
 from tests.bench.sessions.builders import AGENT, MOONCAKE, write
 
@@ -122,7 +121,7 @@ def test_bounds_hold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("MAX_BLOCKS", 7, "line 4: the prompts up to here have more than 7 blocks"),
     ):
         with monkeypatch.context() as patched, pytest.raises(ConfigError, match=why):
-            patched.setattr(reading, bound, value)
+            patched.setattr(arrivals, bound, value)
             read_trace(file)
     assert len(read_trace(file)) == 4
 

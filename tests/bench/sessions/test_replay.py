@@ -1,24 +1,80 @@
-"""Kedge's own cache, driven by arrivals in virtual time."""
+"""Hit rates in virtual time: LRU against a naive twin and a reference simulator, and Kedge's own cache."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.baselines import lru_hit_rate
-from kedge.bench.sessions.composing import Arrival
-from kedge.bench.sessions.product import PRODUCT_CASES, SessionHooks, agent_of, product_replay
-from kedge.bench.sessions.replay import SPACE, CacheReplay
-from kedge.bench.workflow.cache import NoCopier
+from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
+from kedge.bench.sessions.measure import (
+    SPACE,
+    CacheReplay,
+    NoCopier,
+    SessionHooks,
+    ceiling,
+    kedge_hit_rate,
+    lru_hit_rate,
+    tiered_cache,
+)
 from kedge.cache import CacheManager
 from kedge.settings import TierSettings
 from kedge.types import RequestId
 from tests.bench.sessions.builders import arrival, link, traffic
 
-CASES = sorted(PRODUCT_CASES)
+CAPACITIES = st.integers(1, 25)
+REFERENCE = {0.1: 0.1713, 0.25: 0.4778, 0.5: 0.8283}
+"""LRU by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Traffic:
+    (trace,) = load_traces([SLICE])
+    (found,) = traffic_of(trace, SessionBenchSettings(live=(8,), requests=1000))
+    return found
+
+
+def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
+    assert shipped.working_set == pytest.approx(1402.8675)
+    assert ceiling(shipped.arrivals) == pytest.approx(0.9716, abs=1e-4)
+    for share, expected in REFERENCE.items():
+        assert lru_hit_rate(shipped.arrivals, shipped.capacity(share)) == pytest.approx(expected, abs=1e-3)
+
+
+def naive_hits(chain: tuple[int, ...], cached: list[int]) -> int:
+    return next((at for at, block in enumerate(chain) if block not in cached), len(chain))
+
+
+def naive_lru(arrivals: list[Arrival], capacity: int) -> int:
+    cached: list[int] = []
+    hits = 0
+    for one in arrivals:
+        chain = one.chain[:capacity]
+        hits += naive_hits(one.chain, cached)
+        cached = [block for block in cached if block not in chain] + list(reversed(chain))
+        cached = cached[-capacity:]
+    return hits
+
+
+def total(arrivals: list[Arrival]) -> int:
+    return sum(len(one.chain) for one in arrivals)
+
+
+@given(traffic(), CAPACITIES)
+@settings(deadline=None)
+def test_lru_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
+    assert lru_hit_rate(arrivals, capacity) == pytest.approx(naive_lru(arrivals, capacity) / total(arrivals))
+
+
+@given(traffic())
+@settings(deadline=None)
+def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
+    assert lru_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
+
+
+def test_nothing_is_hit_by_prompts_without_a_block() -> None:
+    empty = [arrival(0, "a", []), arrival(1, "a", [])]
+    assert lru_hit_rate(empty, 1) == ceiling(empty) == 0
 
 
 class Journal:
@@ -46,15 +102,15 @@ def test_the_cache_without_hooks_is_lru(arrivals: list[Arrival], capacity: int) 
     replay.cache.check_integrity()
 
 
-@given(traffic(), st.integers(1, 25), st.sampled_from(CASES))
+@given(traffic(), CAPACITIES, st.sampled_from([0, 3]))
 @settings(deadline=None)
-def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capacity: int, case: str) -> None:
-    replay = product_replay(PRODUCT_CASES[case], capacity)
+def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capacity: int, host_times: int) -> None:
+    cache = tiered_cache(capacity, host_times)
+    replay = CacheReplay(cache, [SessionHooks(cache)])
     for one in arrivals:
         assert 0 <= replay.serve(one) <= len(one.chain)
-        replay.cache.check_integrity()
-        stats = replay.cache.stats()
-        assert (stats.leased_blocks, replay.cache.transferring) == (0, False)
+        cache.check_integrity()
+        assert (cache.stats().leased_blocks, cache.transferring) == (0, False)
 
 
 def test_hooks_are_called_before_and_after_a_prompt_is_cached() -> None:
@@ -82,19 +138,6 @@ def test_what_the_host_has_is_hit_as_well() -> None:
     assert replay.hit_rate(arrivals) == 9 / 12
 
 
-def test_fixed_prompts_are_labelled_until_their_session_s_last_request() -> None:
-    replay = product_replay(PRODUCT_CASES["kedge_fixed"], 8)
-    first, last = link([arrival(0, "a", [1, 2, 3]), arrival(1, "a", [1, 2, 3, 4])])
-    for one in (first, last):
-        one.turn = replace(one.turn, fixed_blocks=2)
-    labels = replay.cache.tiers.tree.labels
-    replay.serve(first)
-    labelled = labels.node(agent_of(first))
-    assert labelled and sum(step.size for step in labelled.path()) == 2
-    replay.serve(last)
-    assert labels.node(agent_of(first)) is None and len(labels) == 0
-
-
 def repeated(pauses: dict[str, float], rounds: int) -> list[Arrival]:
     """Sessions that each come back after their own pause, with chains of their own that grow by a block."""
     found = [
@@ -109,19 +152,5 @@ PACES = repeated({"quick": 3.0, "slow": 40.0, "idle": 41.0, "late": 43.0}, 30)
 """One session that comes back soon among some that push it out under LRU."""
 
 
-@pytest.mark.parametrize("case", ["kedge", "kedge_ids", "kedge_perfect"])
-def test_sessions_are_kept_by_when_they_return(case: str) -> None:
-    replay = product_replay(PRODUCT_CASES[case], 60)
-    assert replay.hit_rate(PACES) > lru_hit_rate(PACES, 60)
-
-
-def test_ids_distinguish_sessions_of_one_prompt() -> None:
-    hooks = {case: SessionHooks(CacheManager(9, 1), PRODUCT_CASES[case]) for case in ("kedge", "kedge_ids")}
-    for one in (arrival(0, "a", [1, 2]), arrival(1, "b", [1, 2])):
-        for each in hooks.values():
-            each.arrived(one)
-            each.answered(one)
-    assert {case: len(each.caching.ledger.steps.tracker) for case, each in hooks.items()} == {
-        "kedge": 1,
-        "kedge_ids": 2,
-    }
+def test_sessions_are_kept_by_when_they_return() -> None:
+    assert kedge_hit_rate(PACES, 60) > lru_hit_rate(PACES, 60)

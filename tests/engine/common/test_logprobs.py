@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from kedge.engine.common import logprobs
 from kedge.engine.common.logprobs import token_logprobs
-from kedge.engine.common.token_bytes import Spelling
+from kedge.engine.common.tokenizer import Spelling
 from kedge.engine.local import scheduler
 from kedge.engine.local.attention.paged import Batch
-from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import GenerationFailed
 from kedge.reuse.plan import ALL_COMPUTED
@@ -86,7 +86,7 @@ def test_a_scored_prompt_is_computed_and_leaves_its_kv(reuse: ReuseMode) -> None
         assert again.receipt.spans == first.receipt.spans
         assert engine.submit(replace(plain, request_id="c")).result(60).receipt.exact == 96
         engine.wait_idle()
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kedge.engine.base import Item, Listenable
+from kedge.engine.base import Item
 from kedge.engine.common.stream import TokenStream
 from kedge.types import RequestId, TokenDelta
 
@@ -15,7 +15,6 @@ def delta(number: int) -> TokenDelta:
 
 def test_a_listener_gets_what_has_come_and_what_comes() -> None:
     stream, heard = TokenStream(RequestId("a")), list[Item]()
-    assert isinstance(stream, Listenable)
     stream.put(delta(0))
     stream.put(delta(1))
     stream.listen(heard.append)

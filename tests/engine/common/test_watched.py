@@ -115,4 +115,3 @@ def test_a_watcher_that_overrides_nothing_is_told_everything() -> None:
         watched.cancel(RequestId("a"))
         watched.forecast({KEY: NextRun(1.0)})
         watched.end_run(KEY.run)
-        assert watched.watched is engine

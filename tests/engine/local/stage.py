@@ -7,7 +7,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner
@@ -80,7 +80,7 @@ class Stage:
         defaults = {"num_blocks": 128, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": PLANNER}
         config = EngineSettings(**{**defaults, **settings})
         self.core: EngineCore
-        self.core, _ = build.core(model(), config)
+        self.core = EngineCore(build.EngineParts(model(), config))
         self.answer: Tokens = ()
         """The writer's, to `ASKED`."""
         self._before: dict[str, int] = {}
@@ -100,21 +100,21 @@ class Stage:
         self.check()
 
     def check(self) -> None:
-        self.core.inspection.check_integrity()
+        self.core.parts.check_integrity()
         told = self.told
         assert told["begun"] == sum(told[name] for name in ("live", *ENDS))
-        for one in self.core.inspection.preassembly.expected.values():
+        for one in self.core.parts.preassembly.expected.values():
             assert one.todo == sorted(set(one.todo))
             assert one.plan is None or one.request.prompt_tokens - 1 not in one.todo, "that is the request's"
 
     def rest(self) -> None:
         """Runs until nothing is left but learning."""
-        while not self.core.idle or self.core.transferring:
+        while not self.core.idle or self.core.parts.cache.transferring:
             self.step()
 
     def learn(self) -> None:
         while self.core.can_learn:
-            self.core.learn()
+            self.core.parts.learning.step()
             self.check()
 
     def serve(self, request: GenerateRequest) -> RequestSequence:
@@ -138,7 +138,7 @@ class Stage:
             for agent in agents:
                 self.serve(prompt_of(agent, question, answer, run=f"past-{at}"))
             self.core.end_run(RunKey(SPACE, "client", RunId(f"past-{at}")))
-        self.core.inspection.cache.clear()
+        self.core.parts.cache.clear()
 
     def write(self, question: Tokens, run: str = RUN) -> Tokens:
         """The writer's answer to a question."""
@@ -148,8 +148,8 @@ class Stage:
     def fresh(self) -> Stage:
         """As it was when it had been taught: nothing is cached, expected or counted."""
         self.rest()
-        self.core.inspection.preassembly.clear()
-        self.core.inspection.cache.clear()
+        self.core.parts.preassembly.clear()
+        self.core.parts.cache.clear()
         self._before = {name: value for name, value in self._told.items() if name != "live"}
         return self
 
@@ -160,12 +160,12 @@ class Stage:
 
     @property
     def _told(self) -> dict[str, int]:
-        told: Any = self.core.inspection.stats()["preassembly"]
+        told: Any = self.core.parts.stats()["preassembly"]
         return told
 
     @property
     def leased(self) -> int:
-        told: Any = self.core.inspection.stats()["cache"]
+        told: Any = self.core.parts.stats()["cache"]
         return told["leased_blocks"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner
@@ -65,7 +65,7 @@ class Stepped:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "EngineCosts", costs)
             self.core: EngineCore
-            self.core, _ = build.core(model or runner(), EngineSettings(**{**defaults, **settings}))
+            self.core = EngineCore(build.EngineParts(model or runner(), EngineSettings(**{**defaults, **settings})))
         self.passes: list[list[Work]] = []
         """All passes so far"""
         schedule = self.core.scheduler.schedule
@@ -89,12 +89,12 @@ class Stepped:
 
     def queue(self, sequence: RequestSequence) -> RequestSequence:
         self.core.requests.submit(sequence)
-        self.core.inspection.check_integrity()
+        self.core.parts.check_integrity()
         return sequence
 
     def step(self) -> None:
         self.core.step()
-        self.core.inspection.check_integrity()
+        self.core.parts.check_integrity()
 
     def until(self, condition: Callable[[], object]) -> None:
         """Step until it holds."""
@@ -106,15 +106,15 @@ class Stepped:
 
     def rest(self) -> None:
         """Step until nothing is left but learning."""
-        self.until(lambda: self.core.idle and not self.core.transferring)
+        self.until(lambda: self.core.idle and not self.core.parts.cache.transferring)
 
     def learn(self) -> None:
         """Learn all that is left to be learned."""
         for _ in range(ENOUGH):
             if not self.core.can_learn:
                 return
-            self.core.learn()
-            self.core.inspection.check_integrity()
+            self.core.parts.learning.step()
+            self.core.parts.check_integrity()
         pytest.fail("learning never ends")
 
     def serve(self, request: GenerateRequest) -> RequestSequence:
@@ -125,7 +125,7 @@ class Stepped:
         return sequence
 
     def stats(self, part: str) -> dict[str, Any]:
-        told: Any = self.core.inspection.stats()[part]
+        told: Any = self.core.parts.stats()[part]
         return told
 
     @property
@@ -137,4 +137,4 @@ class Stepped:
     def cost(self, work: list[Work]) -> float:
         """Return what a pass over this work takes."""
         tokens = sum(len(item.positions) for item in work)
-        return self.core.inspection.costs.pass_seconds(tokens, len(work)) if work else 0.0
+        return self.core.parts.costs.pass_seconds(tokens, len(work)) if work else 0.0

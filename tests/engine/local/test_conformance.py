@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.register_assert_rewrite("kedge.engine.conformance")
+pytest.register_assert_rewrite("tests.engine.conformance")
 
-from kedge.engine.conformance import EngineConformance  # noqa: E402
+from kedge.engine.local.build import EngineParts  # noqa: E402
 from kedge.engine.local.engine import LocalEngine  # noqa: E402
-from kedge.engine.local.inspection import Inspection  # noqa: E402
 from kedge.settings import TierSettings  # noqa: E402
+from tests.engine.conformance import EngineConformance  # noqa: E402
 from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
 
@@ -27,7 +27,7 @@ class LocalConformance(EngineConformance):
 
     def check_at_rest(self, engine: LocalEngine) -> None:
         engine.wait_idle(self.timeout_s)
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
         assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common import logprobs
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local.attention.paged import Batch
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import LocalStream
 from kedge.errors import EngineClosed, KedgeError
@@ -121,7 +121,7 @@ def beside_neighbours(engine: LocalEngine, submit: Callable[[], LocalStream]) ->
 def at_rest(engine: LocalEngine) -> None:
     """Nothing is left of requests that have ended."""
     engine.wait_idle(PATIENCE)
-    within(lambda: engine.query(Inspection.check_integrity))
+    within(lambda: engine.query(EngineParts.check_integrity))
     assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Scoring, _attend_one, kernels_of
-from kedge.engine.local.attention.sequence_slice import SequenceSlice
-from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.attention.paged import Scoring, SequenceSlice, _attend_one, kernels_of
+from kedge.engine.local.build import EngineParts
 from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
@@ -38,7 +37,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, room: dict[str, ob
             streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate(LENGTHS)]
             assert [stream.result(120).tokens for stream in streams] == expected
         engine.wait_idle()
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
 
 
 @pytest.mark.parametrize("bits", [16, 8])

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.engine.local.attention.paged import Batch
-from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
@@ -66,5 +66,5 @@ def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.Mon
             engine.submit(request(prompt(0, 200))).result(60)
         assert engine.submit(request(prompt(1, 40))).result(60).tokens == expected
         engine.wait_idle()
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
         assert engine.inspect()["cache"]["leased_blocks"] == 0

@@ -129,7 +129,7 @@ def beside(request: GenerateRequest, neighbours: dict[str, int]) -> tuple[Steppe
 
 def filling(engine: Stepped) -> float:
     """What one token of one more sequence adds to a pass."""
-    return engine.core.inspection.costs.added_seconds(1, 1)
+    return engine.core.parts.costs.added_seconds(1, 1)
 
 
 @BUSY

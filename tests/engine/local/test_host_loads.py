@@ -11,8 +11,8 @@ import pytest
 
 from kedge.cache import Direction
 from kedge.engine.local import build
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.kv.copy import TorchCopier
 from kedge.settings import TierSettings
 from kedge.types import (
@@ -47,10 +47,10 @@ class Gate(TorchCopier):
 
     opened = threading.Event()
 
-    def _copy(self, order: Any, piece: slice) -> None:
+    def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
         if order.copy.direction is Direction.LOAD:
             self.opened.wait(60)
-        super()._copy(order, piece)
+        return super()._copy(order, piece)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threadi
         done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         gate.set()
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
         again = engine.submit(ask(0, 2)).result(60)
         assert again.tokens == expected(ask(0, 2).tokens)
         assert again.receipt.exact == FIXED

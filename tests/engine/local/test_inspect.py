@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.engine.base import Inspectable
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import EngineClosed
@@ -48,9 +47,9 @@ def serve(engine: LocalEngine, *requests: GenerateRequest) -> None:
 
 
 def test_only_an_engine_with_insides_can_be_looked_into(engine: LocalEngine) -> None:
-    assert isinstance(engine, Inspectable)
+    assert engine.inspect() and engine.inspect_tenants(lambda _: True, [])
     with EchoEngine() as echo:
-        assert not isinstance(echo, Inspectable)
+        assert not echo.inspect() and not echo.inspect_tenants(lambda _: True, [])
 
 
 def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:

@@ -82,7 +82,7 @@ def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_
     engine.submit(prompt_of("writer", tokens(90, 60), reuse=ReuseMode.OFF))
     engine.step()
     assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (2, 1)
-    assert [one.sequence for one in engine.core.inspection.learning._pending] == kept[1:]
+    assert [one.sequence for one in engine.core.parts.learning._pending] == kept[1:]
     all_is_given_back(engine)
 
 
@@ -128,7 +128,7 @@ def wrote(engine: Stepped, seed: int, run: str) -> RequestSequence:
 def is_known(engine: Stepped, writer: RequestSequence) -> bool:
     """Whether the KV of an answer is kept for those that read it."""
     request = writer.request
-    found = engine.core.inspection.learned[1].find(
+    found = engine.core.parts.learned[1].find(
         request.run_key, SampleId.parse("agent_writer@0"), tuple(writer.response), ()
     )
     return found is not None
@@ -140,20 +140,20 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
     assert is_known(engine, first), "it is still to be learned from"
     while learning(engine)["pending"] == 2:
-        engine.core.learn()
+        engine.core.parts.learning.step()
     assert (is_known(engine, first), is_known(engine, second)) == (False, True), "whoever else is pending"
     engine.learn()
     assert is_known(engine, second), "its run goes on"
     engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
-    assert not engine.core.inspection.learning._runs and not engine.core.inspection.learning._ended
+    assert not engine.core.parts.learning._runs and not engine.core.parts.learning._ended
 
 
 def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
     engine = engine_of()
     writer = wrote(engine, 1, "first")
     engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
-    assert engine.core.inspection.learning.reclaim()
+    assert engine.core.parts.learning.reclaim()
     assert not is_known(engine, writer)
     all_is_given_back(engine)
 
@@ -198,7 +198,7 @@ def test_a_preempted_request_is_not_learned_from() -> None:
 def taught_while_busy(engine: Stepped) -> int:
     """Values that are learned from while another request reads its long prompt, chunk by chunk."""
     engine.serve(reader(1))
-    engine.core.inspection.cache.clear()
+    engine.core.parts.cache.clear()
     before = observed(engine)
     long = prompt_of("writer", tokens(9, 800), reuse=ReuseMode.OFF, max_tokens=1)
     sequences = [engine.submit(reader(2, max_tokens=1)), engine.submit(long)]
@@ -225,7 +225,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
         engine.submit(reader(seed))
     engine.rest()
     assert learning(engine)["pending"] == 4
-    learns = engine.core.inspection.learning
+    learns = engine.core.parts.learning
     learns._settings, learns._credit = LearningSettings(budget=0.5), -1.0
     for _ in range(2):
         learns.spend(1.0)
@@ -235,7 +235,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
 
 
 def test_no_more_than_so_much_is_saved_up() -> None:
-    learns = engine_of(1.0).core.inspection.learning
+    learns = engine_of(1.0).core.parts.learning
     learns.spend(1e6)
     assert learns._credit == MAX_CREDIT
 
@@ -251,7 +251,7 @@ def test_the_first_reader_translates_a_value_once_its_agents_estimates_are_calib
     engine = engine_of(0.5, anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     for seed in range(seen):
         engine.serve(reader(seed, run=f"run-{seed}"))
-        engine.core.inspection.cache.clear()
+        engine.core.parts.cache.clear()
     other = engine.submit(prompt_of("writer", tokens(99, 40), reuse=ReuseMode.OFF, max_tokens=30))
     engine.until(lambda: other.first_token)
     first = engine.submit(reader(50, run="new"))
@@ -272,7 +272,7 @@ class Costly(KnownCosts):
 def read(engine: Stepped, placeholder: str, times: int) -> None:
     """Let a value of a placeholder be read so often."""
     for _ in range(times):
-        engine.core.inspection.runtime._needs._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
+        engine.core.parts.runtime._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
 
 
 @pytest.mark.parametrize("readers", [2, 6])
@@ -285,8 +285,8 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
         read(engine, placeholder, readers)
     for seed in range(4):
         engine.serve(reader(seed, run=f"run-{seed}"))
-        engine.core.inspection.cache.clear()
-    slots = {key.placeholder for key in engine.core.inspection.learned[0].pools}
+        engine.core.parts.cache.clear()
+    slots = {key.placeholder for key in engine.core.parts.learned[0].pools}
     assert slots == ({"user_question"} if readers == 6 else set())
     receipt = engine.serve(replace(reader(2), run=RunId("again"))).receipt()
     assert bool(receipt.translated) == (readers == 6)
@@ -307,6 +307,6 @@ def test_where_nothing_is_worth_translating_the_engine_only_computes() -> None:
         receipt = engine.serve(reader(seed)).receipt()
         assert receipt.translated == 0
         assert [miss.reason for miss in receipt.misses if miss.segment in PLACEHOLDERS] == [why, why]
-        engine.core.inspection.cache.clear()
+        engine.core.parts.cache.clear()
     assert observed(engine) == 0
     assert learning(engine)["base_prefills_done"] == learning(engine)["observed"] == 0

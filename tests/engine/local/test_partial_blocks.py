@@ -61,7 +61,7 @@ def exact(sequence: RequestSequence) -> int:
 
 
 def rows(engine: Stepped, blocks: SlotTable, start: int, stop: int) -> list[Tensor]:
-    storage = engine.core.inspection.storage
+    storage = engine.core.parts.storage
     return [pool[:, blocks.slots[start:stop]] for pool in (storage.keys, storage.values)]
 
 
@@ -73,7 +73,7 @@ def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
     """With full attention, with windows that are shorter than the head, and with a latent cache."""
     engine = Stepped(model=checked_runner(model_of(name)))
     first = engine.serve(ask(1))
-    blocks = engine.core.inspection.cache.match(first.namespace, first.tokens).blocks
+    blocks = engine.core.parts.cache.match(first.namespace, first.tokens).blocks
     second = engine.submit(ask(2))
     engine.until(lambda: second.first_token is not None)
     assert second.table is not None
@@ -167,7 +167,7 @@ def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind
     engine.core.scheduler.schedule()
     assert ended.admitted and engine.stats("cache")["copied_hit_tokens"] == 14
     assert engine.core.requests.cancel(ended.request.request_id)
-    engine.core.inspection.check_integrity()
+    engine.core.parts.check_integrity()
     assert (engine.leased, engine.stats("cache")["cached_blocks"]) == (0, cached)
     after = engine.serve(ask(3))
     assert exact(after) == 30

@@ -78,7 +78,7 @@ def test_another_request_of_the_agent_throws_it_away(change: Callable[[GenerateR
         sequence = stage.serve(replace(change(request), request_id=RequestId("other")))
         outcomes.append(outcome(sequence))
         assert sequence.preassembled == 0
-        stage.core.inspection.cache.clear()
+        stage.core.parts.cache.clear()
     assert outcomes[0] == outcomes[1]
     assert (stage.told["wasted"], stage.told["live"], stage.leased) == (1, 0, 0)
 
@@ -123,7 +123,7 @@ def test_exact_kv_under_another_value_is_never_taken_for_its_own() -> None:
     known = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.serve(known)
     stage.core.prepare(replace(known, request_id=RequestId("hint")))
-    assert stage.core.inspection.preassembly.assemble(), "blocks only"
+    assert stage.core.parts.preassembly.assemble(), "blocks only"
     other = prompt_of("reader", ASKED, tokens(90, ANSWER), ReuseMode.EXACT)
     stage.core.prepare(other)
     served = stage.serve(replace(other, request_id=RequestId("other")))
@@ -151,7 +151,7 @@ def test_requests_without_reuse_or_agent_are_not_prepared() -> None:
 def test_an_empty_answer_means_another_prompt() -> None:
     stage = taught()
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), ())
+    stage.core.parts.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), ())
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -159,7 +159,7 @@ def test_an_empty_answer_means_another_prompt() -> None:
 def test_an_answer_that_makes_the_prompt_too_long_ends_it() -> None:
     stage = Stage(num_blocks=20)
     stage.prepare(prompt_of("reader", ASKED, ()))
-    stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
+    stage.core.parts.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
     stage.check()
     assert (stage.told["wasted"], stage.leased) == (1, 0)
 
@@ -207,7 +207,7 @@ def test_how_it_is_cancelled(end: Callable[[Stage, GenerateRequest], None], reus
     end(stage, hint)
     stage.check()
     assert (stage.told["cancelled"], stage.told["live"], stage.leased) == (1, 0, 0)
-    assert not stage.core.inspection.preassembly.pending
+    assert not stage.core.parts.preassembly.pending
 
 
 def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparation_along() -> None:

@@ -80,17 +80,17 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     expected = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.prepare(pieces(expected) if answered else expected)
     if answered:
-        stage.core.inspection.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
+        stage.core.parts.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, ANSWER))
         stage.rest()
-    [one] = stage.core.inspection.preassembly.expected.values()
+    [one] = stage.core.parts.preassembly.expected.values()
     assert (one.admitted, one.drafts_on) == (answered, True)
-    assert stage.core.inspection.cache.match(SPACE, fixed).tokens_count == 96
+    assert stage.core.parts.cache.match(SPACE, fixed).tokens_count == 96
     stage.core.forecast({near: NextRun(3.0)}, {})
-    stage.core.inspection.preassembly.wake()
+    stage.core.parts.preassembly.wake()
     stage.rest()
     assert one.ready == expected.prompt_tokens - 1
-    assert stage.core.inspection.cache.match(SPACE, fixed).tokens_count < 96
-    assert stage.core.inspection.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
+    assert stage.core.parts.cache.match(SPACE, fixed).tokens_count < 96
+    assert stage.core.parts.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
 
 
 def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
@@ -105,7 +105,7 @@ def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
         for work in stage.core.scheduler.schedule():
             assert work.sequence is running or len(work.positions) == 0
         stage.step()
-    [one] = stage.core.inspection.preassembly.expected.values()
+    [one] = stage.core.parts.preassembly.expected.values()
     assert one.ready == 0
     while one.ready < one.request.prompt_tokens - 1:
         before = one.ready
@@ -133,7 +133,7 @@ def test_a_pass_that_fails_ends_it_and_nobody_else(monkeypatch: pytest.MonkeyPat
     request = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.core.prepare(replace(request, request_id=RequestId("hint")))
     with monkeypatch.context() as patch:
-        patch.setattr(stage.core._runner, "forward", _raising(RuntimeError("no memory")))
+        patch.setattr(stage.core.parts.runner, "forward", _raising(RuntimeError("no memory")))
         stage.rest()
     assert (stage.told["failed"], stage.leased) == (1, 0)
     assert len(stage.serve(request).response) == 6
@@ -143,8 +143,9 @@ def test_a_translation_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
     stage = taught()
     request = prompt_of("reader", ASKED, stage.answer)
     with monkeypatch.context() as patch:
-        writer = stage.core.inspection.preassembly._writer
-        patch.setattr(writer, "_translate_into", _raising(TranslationRefused("offset", 1, "on purpose")))
+        patch.setattr(
+            stage.core.parts.preassembly, "_translate_into", _raising(TranslationRefused("offset", 1, "on purpose"))
+        )
         stage.prepare(replace(request, request_id=RequestId("hint")))
     assert (stage.told["failed"], stage.leased) == (1, 0)
     assert stage.serve(request).receipt().translated > 0
@@ -173,9 +174,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
             case 3 | 4 if request.segments[3].tokens:
                 live.append(stage.submit(request))
             case 5:
-                stage.core.inspection.preassembly.answered(
-                    RUN_KEY, SampleId.parse("agent_writer@0"), rng.choice(answers)
-                )
+                stage.core.parts.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), rng.choice(answers))
             case 6 if live:
                 stage.core.requests.cancel(rng.choice(live).key)
         stage.check()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local.sampler import Draw, Sampler, draw_tokens, surprising_rows
 from kedge.types import SamplingParams
 from tests.engine.local.conftest import tiny_tokenizer

@@ -52,7 +52,7 @@ class World:
 
 
 def scheduler_of(world: World, names: str, max_running: int = 16, budget: int = 64) -> Scheduler:
-    scheduler = Scheduler(cast(Any, world.admit), cast(Any, world), EngineCosts(), budget, max_running, 0.5)
+    scheduler = Scheduler(cast(Any, world), EngineCosts(), budget, max_running, 0.5)
     for name in names:
         scheduler.add(cast(Any, Request(name)))
     return scheduler

@@ -32,7 +32,7 @@ def driver(*seeds: int, refutes: bool = False) -> tuple[Driver, list[dict[Sentin
         made.serve(asked(taught))
     for seed in seeds:
         made.serve(asked(seed, agent="solver"))
-    made.core.sentinel_checks.judge = lambda one, errors: (seen.append(dict(errors)), (one, refutes))[1]
+    made.core.judge = lambda one, errors: (seen.append(dict(errors)), (one, refutes))[1]
     return made, seen
 
 
@@ -82,7 +82,7 @@ def test_a_refuted_translation_is_computed_before_the_first_token() -> None:
 def test_what_is_not_a_number_leaves_nothing_behind() -> None:
     """It also reaches tokens before it that are computed in the same pass, under the mask."""
     made, seen = driver(70, refutes=True)
-    for pool in made.core.inspection.learned[0].pools.values():
+    for pool in made.core.parts.learned[0].pools.values():
         for table in pool.tables:
             table.arena.fill_(math.nan)
     served, kv = made.serve(asked(70))
@@ -94,14 +94,14 @@ def test_what_is_not_a_number_leaves_nothing_behind() -> None:
 
 def test_what_was_refuted_is_learned_from() -> None:
     made, _ = driver(70, refutes=True)
-    before = made.core.inspection.stats()["learning"]["observed"]
+    before = made.core.parts.stats()["learning"]["observed"]
     made.serve(asked(70))
-    assert made.core.inspection.stats()["learning"]["observed"] == before + 1
+    assert made.core.parts.stats()["learning"]["observed"] == before + 1
 
 
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_an_error_is_relative_to_what_is_computed(part: str) -> None:
-    storage = Driver().core.inspection.storage
+    storage = Driver().core.parts.storage
     table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
     torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
     before = [sentinels.read(table, [Sentinel(at, False)]) for at in (2, 17)]
@@ -111,7 +111,7 @@ def test_an_error_is_relative_to_what_is_computed(part: str) -> None:
 
 
 def test_the_first_layer_does_not_count() -> None:
-    storage = Driver().core.inspection.storage
+    storage = Driver().core.parts.storage
     table, sentinels = SlotTable.of([3], storage.block_size), Sentinels(storage)
     torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
     before = sentinels.read(table, [Sentinel(0, False)])
@@ -120,7 +120,7 @@ def test_the_first_layer_does_not_count() -> None:
 
 
 def test_many_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = Driver().core.inspection.storage
+    storage = Driver().core.parts.storage
     table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
     torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
     before = [sentinels.read(table, [Sentinel(at, False) for at in some]) for some in (range(5), range(5, 7))]

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from kedge.engine.local.scheduler import ServiceOrders
 from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.service_orders import ServiceOrders
 from kedge.engine.local.sessions import SessionCaching
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SamplingParams, Segment
 from tests.engine.local.stepping import Stepped
@@ -89,7 +89,7 @@ def test_who_was_evicted_is_not_passed_for_ever() -> None:
 
 
 def orders_of(engine: Stepped, clock: Callable[[], float]) -> tuple[ServiceOrders, SessionCaching]:
-    cache = engine.core.inspection.cache
+    cache = engine.core.parts.cache
     sessions = SessionCaching(cache, clock=clock)
     return ServiceOrders(cache, sessions, clock), sessions
 
@@ -119,7 +119,7 @@ def test_what_waits_is_protected_by_its_place_in_the_order_of_service() -> None:
     calls = {seed: engine.submit(turn(seed, TURN + 16)) for seed in (1, 2, 3)}
     engine.core.scheduler.schedule()
     assert waiting(engine)[-1] == "1"
-    steps = engine.core._sessions.ledger.steps
+    steps = engine.core.parts.sessions.ledger.steps
     assert waiting(engine) == [
         str(seed) for seed in sorted(calls, key=lambda one: steps._places[calls[one].turn.session])
     ]  # type: ignore[union-attr]

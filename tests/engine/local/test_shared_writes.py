@@ -39,7 +39,7 @@ def taught(**given: object) -> Stepped:
             engine.serve(replace(request(tokens(seed, 30), tokens(seed + 1, 24), agent=agent), request_id=next(_ids)))
     for of in range(len(QUESTIONS)):
         engine.serve(asked(of, agent="solver"))
-    engine.core.inspection.cache.clear()
+    engine.core.parts.cache.clear()
     return engine
 
 
@@ -51,7 +51,7 @@ def engine() -> Iterator[Stepped]:
 def kv(engine: Stepped, sequence: RequestSequence) -> KVSegment:
     """The translated KV of a prompt as it is in its slots; computed KV is rounded differently in another batch."""
     assert sequence.table is not None and sequence.plan is not None
-    storage, spans = engine.core.inspection.storage, sequence.plan.spans
+    storage, spans = engine.core.parts.storage, sequence.plan.spans
     slots = torch.cat([sequence.table.slots[span.start : span.stop] for span in spans if span.source is TRANSLATED])
     return KVSegment(storage.keys[:, slots], storage.values[:, slots])
 
@@ -59,7 +59,7 @@ def kv(engine: Stepped, sequence: RequestSequence) -> KVSegment:
 def keys(engine: Stepped, sequence: RequestSequence, positions: Sequence[int]) -> torch.Tensor:
     """A copy of a prompt's keys at some positions."""
     assert sequence.table is not None
-    return engine.core.inspection.storage.keys[:, sequence.table.slots[list(positions)]]
+    return engine.core.parts.storage.keys[:, sequence.table.slots[list(positions)]]
 
 
 def admitted(engine: Stepped, *requests: GenerateRequest) -> list[RequestSequence]:
@@ -70,7 +70,7 @@ def admitted(engine: Stepped, *requests: GenerateRequest) -> list[RequestSequenc
 
 
 def taken(engine: Stepped) -> int:
-    return engine.core.inspection.shared.tokens
+    return engine.core.parts.shared.tokens
 
 
 def unshared(engine: Stepped, wanted: GenerateRequest) -> KVSegment:
@@ -112,7 +112,7 @@ def test_readers_hold_whole_blocks_together(engine: Stepped) -> None:
     assert places and all(shared_places(first, one) == places for one in others)
     assert first.plan is not None
     assert set(places).isdisjoint(at // 16 for at in first.plan.computed), "nobody computes anything there"
-    assert engine.core.inspection.shared.borrowed_tokens == 3 * 16 * len(places)
+    assert engine.core.parts.shared.borrowed_tokens == 3 * 16 * len(places)
     assert first.table is not None
     held = engine.leased + engine.stats("cache")["cached_blocks"]
     assert held == 4 * (len(first.table.slots) // 16) - 3 * len(places)
@@ -130,14 +130,14 @@ def test_readers_keep_what_an_aborted_one_had_written(engine: Stepped) -> None:
 
 
 def test_a_refuted_reader_is_computed_elsewhere(engine: Stepped) -> None:
-    engine.core.sentinel_checks.judge = lambda one, _: (one, one.request_id == "one")
+    engine.core.judge = lambda one, _: (one, one.request_id == "one")
     dense = engine.serve(replace(asked(max_tokens=30), reuse=ReuseMode.OFF)).response
     guarded = replace(asked(max_tokens=30), guard=GuardOrders(sentinels=1, watched=frozenset(("user_question",))))
     (alone,) = admitted(engine, replace(guarded, request_id=RequestId("two")))
     expected = kv(engine, alone)
     engine.core.requests.end(alone)
     first, second = admitted(engine, *(replace(guarded, request_id=RequestId(name)) for name in ("one", "two")))
-    assert engine.core.inspection.shared.borrowed_tokens == 16
+    assert engine.core.parts.shared.borrowed_tokens == 16
     assert first.plan is not None and not first.plan.translates and not shared_places(first, second)
     seen = kv(engine, second)
     engine.rest()
@@ -152,7 +152,7 @@ def test_receipts_are_those_of_plans(engine: Stepped) -> None:
 
 
 def test_what_is_blended_for_the_first_is_not_blended_again(engine: Stepped) -> None:
-    storage = engine.core.inspection.storage
+    storage = engine.core.parts.storage
     with mock.patch.object(storage, "write", wraps=storage.write) as write:
         first, *_ = admitted(engine, *(asked(max_tokens=20) for _ in range(3)))
         assert first.plan is not None
@@ -242,7 +242,7 @@ def test_computed_positions_are_not_taken_for_translated_ones(engine: Stepped) -
 
 
 def test_a_refuted_translation_is_not_copied_from(engine: Stepped) -> None:
-    engine.core.sentinel_checks.judge = lambda one, _: (one, one.request_id == "one")
+    engine.core.judge = lambda one, _: (one, one.request_id == "one")
     guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=frozenset(("user_question",))))
     (first,) = admitted(engine, replace(guarded, request_id=RequestId("one")))
     assert first.plan is not None and not first.plan.translates
@@ -257,7 +257,7 @@ def test_sentinels_that_are_not_computed_yet_are_as_they_were_written(engine: St
         read.append(errors)
         return one, False
 
-    engine.core.sentinel_checks.judge = judge
+    engine.core.judge = judge
     guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=frozenset(("user_question",))))
     _, second = admitted(engine, *(replace(guarded, request_id=RequestId(name)) for name in ("one", "two")))
     assert second.plan is not None and taken(engine) == second.plan.translated_tokens
@@ -268,7 +268,7 @@ def test_sentinels_that_are_not_computed_yet_are_as_they_were_written(engine: St
 
 def test_a_value_that_changed_its_base_kv_is_written(engine: Stepped) -> None:
     (first,) = admitted(engine, asked(max_tokens=60))
-    _, bases = engine.core.inspection.learned
+    _, bases = engine.core.parts.learned
     value = first.request.segments[1]
     known = bases.find(first.request.run_key, value.sample, value.tokens, value.base_context)
     assert known is not None
@@ -304,7 +304,7 @@ def test_whatever_ends_in_between_answers_are_those_of_one_that_is_alone(steps: 
             engine.core.requests.end(live.pop(number % len(live))[1])
         else:
             engine.step()
-        engine.core.inspection.check_integrity()
+        engine.core.parts.check_integrity()
     engine.rest()
     assert all(one.response == alone[key] for key, one in live)
     assert engine.leased == 0
@@ -350,7 +350,7 @@ def is_as_written(engine: Stepped, one: RequestSequence, expected: torch.Tensor)
 def test_what_is_refuted_in_between_changes_no_other_answer(steps: list[tuple[str, int]]) -> None:
     """The prompts of both agents read one value at the same positions, in a pool that holds four of them."""
     engine, doubted, live = mover(num_blocks=40), set[RequestId](), list[RequestSequence]()
-    engine.core.sentinel_checks.judge = lambda one, _: (one, one.request_id in doubted)
+    engine.core.judge = lambda one, _: (one, one.request_id in doubted)
     dense = {who: engine.serve(replace(moving(who, 32), reuse=ReuseMode.OFF)).response for who in ("critic", "judge")}
     (alone,) = admitted(engine, moving("critic", 32))
     expected = keys(engine, alone, range(32, 71))

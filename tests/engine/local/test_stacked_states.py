@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from kedge.engine.local.stacked_states import StackedStates, StateStack
-from kedge.engine.local.states import States
+from kedge.engine.local.states import StackedStates, States, StateStack
 
 
 def states(value: int) -> States:

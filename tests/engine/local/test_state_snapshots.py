@@ -19,11 +19,12 @@ from kedge.errors import RequestError
 from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, Receipt, ReuseMode, SamplingParams, Segment, TenantId, Tokens, new_request_id
 from tests.engine.local.conftest import engine_of
-from tests.engine.local.model.test_architectures import HYBRID, model_of
+from tests.engine.local.model.test_architectures import HYBRID, ON_PUSH, model_of
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_engine import greedy, prompt, request
 from tests.engine.local.test_translation import request as translatable
 from tests.engine.local.test_translation import tokens
+from tests.marks import on_push
 
 NAME = "Qwen3-Next, linear attention"
 BLOCK = 16
@@ -59,11 +60,11 @@ def require_right(sequence: RequestSequence) -> None:
 
 
 def snapshots(engine: Stepped) -> StateSnapshots:
-    return engine.core.inspection.snapshots
+    return engine.core.parts.snapshots
 
 
 def stats(engine: Stepped) -> dict[str, int]:
-    found: Any = engine.core.inspection.stats()["states"]
+    found: Any = engine.core.parts.stats()["states"]
     return found
 
 
@@ -225,7 +226,7 @@ def test_a_preempted_request_goes_on_from_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("reuse", [ReuseMode.OFF, ReuseMode.EXACT])
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", on_push(HYBRID, ON_PUSH))
 def test_32_requests_at_once_in_a_full_pool_answer_as_transformers_does(name: str, reuse: ReuseMode) -> None:
     model = model_of(name)
     stems = [prompt(seed, size) for seed, size in ((1, 64), (2, 33), (3, 5), (4, 100))]

@@ -10,8 +10,8 @@ import torch
 
 from kedge.cache import Copied, Direction
 from kedge.engine.local import build
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.errors import ConfigError, PromptTooLong
 from kedge.kv.copy import TorchCopier
 from kedge.settings import TierSettings
@@ -112,7 +112,7 @@ def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> N
 class Failing(TorchCopier):
     """Half of its copies fail, and leave dirt where they should have written."""
 
-    def _copy(self, order: Any, piece: slice) -> None:
+    def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
         if order.copy.copy_id % 2:
             return super()._copy(order, piece)
         for pool in (pools[order.copy.direction is Direction.LOAD] for pools in self._pools):
@@ -124,10 +124,10 @@ class Failing(TorchCopier):
 class AlwaysFailing(TorchCopier):
     """No load ever works."""
 
-    def _copy(self, order: Any, piece: slice) -> None:
+    def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
         if order.copy.direction is Direction.LOAD:
             raise OSError("no load works")
-        super()._copy(order, piece)
+        return super()._copy(order, piece)
 
 
 class Reordering(TorchCopier):
@@ -168,7 +168,7 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
         for n, request in enumerate(requests):
             streams.append(engine.submit(request))
             engine.forecast(progress.started(request.agent, float(n)))
-            engine.query(Inspection.check_integrity)
+            engine.query(EngineParts.check_integrity)
         for request, stream in zip(requests, streams, strict=True):
             assert stream.result(60).tokens == expected(request.tokens)
 
@@ -176,7 +176,7 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
 def test_corrupt_host_memory_changes_no_token() -> None:
     with engine_with(host_blocks=AMPLE, policy="lru", prefetch_window=-1) as engine:
         put_on_host(engine)
-        (host, _), *_ = engine._core._carriers[0]._pools
+        (host, _), *_ = engine._core.parts.carriers[0]._pools
         host[0, ::BLOCK].view(torch.uint8)[:, 0, 3] ^= 1
         served = serve_cycle(engine, rounds=2)
         stats = figures(engine)["cache"]
@@ -222,7 +222,7 @@ def test_wrong_hints_change_no_token() -> None:
             request = ask(rng.randrange(AGENTS), asked)
             engine.forecast({}, {})
             assert engine.submit(request).result(60).tokens == expected(request.tokens)
-            engine.query(Inspection.check_integrity)
+            engine.query(EngineParts.check_integrity)
 
 
 def test_hints_to_a_closed_engine_are_no_error() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, Tokens
@@ -68,7 +68,7 @@ def serve(engine: LocalEngine, request: GenerateRequest) -> Completion:
 def left(engine: LocalEngine, said: Tokens) -> KVSegment | None:
     """Base KV that the writer left of these tokens."""
 
-    def find(parts: Inspection) -> KVSegment | None:
+    def find(parts: EngineParts) -> KVSegment | None:
         entry = parts.learned[1].find(RunKey(Namespace(TenantId("default")), "client", RunId("run")), ANSWER, said, ())
         return entry and entry.kv
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from transformers import HunYuanDenseV1Config, PreTrainedModel
 
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local import build
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model, small_config
 from kedge.engine.local.model.runner import ModelRunner
@@ -80,7 +80,7 @@ class Driver:
         config = EngineSettings(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
         self.runner = runner or checked_runner((model or tiny_model("llama")).to(config.device))
         self.core: EngineCore
-        self.core, _ = build.core(self.runner, config)
+        self.core = EngineCore(build.EngineParts(self.runner, config))
 
     def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
         """Serves a request to its end and learns from it; its prompt's KV as it was after the first token."""
@@ -94,13 +94,13 @@ class Driver:
             assert not sequence.is_over, "it has ended with an error"
             self.core.step()
         assert sequence.table is not None
-        kv = self.core.inspection.storage.read(sequence.table, 0, request.prompt_tokens)
+        kv = self.core.parts.storage.read(sequence.table, 0, request.prompt_tokens)
         while not self.core.scheduler.idle:
             self.core.step()
         while self.core.can_learn:
-            self.core.learn()
-        self.core.inspection.check_integrity()
-        self.core.inspection.cache.clear()  # so that an exact prefix never hides a translation
+            self.core.parts.learning.step()
+        self.core.parts.check_integrity()
+        self.core.parts.cache.clear()  # so that an exact prefix never hides a translation
         return sequence, kv
 
 
@@ -201,7 +201,7 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
         again, _ = driver.serve(_twice(tokens(seed, 30)))
     assert again.plan.translates
     assert len(again.plan.translations) == 4
-    assert driver.core.inspection.stats()["anchors"]["sites"] == 2
+    assert driver.core.parts.stats()["anchors"]["sites"] == 2
 
 
 def test_recomputing_the_head_of_every_segment() -> None:
@@ -281,7 +281,7 @@ def test_a_new_teams_first_answer_is_moved_to_its_reader() -> None:
     driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     answer = answered(driver, tokens(50, 12), "first")
     asked = reading(answer, tokens(50, 12), "first")
-    base = driver.core.inspection.learned[1].find(asked.run_key, asked.segments[3].sample, answer, ())
+    base = driver.core.parts.learned[1].find(asked.run_key, asked.segments[3].sample, answer, ())
     sequence, kv = driver.serve(asked)
     assert base is not None and sequence.receipt().translated == len(answer) == 24
     moved = kv.slice(54, 78)
@@ -306,7 +306,7 @@ def test_a_question_is_moved_from_the_first_prompt_that_reads_it() -> None:
     assert sequence.receipt().computed == 33 + 5, "what is the agent's own"
     read, moved = first.slice(20, 59), kv.slice(33, 72)
     assert relative(moved.keys, read.keys) < 1e-5 and relative(moved.values, read.values) < 1e-5
-    stats = driver.core.inspection.learning.stats()
+    stats = driver.core.parts.learning.stats()
     assert stats["base_prefills_done"] == stats["observed"] == 0
 
 
@@ -320,7 +320,7 @@ def test_text_behind_a_moved_question_is_moved_from_whichever_agent_of_the_run_c
     assert (sequence.receipt().translated, sequence.receipt().computed) == (30 + 9, 27 + 5)
     moved, text = kv.slice(57, 66), read.slice(63, 72)
     assert relative(moved.keys, text.keys) < 1e-5 and relative(moved.values, text.values) < 1e-5
-    driver.core.inspection.learned[1].end_run(asked.run_key)
+    driver.core.parts.learned[1].end_run(asked.run_key)
     assert driver.serve(replace(third, request_id="later"))[0].receipt().translated == 30
 
 
@@ -368,7 +368,7 @@ def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
                 engine.cancel(asked.request_id)
         done = [stream.result(60) for stream in streams]
         engine.wait_idle()
-        engine.query(Inspection.check_integrity)
+        engine.query(EngineParts.check_integrity)
         assert any(one.receipt.translated for one in done)
         exact_ones = [one for one in done if one.request_id in expected]
         assert [one.tokens for one in exact_ones] == [expected[one.request_id] for one in exact_ones]
@@ -383,9 +383,7 @@ def test_a_team_learns_from_what_its_readers_compute() -> None:
     for at in range(3):
         run, question = f"run-{at}", tokens(50 + at, 12)
         asked = reading(answered(driver, question, run), question, run)
-        base = driver.core.inspection.learned[1].find(
-            asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ()
-        )
+        base = driver.core.parts.learned[1].find(asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ())
         sequence, kv = driver.serve(asked)
         translated.append(sequence.receipt().translated)
         moved = kv.slice(54, 78)

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.inspection import Inspection
 from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
@@ -86,9 +86,9 @@ def engine_with(**tiers: object) -> Iterator[LocalEngine]:
 
 def settle(engine: LocalEngine) -> None:
     engine.wait_idle(60)
-    engine.query(Inspection.check_integrity)
+    engine.query(EngineParts.check_integrity)
     assert figures(engine)["cache"]["leased_blocks"] == 0
-    assert not engine._core._cache._demands._waiting, "nobody waits any more, but the cache believes it"
+    assert not engine._core.parts.cache._demands._waiting, "nobody waits any more, but the cache believes it"
 
 
 def figures(engine: LocalEngine) -> Any:

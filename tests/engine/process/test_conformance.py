@@ -7,13 +7,12 @@ from functools import partial
 
 import pytest
 
-pytest.register_assert_rewrite("kedge.engine.conformance")
+pytest.register_assert_rewrite("tests.engine.conformance")
 
-from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.engine.echo import EchoEngine  # noqa: E402
 from kedge.engine.local.engine import LocalEngine  # noqa: E402
 from kedge.engine.process.engine import ProcessEngine  # noqa: E402
-from kedge.engine.process.local import LocalProcessEngine  # noqa: E402
+from tests.engine.conformance import EngineConformance  # noqa: E402
 from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
 
@@ -36,17 +35,18 @@ def tiny_engine(num_blocks: int = 256) -> LocalEngine:
     return engine_of(tiny_model("llama"), num_blocks=num_blocks, block_size=16)
 
 
+@pytest.mark.slow
 class TestLocalEngineInAProcess(EngineConformance):
     small_capacity = 16 * 16
 
     @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[LocalProcessEngine]:
-        with LocalProcessEngine(tiny_engine) as engine:
+    def engine(self) -> Iterator[ProcessEngine]:
+        with ProcessEngine(tiny_engine) as engine:
             yield engine
 
-    def small_engine(self, engine: LocalProcessEngine) -> LocalProcessEngine:  # noqa: ARG002
-        return LocalProcessEngine(partial(tiny_engine, num_blocks=16))
+    def small_engine(self, engine: ProcessEngine) -> ProcessEngine:  # noqa: ARG002
+        return ProcessEngine(partial(tiny_engine, num_blocks=16))
 
-    def check_at_rest(self, engine: LocalProcessEngine) -> None:
+    def check_at_rest(self, engine: ProcessEngine) -> None:
         engine.wait_idle(self.timeout_s)
         assert engine.inspect()["cache"]["leased_blocks"] == 0

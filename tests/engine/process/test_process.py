@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from kedge.engine.base import Item, Quota
-from kedge.engine.conformance import EngineConformance, fresh_text
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
-from kedge.engine.process.local import LocalProcessEngine
 from kedge.engine.process.messages import portable
 from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, RequestError
 from kedge.settings import EngineSettings
@@ -33,6 +31,7 @@ from kedge.types import (
     TenantId,
     is_owned,
 )
+from tests.engine.conformance import EngineConformance, fresh_text
 from tests.engine.local.conftest import engine_of, tiny_model
 
 SUITE = EngineConformance()
@@ -44,8 +43,8 @@ def tiny_engine() -> LocalEngine:
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator[LocalProcessEngine]:
-    with LocalProcessEngine(tiny_engine) as engine:
+def local() -> Iterator[ProcessEngine]:
+    with ProcessEngine(tiny_engine) as engine:
         yield engine
 
 
@@ -99,7 +98,7 @@ def test_a_killed_process_ends_every_stream_and_caller_with_a_typed_error(echo: 
     echo.close()
 
 
-def test_who_waits_for_a_killed_process_is_released(local_alone: LocalProcessEngine) -> None:
+def test_who_waits_for_a_killed_process_is_released(local_alone: ProcessEngine) -> None:
     local_alone.submit(replace(SUITE.request(local_alone, fresh_text("work"), max_tokens=900)))
     errors: list[BaseException] = []
 
@@ -118,8 +117,8 @@ def test_who_waits_for_a_killed_process_is_released(local_alone: LocalProcessEng
 
 
 @pytest.fixture
-def local_alone() -> Iterator[LocalProcessEngine]:
-    with LocalProcessEngine(tiny_engine) as engine:
+def local_alone() -> Iterator[ProcessEngine]:
+    with ProcessEngine(tiny_engine) as engine:
         yield engine
 
 
@@ -152,7 +151,7 @@ def test_signals_to_the_group_leave_the_process_to_its_program(echo: ProcessEngi
 
 def test_an_engine_that_cannot_be_made_raises_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="config.json") as caught:
-        LocalProcessEngine(partial(LocalEngine, tmp_path, EngineSettings()))
+        ProcessEngine(partial(LocalEngine, tmp_path, EngineSettings()))
     assert caught.value.key == "model"
 
 
@@ -167,14 +166,14 @@ def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngi
     with pytest.raises(RequestError, match="cannot be sent"):
         echo.submit(replace(SUITE.request(echo, fresh_text("x")), agent=lambda: None))
     with pytest.raises(RequestError, match="cannot be sent"):
-        LocalProcessEngine.inspect_tenants(echo, lambda _: True, [])  # type: ignore[arg-type]
+        echo.inspect_tenants(lambda _: True, [])
     SUITE.serves(echo)
 
 
 # what else crosses ------------------------------------------------------------------------------------------------
 
 
-def test_figures_quotas_and_state_cross(local: LocalProcessEngine, tmp_path: Path) -> None:
+def test_figures_quotas_and_state_cross(local: ProcessEngine, tmp_path: Path) -> None:
     asked = SUITE.request(local, fresh_text("state"), reuse=ReuseMode.EXACT, tenant="acme")
     request = replace(asked, partition="part")
     SUITE.run(local, request)
@@ -190,12 +189,14 @@ def test_figures_quotas_and_state_cross(local: LocalProcessEngine, tmp_path: Pat
     assert local.inspect()["cache"]["cached_blocks"] == 0
 
 
-def test_a_method_that_the_engine_lacks_is_named(echo: ProcessEngine) -> None:
-    with pytest.raises(ConfigError, match=r"EchoEngine.*no `limit`"):
-        LocalProcessEngine.limit(echo, TenantId("t"), Quota())  # type: ignore[arg-type]
+def test_a_method_that_the_engine_lacks_is_named(echo: ProcessEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"EchoEngine.*no `save`"):
+        echo.save(tmp_path)
+    with pytest.raises(ConfigError, match="EchoEngine cannot bound"):
+        echo.limit(TenantId("t"), Quota(anchors=3))
 
 
-def test_a_bad_value_is_refused_by_the_engine_with_its_own_error(local: LocalProcessEngine, tmp_path: Path) -> None:
+def test_a_bad_value_is_refused_by_the_engine_with_its_own_error(local: ProcessEngine, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("no folder")
     with pytest.raises((OSError, ConfigError)):

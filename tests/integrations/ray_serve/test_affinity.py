@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kedge.errors import ConfigError
-from kedge.integrations.ray_serve.affinity import Affinity, rendezvous
-from kedge.integrations.ray_serve.callers import Caller, read_caller
+from kedge.integrations.ray_serve.affinity import Affinity, Caller, read_caller, rendezvous
 from kedge.types import Namespace, TenantId
 
 IDLE = {"east": 0, "north": 0, "west": 0}

@@ -16,8 +16,6 @@ pytest.importorskip("ray.serve.llm", reason="Ray Serve LLM is not installed")
 
 from scripts.scale_out import BLOCK, complete, fleet, words  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 PROMPT = words(3 * BLOCK + 4, "the same for all")
 LONG = 400
 """Tokens of an answer that takes long enough to be interrupted."""

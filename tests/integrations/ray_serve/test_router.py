@@ -22,8 +22,7 @@ from ray.serve.llm.ingress import OpenAiIngress  # noqa: E402
 from ray.serve.request_router import PendingRequest, ReplicaID  # noqa: E402
 
 from kedge.errors import ConfigError  # noqa: E402
-from kedge.integrations.ray_serve.app import ScaleOut  # noqa: E402
-from kedge.integrations.ray_serve.ingress import ATTEMPTS, ResendingIngress  # noqa: E402
+from kedge.integrations.ray_serve.app import ATTEMPTS, ResendingIngress, ScaleOut  # noqa: E402
 from kedge.integrations.ray_serve.router import RunRouter  # noqa: E402
 
 ROOT = Path(__file__).parents[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -11,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.integrations.vllm import forking
 from tests.integrations.vllm.model_runner_v2 import enable_v2
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -32,6 +35,8 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 
 BLOCK = 32
 VOCABULARY = 256
+SCHEDULING = [pytest.param(False, marks=pytest.mark.slow), True]
+"""Whether a step is scheduled while the one before it runs: on push, only so, where nothing depends on it"""
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
@@ -50,33 +55,42 @@ def save_tiny_llama(folder: Path, **other: Any) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def without_llvm() -> Iterator[None]:
-    """Hide llvmlite's modules where vLLM 0.32 looks into all modules when it starts: it fails on theirs. What drafts
-    n-grams imports them, for the rest of the process.
+def quick_starts() -> Iterator[None]:
+    """Make vLLM's starts and ends cheap: nearly all of their time is eight collections of garbage, which go through
+    all that was ever imported, and a search of every module for kernels. Only vLLM's own modules have any, and on
+    llvmlite's, which come with n-gram drafts, vLLM 0.32 fails. Processes of engines and ranks are forked.
     """
+    if not importlib.util.find_spec("vllm"):
+        yield
+        return
+    processes = [importlib.import_module(f"vllm.v1.{name}") for name in ("engine.utils", "executor.multiproc_executor")]
+    importlib.import_module("vllm.v1.engine.core")
     dispatcher: Any = _dispatcher()
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        for module in processes:
+            patch.setattr(module, "get_mp_context", forking.context)
         if rebind := getattr(dispatcher, "_rebind_kernels", None):
-            patch.setattr(dispatcher, "_rebind_kernels", partial(_without_llvm, rebind))
+            patch.setattr(dispatcher, "_rebind_kernels", partial(_in_own_modules, dispatcher, rebind))
         yield
 
 
 def _dispatcher() -> Any:
-    """Return vLLM's module that does so, None for a version without it."""
-    if not importlib.util.find_spec("vllm"):
-        return None
+    """Return vLLM's module that looks for kernels, None for a version without it."""
     try:
         return importlib.import_module("vllm.triton_utils.dispatcher")
     except ImportError:
         return None
 
 
-def _without_llvm(rebind: Callable[[Any], None], overrides: Any) -> None:
-    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "llvmlite"}
-    try:
+def _in_own_modules(dispatcher: Any, rebind: Callable[[Any], None], overrides: Any) -> None:
+    own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "sys", SimpleNamespace(modules=own))
         rebind(overrides)
-    finally:
-        sys.modules.update(hidden)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.integrations.vllm.plugin.block_layout import KVLayer
 
 Keep = Callable[[Tensor], Tensor]
 """What is kept of keys or values [tokens, heads, dim]"""

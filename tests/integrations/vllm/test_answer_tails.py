@@ -61,7 +61,7 @@ def kept(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     runner = engine.core.model_executor.driver_worker.worker.model_runner
     assert not [one for one in runner.requests if one.startswith("lane-")]
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert not engine.side.translations.held_blocks and not engine.scheduler.deferred_frees
+    assert not engine.side.translations.held.block_ids and not engine.scheduler.deferred_frees
 
 
 def reference(model: Path, asked: list[int], answer: list[int]) -> KVSegment:

@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.translations import MAX_WAITS  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.reuse.lanes import LaneBudget  # noqa: E402
 from kedge.types import Namespace  # noqa: E402
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import SCHEDULING, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     PARTS,
     PLAIN,
@@ -32,7 +32,7 @@ EXACT = 1e-4
 BUDGET = 64
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
     with (
         asynchronously(request.param),

@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.declined_agents import SKIPS  # noqa: E402
-from kedge.integrations.vllm.plugin.losing_workflows import LOSING  # noqa: E402
+from kedge.integrations.vllm.plugin.translations import LOSING, SKIPS  # noqa: E402
 from kedge.reuse.costs import LinearCost  # noqa: E402
 from kedge.reuse.planner import CHEAPER  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, receipt  # noqa: E402

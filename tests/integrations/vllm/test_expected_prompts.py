@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
 from kedge.integrations.vllm.plugin import expected_prompts  # noqa: E402
 from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompts  # noqa: E402
-from kedge.integrations.vllm.plugin.planned_writes import PlannedWrites  # noqa: E402
+from kedge.integrations.vllm.plugin.learner import PlannedWrites  # noqa: E402
 from kedge.types import RunId  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
@@ -37,7 +37,7 @@ WHOLE = 5
 """Segments of a prompt"""
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.slow), "async"])
 def engine(tiny_llama: Path, request: Any) -> Iterator[Driver]:
     with lane_engine(tiny_llama, asynchronous=request.param == "async") as built:
         yield built

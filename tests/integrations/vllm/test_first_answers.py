@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     SETTINGS,
     computed_by_torch,
@@ -31,7 +31,7 @@ AT = HEAD + QUESTION + len(BETWEEN)
 """Where the answer begins"""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
     extra = {**SETTINGS, "planner": {**SETTINGS.get("planner", {}), "move": "unlearned"}}
     with learning_engine(tiny_llama, asynchronous=request.param, extra=extra, max_num_seqs=24) as built:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.policies.forecast_record import ForecastRecord
+from kedge.policies.sessions.ledger import ForecastRecord
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -266,7 +266,7 @@ def test_an_emptied_cache_has_no_owners(flow: Driver) -> None:
     flow.ask(call(0, 0), kedge=far(0))
     flow.reset()
     flow.ask(prompt(20, 3))
-    assert not flow.side.queue._owners._owned and not flow.side.loads.tier.queue._owners._owned
+    assert not flow.side.queue._owned and not flow.side.loads.tier.queue._owned
     check(flow)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kedge.hints import ActionOutcome
 from kedge.hints.actions import ActionResult
-from kedge.integrations.vllm import hint_route
+from kedge.integrations.vllm import middleware as hint_route
 from kedge.integrations.vllm.middleware import KedgeMiddleware
 from kedge.types import Namespace
 
@@ -88,7 +88,7 @@ class Engines:
     """vLLM's client for so many engines, which answers what is sent with what `outcomes` says, by engine."""
 
     def __init__(self, *outcomes: list[ActionOutcome] | None) -> None:
-        from kedge.integrations.vllm.plugin.advice_calls import AdviceCalls
+        from kedge.integrations.vllm.plugin.metrics import AdviceCalls
 
         self.core_engines, self.outcomes, self.calls = list(outcomes), outcomes, AdviceCalls()
         self.sent: list[Any] = []

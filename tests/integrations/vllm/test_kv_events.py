@@ -15,8 +15,8 @@ from tests.integrations.vllm.test_sessions import ANSWER, BLOCKS, Chat, check
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin import kv_events  # noqa: E402
-from kedge.integrations.vllm.plugin.kv_events import events_refusal, pool_options  # noqa: E402
+from kedge.integrations.vllm.plugin import host_tier as kv_events  # noqa: E402
+from kedge.integrations.vllm.plugin.host_tier import events_refusal, pool_options  # noqa: E402
 
 
 class Router:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.reuse.holes import Holes, between, joined  # noqa: E402
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import SCHEDULING, VOCABULARY, Driver, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     HOLES,
     LENGTH,
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Holes] = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def taught(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
     with lane_engine(tiny_llama, asynchronous=request.param) as built:
         yield built

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 CHOSEN = "planner or busy or (abort and 2) or preempted or crowds"
 
 
+@pytest.mark.slow
 def test_model_runner_v2_does_the_same() -> None:
     """Its kernels run on Triton's interpreter, which has to be chosen before vLLM is imported."""
     files = [HERE / f"test_lanes{name}.py" for name in ("", "_in_batches", "_in_small_steps")]

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.lessons import MAX_LESSON_WAITS  # noqa: E402
-from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
+from kedge.integrations.vllm.plugin.translations import MAX_LESSON_WAITS  # noqa: E402
+from tests.integrations.vllm.conftest import SCHEDULING, Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import PLAIN, SETTINGS, hints, learning_engine, tokens  # noqa: E402
 
 NEEDED = 4
@@ -20,7 +20,7 @@ NEEDED = 4
 CROWD = 12
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
     extra, room = {**SETTINGS, "max_captures": CROWD}, {"max_num_seqs": 48, "max_num_batched_tokens": 512}
     with learning_engine(tiny_llama, asynchronous=request.param, extra=extra, **room) as built:

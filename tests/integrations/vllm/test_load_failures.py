@@ -16,10 +16,13 @@ from tests.integrations.vllm import model_runner_v2  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, teach, tokens  # noqa: E402
 
-pytestmark = pytest.mark.slow
 ANSWER = 6
 NEIGHBOUR = prompt(40, 9)
-RUNNERS = [(v2, is_async) for v2 in (False, True) for is_async in (False, True)]
+ON_V2 = pytest.mark.slow
+"""The interpreter of its kernels takes minutes"""
+RUNNERS = [
+    (False, False), (False, True), pytest.param(True, False, marks=ON_V2), pytest.param(True, True, marks=ON_V2)
+]  # fmt: skip
 UNSAFE = RUNNERS[1:]
 """Where vLLM goes on wrongly after `recompute`."""
 FAIL, RECOMPUTE, UNCHECKED = "fail", "recompute", "recompute unchecked"

@@ -18,7 +18,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
-pytestmark = pytest.mark.slow
 
 TRANSFER = {
     "kv_connector": "KedgeConnector",

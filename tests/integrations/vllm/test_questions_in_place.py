@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     computed_by_torch,
     difference,
@@ -28,7 +28,7 @@ AGAIN = 2
 MOVED = QUESTION - AGAIN
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
     with learning_engine(tiny_llama, asynchronous=request.param, max_num_seqs=24) as built:
         yield built

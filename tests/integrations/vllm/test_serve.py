@@ -22,8 +22,6 @@ from kedge.settings import EngineSettings, ServerSettings  # noqa: E402
 from kedge.types import GenerateRequest, SamplingParams, Segment  # noqa: E402
 from tests.server.conftest import Served, serving  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 MODEL = "kedge-nano"
 TEAM = Path(__file__).parents[3] / "examples" / "math_team.yaml"
 QUESTION = (

@@ -26,8 +26,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
 from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 MODEL = kedge.models.nano.__path__[0]
 TRANSFER = {
     "kv_connector": "KedgeConnector",

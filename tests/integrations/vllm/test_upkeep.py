@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
+from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, driver, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def engine(tiny_llama: Path, request: Any) -> Iterator[Driver]:
     with driver(tiny_llama, scheduler_cls=SCHEDULER, async_scheduling=request.param) as built:
         yield built

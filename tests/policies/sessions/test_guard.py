@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.policies.sessions import Guard
-from kedge.policies.sessions.shadow import LruShadow, StepShadow
+from kedge.policies.sessions.guard import LruShadow, StepShadow
 from tests.policies.sessions.test_links import chain
 
 Prompts = list[tuple[int, list[int], float]]

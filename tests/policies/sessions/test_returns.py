@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies.sessions.returns import EDGES, ReturnTimes, best_rate, bin_of
+from kedge.policies.sessions.tracker import EDGES, ReturnTimes, best_rate, bin_of
 
 FAST, SLOW = ("tool",), ("user",)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.policies.sessions import SessionTracker, tracker
-from kedge.policies.sessions.returns import EDGES
+from kedge.policies.sessions.tracker import EDGES
 from kedge.types import Namespace, TenantId
 
 SPACE = Namespace(TenantId("tenant"))

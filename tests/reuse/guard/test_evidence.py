@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.reuse.guard.evidence import CHANGED, SAME, ChangeEvidence
+from kedge.reuse.guard.record import CHANGED, SAME, ChangeEvidence
 
 ALPHA, SHARE = 0.05, 0.02
 counts = st.integers(0, 400).flatmap(lambda checks: st.tuples(st.just(checks), st.integers(0, checks)))

@@ -11,7 +11,7 @@ import pytest
 from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
-from kedge.reuse.guard.sentinel_errors import SETTLED, SentinelFinding
+from kedge.reuse.guard.record import SETTLED, SentinelFinding
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,

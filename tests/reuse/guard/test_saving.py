@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kedge.guard import DecisionKind
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.record import GuardRecord
-from kedge.reuse.guard.saving import from_data, to_data
+from kedge.reuse.guard.record import GuardRecord, from_data, to_data
 from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings(trials=2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.reuse.guard.sentinel_errors import (
+from kedge.reuse.guard.record import (
     FORGET,
     SETTLED,
     SentinelFinding,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.errors import RequestError
-from kedge.server.anthropic.protocol import MessagesBody
+from kedge.server.anthropic import MessagesBody
 from kedge.server.tenancy import KeyRing, Tenant, hashed
 from kedge.settings import LimitSettings
 from kedge.types import TenantId, TurnHints

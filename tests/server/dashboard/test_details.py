@@ -10,8 +10,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.dashboard.history import History
-from kedge.server.dashboard.texts import CallTexts
+from kedge.server.dashboard.history import CallTexts, History
 from kedge.server.tenancy import _of_section, hashed, load_keys
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import RequestId, TenantId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kedge.engine.echo import EchoEngine
 from kedge.server.dashboard.history import History
-from kedge.server.failures import MAX_REASON, CallFailure
+from kedge.server.http import MAX_REASON, CallFailure
 from kedge.settings import ServerSettings
 from kedge.types import TenantId
 from tests.server.conftest import serving

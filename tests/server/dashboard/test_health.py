@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.dashboard.health import OVERLOAD_SECONDS, SILENT_SECONDS, health
+from kedge.server.dashboard.routes import OVERLOAD_SECONDS, SILENT_SECONDS, health
 from kedge.settings import ServerSettings
 from tests.server.conftest import Served, serving
 from tests.server.dashboard.test_routes import state, states

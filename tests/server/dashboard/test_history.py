@@ -13,15 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.common.watched import WatchedEngine
-from kedge.engine.conformance import EngineConformance
 from kedge.engine.echo import EchoEngine
-from kedge.server.dashboard.failures import MAX_FAILURES
-from kedge.server.dashboard.health import HealthState
-from kedge.server.dashboard.history import History
-from kedge.server.dashboard.records import SAMPLES, AgentState, PromptKind, kind_of
-from kedge.server.dashboard.runs import MAX_AGENTS_OF_A_RUN, MAX_CALLS_OF_A_RUN
-from kedge.server.dashboard.tenant import BUCKET_SECONDS, BUCKETS, MAX_AGENTS, MAX_RECEIPTS, MAX_RUNS
-from kedge.server.failures import CallFailure
+from kedge.server.dashboard.history import (
+    BUCKET_SECONDS,
+    BUCKETS,
+    MAX_AGENTS,
+    MAX_AGENTS_OF_A_RUN,
+    MAX_CALLS_OF_A_RUN,
+    MAX_FAILURES,
+    MAX_RECEIPTS,
+    MAX_RUNS,
+    SAMPLES,
+    AgentState,
+    History,
+    PromptKind,
+    kind_of,
+)
+from kedge.server.dashboard.routes import HealthState
+from kedge.server.http import CallFailure
 from kedge.types import (
     AgentId,
     ClientId,
@@ -44,6 +53,7 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import UNKNOWN, NextRun
+from tests.engine.conformance import EngineConformance
 
 ACME = TenantId("acme")
 COMPUTED, EXACT, TRANSLATED = (PromptKind.COMPUTED, PromptKind.EXACT, PromptKind.TRANSLATED)
@@ -319,6 +329,7 @@ def test_whatever_happens_the_counts_are_right(happened: list[tuple[str, int]]) 
 # the engine that tells ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 class TestWatchedEngine(EngineConformance):
     """Being watched changes nothing about an engine."""
 

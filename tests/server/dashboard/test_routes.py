@@ -16,7 +16,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.dashboard.records import AgentName
+from kedge.server.dashboard.history import AgentName
 from kedge.server.dashboard.routes import MAX_WATCHERS
 from kedge.server.tenancy import KeyRing, hashed, load_keys
 from kedge.settings import LimitSettings

@@ -9,7 +9,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.http.hosts import TrustedHosts
+from kedge.server.middleware import TrustedHosts
 from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, Served, serving
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer
-from kedge.server.http.sse import event
-from kedge.server.openai.chunks import ChunkEncoder
-from kedge.server.openai.responses import ChatFormat, CompletionFormat, Format
+from kedge.server.http import event
+from kedge.server.openai.responses import ChatFormat, ChunkEncoder, CompletionFormat, Format
 from kedge.types import GenerateRequest, TokenDelta
 
 FORMS = (ChatFormat('model"\\é', ByteTokenizer()), CompletionFormat('model"\\é', ByteTokenizer()))

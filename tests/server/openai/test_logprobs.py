@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer
-from kedge.server.openai.logprobs import TextLogprobs, of_chat, spelled
+from kedge.server.openai.responses import TextLogprobs, of_chat, spelled
 from kedge.types import TokenLogprob
 from tests.server.conftest import Served
 from tests.server.openai.test_routes import events, say

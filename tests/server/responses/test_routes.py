@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.errors import RequestError
-from kedge.server.responses.protocol import ResponsesBody
+from kedge.server.responses import ResponsesBody
 from kedge.types import TurnHints
 from tests.server.talking import CALL, MODEL, PARAMETERS, Talking, talking
 

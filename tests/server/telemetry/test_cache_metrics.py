@@ -13,9 +13,8 @@ import pytest
 from kedge.cache import CacheStats
 from kedge.engine.echo import EchoEngine
 from kedge.errors import EngineClosed
-from kedge.server.telemetry import cache_metrics
-from kedge.server.telemetry.cache_metrics import COUNTERS, DISK_COUNTERS, GAUGES, CacheMetrics
-from kedge.server.telemetry.metrics import ServerMetrics
+from kedge.server import metrics as server_metrics
+from kedge.server.metrics import COUNTERS, DISK_COUNTERS, GAUGES, CacheMetrics, ServerMetrics
 from kedge.server.threads import Threads
 from kedge.types import Namespace, TenantId, Tokens
 
@@ -66,7 +65,7 @@ def test_a_busy_engine_is_asked_once_and_shows_its_last_figures(monkeypatch: pyt
     with Inspected() as engine:
         metrics = CacheMetrics(engine, Threads(engine, 4))
         shown(metrics)
-        monkeypatch.setattr(cache_metrics, "PATIENCE", 0.01)
+        monkeypatch.setattr(server_metrics, "PATIENCE", 0.01)
         engine.gate.clear()
         for _ in range(3):
             assert "kedge:cache_corrupt_blocks_total 3.0" in shown(metrics)

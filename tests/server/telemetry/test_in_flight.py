@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.telemetry.in_flight import InFlight
-from kedge.server.telemetry.metrics import ServerMetrics
+from kedge.server.metrics import InFlight, ServerMetrics
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest, TenantId
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.telemetry import logs
-from kedge.server.telemetry.logs import JSONLine, TextLine, WithCall
+from kedge.server import logs
+from kedge.server.logs import JSONLine, TextLine, WithCall
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import LimitSettings
 from tests.server.conftest import Served, serving, wait_until

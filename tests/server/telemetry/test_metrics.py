@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kedge.server.telemetry.metrics import NO_TENANT, ServerMetrics
+from kedge.server.metrics import NO_TENANT, ServerMetrics
 from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, TenantId
 from kedge.workflow.forecast import Ignored
 

@@ -12,7 +12,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
 from kedge.server.app import create_app
-from kedge.server.telemetry.tracing import OpenTelemetry, exporting
+from kedge.server.tracing import OpenTelemetry, exporting
 from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 

@@ -1,101 +1,224 @@
-"""Hit rates of traces by capacity and number of live sessions: baselines, and Kedge's own cache (open loop)."""
+"""Hit rates of traces in virtual time: least recently used on plain sets of blocks, and Kedge's own cache.
+
+One "token" is a 512-token block, and blocks have one token. Hit rates are hit blocks over blocks of all prompts; a
+prompt longer than the cache is cut to it. Service takes no virtual time: a request's blocks enter the cache when it
+arrives, its lease and its answer end at once. The time that the recorded server took is a part of the pause before the
+session's next request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
 
-from kedge.bench.sessions.baselines import belady_hit_rate, ceiling, lru_hit_rate
-from kedge.bench.sessions.cases import SessionBenchSettings, SessionTrace, Traffic, traffic_of
-from kedge.bench.sessions.composing import Arrival
-from kedge.bench.sessions.cost import SessionCost, measure_cost
-from kedge.bench.sessions.product import PRODUCT_CASES, product_hit_rate
-from kedge.bench.sessions.ttl import ttl_hit_rate
-from kedge.bench.sessions.turns import Conversation
+from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, traffic_of
+from kedge.cache import CacheManager, Copied, Copy, Lease, Readiness
+from kedge.engine.local.sessions import SessionCaching
+from kedge.errors import OutOfBlocks
+from kedge.policies.eviction import policy_of
+from kedge.policies.sessions import SessionHints, StopReason, Turn, TurnEnd
+from kedge.settings import TierSettings
+from kedge.types import Namespace, RequestId, TenantId
 
-COST_SHARE = 0.25
-"""Capacity over the working set at which costs are measured."""
-COLUMNS: Mapping[str, Callable[[Sequence[Arrival], int], float]] = {
-    "lru": lru_hit_rate,
-    "belady": belady_hit_rate,
-    "ttl": ttl_hit_rate,
-    **{name: partial(product_hit_rate, case) for name, case in PRODUCT_CASES.items()},
-}
+SPACE = Namespace(TenantId("trace"))
+STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
+"""What an answer ended with, in traces; all else is unknown."""
+MAX_PUMPS = 1000
+"""Rounds in which all copies that one event asks for are made."""
+
+
+def leading(chain: Iterable[int], cached: Container[int]) -> int:
+    """Return how many blocks of a chain are cached before the first that is not."""
+    count = 0
+    for block in chain:
+        if block not in cached:
+            break
+        count += 1
+    return count
+
+
+def hit_rate(hits: int, arrivals: Sequence[Arrival]) -> float:
+    """Return hit blocks over blocks of all prompts; 0 where these have none."""
+    return hits / max(1, sum(len(one.chain) for one in arrivals))
+
+
+def ceiling(arrivals: Sequence[Arrival]) -> float:
+    """Return the hit rate of an infinite cache."""
+    seen: set[int] = set()
+    hits = 0
+    for one in arrivals:
+        hits += leading(one.chain, seen)
+        seen.update(one.chain)
+    return hit_rate(hits, arrivals)
+
+
+def lru_hit_rate(arrivals: Sequence[Arrival], capacity: int) -> float:
+    """Return the hit rate of `capacity` blocks by least recent use; of one request's blocks the last goes first."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for one in arrivals:
+        hits += leading(one.chain, cached)
+        for block in reversed(one.chain[:capacity]):
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > capacity:
+            cached.popitem(last=False)
+    return hit_rate(hits, arrivals)
+
+
+class NoCopier:
+    """A copier whose copies end at once without copying."""
+
+    def __init__(self) -> None:
+        self._ended: list[Copied] = []
+
+    def submit(self, copy: Copy) -> None:
+        self._ended.append(Copied(copy.copy_id, ok=True))
+
+    def hurry(self, copy_id: int) -> None:
+        """Do nothing: the copy has ended already."""
+
+    def drain(self) -> list[Copied]:
+        ended, self._ended = self._ended, []
+        return ended
+
+
+class ReplayHooks(Protocol):
+    """What happens with a request besides the cache, at the arrivals' times."""
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Take note of a request before it is admitted."""
+
+    def answered(self, arrival: Arrival) -> None:
+        """Take note of a request that has been answered, whose blocks are cached."""
+
+
+class CacheReplay:
+    """A cache that serves arrivals one after the other, and hooks that are called for each."""
+
+    def __init__(self, cache: CacheManager, hooks: Sequence[ReplayHooks] = ()) -> None:
+        self.cache = cache
+        self._hooks = hooks
+        self._ids = count()
+
+    def hit_rate(self, arrivals: Sequence[Arrival]) -> float:
+        """Serve all arrivals. Returns hit blocks over blocks of all prompts, in either tier."""
+        return hit_rate(sum(map(self.serve, arrivals)), arrivals)
+
+    def serve(self, arrival: Arrival) -> int:
+        """Serve a request. Returns how many blocks hit; one that finds no room hits nothing and is not cached."""
+        self.arrived(arrival)
+        request, chain, hits = RequestId(str(next(self._ids))), arrival.chain[: self.cache.num_blocks], 0
+        while self.cache.demand(request, SPACE, chain) is Readiness.LOADING:
+            self._copy()
+        try:
+            hits = self.cached(request, chain).exact_tokens
+        except OutOfBlocks:
+            self.cache.withdraw(request)
+        self.answered(arrival)
+        self._copy()
+        return hits
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Call the hooks before a request."""
+        for hooks in self._hooks:
+            hooks.arrived(arrival)
+
+    def answered(self, arrival: Arrival) -> None:
+        """Call the hooks after a request."""
+        for hooks in self._hooks:
+            hooks.answered(arrival)
+
+    def cached(self, request: RequestId, chain: tuple[int, ...]) -> Lease:
+        """Allocate a request's blocks, for which others are evicted, and cache them. Raises `OutOfBlocks`."""
+        lease = self.cache.admit(request, SPACE, chain, len(chain), len(chain))
+        self.cache.finish(request, chain)
+        return lease
+
+    def _copy(self) -> None:
+        """Make all copies between the tiers, which take no virtual time."""
+        for _ in range(MAX_PUMPS):
+            self.cache.pump()
+            if not self.cache.transferring:
+                return
+
+
+class SessionHooks:
+    """Sessions as the embedded engine finds, learns and ranks them, on the arrivals' clock."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._blocks, self._now = cache.num_blocks, 0.0
+        self.caching = SessionCaching(cache, clock=lambda: self._now)
+        """The engine's part that finds sessions."""
+        self._turn: Turn | None = None
+
+    def hints(self, arrival: Arrival) -> SessionHints:  # noqa: ARG002 (others know more)
+        """Return what is known of a request's session: nothing."""
+        return SessionHints()
+
+    def returns_in(self, arrival: Arrival) -> float | None:  # noqa: ARG002
+        """Return the seconds to the session's next request, where they are known: never."""
+        return None
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Find the session of a request."""
+        self._now = arrival.at
+        self._turn = self.caching.begin(SPACE, arrival.chain[: self._blocks], self.hints(arrival))
+
+    def answered(self, arrival: Arrival) -> None:
+        """End the turn with what its recorded answer ended with."""
+        assert self._turn
+        stop = STOPS.get(arrival.turn.record.stop, StopReason.UNKNOWN)
+        end = TurnEnd(stop, returns_in=self.returns_in(arrival))
+        self.caching.answered(self._turn, arrival.chain[: self._blocks], end)
+
+
+def tiered_cache(capacity: int, host_times: int = 0) -> CacheManager:
+    """Return an empty cache of `capacity` device blocks, and `host_times` as many in a host tier."""
+    tiers = TierSettings(host_blocks=host_times * capacity)
+    return CacheManager(capacity, 1, policy_of(tiers), tiers, NoCopier())
+
+
+def kedge_hit_rate(arrivals: Sequence[Arrival], capacity: int, host_times: int = 0) -> float:
+    """Return the hit rate of Kedge's cache, in either tier, where clients say nothing of their sessions."""
+    cache = tiered_cache(capacity, host_times)
+    return CacheReplay(cache, [SessionHooks(cache)]).hit_rate(arrivals)
+
+
+Columns = Mapping[str, Callable[[Sequence[Arrival], int], float]]
 """Name -> hit rate of arrivals with a cache of so many blocks."""
-Leaves = dict[str, dict[str, dict[str, float | None]]]
-"""Live sessions -> capacity over the working set, or system -> name -> figure."""
+COLUMNS: Columns = {
+    "lru": lru_hit_rate,
+    "kedge": kedge_hit_rate,
+    "kedge_host3": lambda arrivals, capacity: kedge_hit_rate(arrivals, capacity, host_times=3),
+}
 Progress = Callable[[str], None]
-ClosedLoop = Callable[[Sequence[Conversation], Progress], Leaves]
-
-
-@dataclass(frozen=True)
-class TraceResult:
-    """All figures of a trace."""
-
-    name: str
-    open: Leaves = field(default_factory=dict)
-    """Hit blocks over blocks of all prompts, by live sessions, capacity over the working set and column."""
-    closed: Leaves = field(default_factory=dict)
-    """Figures of the closed loop by live sessions and system."""
-    working_sets: dict[str, float] = field(default_factory=dict)
-    """Live sessions -> blocks."""
-    ceilings: dict[str, float] = field(default_factory=dict)
-    """Live sessions -> hit rate of an infinite cache."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        return {
-            "open": self.open,
-            "closed": self.closed,
-            "working_set_blocks": {live: round(blocks, 1) for live, blocks in self.working_sets.items()},
-            "ceiling": {live: round(rate, 4) for live, rate in self.ceilings.items()},
-        }
-
-
-@dataclass(frozen=True)
-class SessionsResult:
-    """The results of all traces, and what caching by session costs."""
-
-    traces: Sequence[TraceResult]
-    cost: SessionCost
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures as written to a file of results."""
-        return {"traces": {one.name: one.as_json() for one in self.traces}, "cost": self.cost.as_json()}
 
 
 def measure(
     settings: SessionBenchSettings,
     traces: Sequence[SessionTrace],
-    closed_loop: ClosedLoop | None = None,
+    columns: Columns = COLUMNS,
     progress: Progress = lambda _: None,
-) -> SessionsResult:
-    """Replay all traces. Costs are measured on the first one, with as many live sessions as it is replayed with."""
-    results = [_result(trace, settings, closed_loop, progress) for trace in traces]
-    progress("cost")
-    *_, most = traffic_of(traces[0], settings)
-    return SessionsResult(results, measure_cost(most.arrivals, most.capacity(COST_SHARE)))
-
-
-def _result(
-    trace: SessionTrace, settings: SessionBenchSettings, closed_loop: ClosedLoop | None, progress: Progress
-) -> TraceResult:
-    result = TraceResult(trace.name)
-    for traffic in traffic_of(trace, settings):
-        result.working_sets[traffic.live] = traffic.working_set
-        result.ceilings[traffic.live] = ceiling(traffic.arrivals)
-        cells = result.open[traffic.live] = {}
-        for share in settings.capacities:
-            progress(f"{trace.name}, {traffic.live} live, {share:g} of the working set")
-            cells[f"{share:g}"] = hit_rates(traffic, share)
-    if closed_loop:
-        result.closed.update(closed_loop(trace.conversations, lambda note: progress(f"{trace.name}, {note}")))
-    return result
-
-
-def hit_rates(traffic: Traffic, share: float) -> dict[str, float | None]:
-    """Return the hit rate of every column with a cache of a share of the working set."""
-    capacity = traffic.capacity(share)
-    return {name: round(hit_rate(traffic.arrivals, capacity), 4) for name, hit_rate in COLUMNS.items()}
+) -> dict[str, dict[str, Any]]:
+    """Replay all traces. Returns by trace, as written to a file of results, and by live sessions: hit rates by capacity
+    and column, the blocks of the working set, and the hit rate of an infinite cache.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for trace in traces:
+        open_loop, blocks, ceilings = {}, {}, {}
+        for traffic in traffic_of(trace, settings):
+            blocks[traffic.live] = round(traffic.working_set, 1)
+            ceilings[traffic.live] = round(ceiling(traffic.arrivals), 4)
+            cells: dict[str, dict[str, float]] = {}
+            for share in settings.capacities:
+                progress(f"{trace.name}, {traffic.live} live, {share:g} of the working set")
+                capacity = traffic.capacity(share)
+                cells[f"{share:g}"] = {
+                    name: round(rate(traffic.arrivals, capacity), 4) for name, rate in columns.items()
+                }
+            open_loop[traffic.live] = cells
+        results[trace.name] = {"open": open_loop, "working_set_blocks": blocks, "ceiling": ceilings}
+    return results

@@ -1,1 +1,1 @@
-"""What every engine shares: streams, validation of requests, text from tokens, log-probabilities."""
+"""What every engine shares: streams, text from tokens, log-probabilities, the guard at work, saved state."""

@@ -83,7 +83,9 @@ class Grammars:
             raise InvalidGrammar(KEY, brief(grammar), "needs llguidance (pip install 'kedge[server]')") from None
         matcher = LLMatcher(self._wrap(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
-            raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {_reason(matcher.get_error())}")
+            # llguidance's text without the excerpt of the grammar that follows it
+            reason = " ".join(EXCERPT.split(matcher.get_error())[0].split())[:MAX_REASON]
+            raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {reason}")
         return matcher
 
     def _wrap(self) -> LLTokenizer:
@@ -96,8 +98,3 @@ class Grammars:
                     raise InvalidGrammar(KEY, "…", "this model has no token that ends an answer")
                 self._wrapped = from_tokenizer(self._tokenizer.inner, n_vocab=self._vocab_size, eos_token=self._eos)
         return self._wrapped
-
-
-def _reason(error: str) -> str:
-    """Return an error of llguidance's without the excerpt of the grammar that follows it."""
-    return " ".join(EXCERPT.split(error)[0].split())[:MAX_REASON]

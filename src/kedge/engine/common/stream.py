@@ -1,4 +1,4 @@
-"""The stream of tokens that engines hand out, see `kedge.engine.base.Stream` and `Listenable`."""
+"""The stream of tokens that engines hand out, see `kedge.engine.base.Stream`."""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-from kedge.engine.base import Advisable, Engine, Item, Listenable, Listener, Preparing, Stream, Tokenizer
-from kedge.engine.common.validation import require_advice, sensible_hints
+from kedge.engine.base import Engine, Item, Listener, Quota, Stream
+from kedge.engine.validation import sensible_hints
 from kedge.hints.actions import ActionOutcome
-from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.types import (
     Completion,
     FinishReason,
@@ -47,20 +47,12 @@ class Watcher:
         """Take note that a run is over."""
 
 
-class WatchedEngine:
-    """An `Engine` that forwards every call to `engine` and reports it to `watcher`."""
+class WatchedEngine(Engine):
+    """An `Engine` that forwards every call to `engine` and reports requests, forecasts and runs to `watcher`."""
 
     def __init__(self, engine: Engine, watcher: Watcher) -> None:
         self._engine, self._watcher = engine, watcher
-
-    @property
-    def watched(self) -> Engine:
-        """The wrapped engine, for capabilities that not every engine has."""
-        return self._engine
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+        self.tokenizer, self.state = engine.tokenizer, engine.state
 
     @property
     def failure(self) -> BaseException | None:
@@ -69,21 +61,28 @@ class WatchedEngine:
     def submit(self, request: GenerateRequest) -> WatchedStream:
         stream = self._engine.submit(request)
         self._watcher.submitted(request)
-        if isinstance(stream, Listenable):
-            return WatchedListenable(stream, request.tenant, self._watcher)
         return WatchedStream(stream, request.tenant, self._watcher)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Forward a hint. The watcher gets no report: the request itself will come."""
-        if isinstance(self._engine, Preparing):
-            self._engine.prepare(request)
+        self._engine.prepare(request)
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Forward what a client says of its sessions; an engine that takes no such hints refuses all of them."""
-        if isinstance(self._engine, Advisable):
-            return self._engine.advise(namespace, hints)
-        require_advice(namespace, hints)
-        return refused(hints, NO_SESSIONS)
+        return self._engine.advise(namespace, hints)
+
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        self._engine.limit(tenant, quota)
+
+    def inspect(self) -> Mapping[str, Any]:
+        return self._engine.inspect()
+
+    def inspect_tenants(
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
+    ) -> Mapping[str, Any]:
+        return self._engine.inspect_tenants(owns, prompts)
+
+    def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
+        return self._engine.traffic(owns)
 
     def cancel(self, request_id: RequestId) -> bool:
         was_known = self._engine.cancel(request_id)
@@ -110,7 +109,6 @@ class WatchedStream:
     def __init__(self, stream: Stream, tenant: TenantId, watcher: Watcher) -> None:
         self.request_id = stream.request_id
         self._stream, self._tenant, self._watcher = stream, tenant, watcher
-
         self._has_begun = False
 
     def __iter__(self) -> Iterator[TokenDelta]:
@@ -126,6 +124,17 @@ class WatchedStream:
         self._tell_end(completion)
         return completion
 
+    def listen(self, listener: Listener) -> None:
+        """Pass everything to the listener and the watcher."""
+        self._stream.listen(partial(self._hear, listener))
+
+    def _hear(self, listener: Listener, item: Item) -> None:
+        if isinstance(item, BaseException):
+            self._tell_end(None)
+        else:
+            self._tell(item)
+        listener(item)
+
     def _tell(self, delta: TokenDelta) -> None:
         if delta.tokens and not self._has_begun:
             self._has_begun = True
@@ -139,19 +148,3 @@ class WatchedStream:
         """
         answered = completion and completion.finish_reason is not FinishReason.CANCELLED
         self._watcher.ended(self._tenant, self.request_id, completion if answered else None)
-
-
-class WatchedListenable(WatchedStream):
-    """A watched stream that calls its reader, see `kedge.engine.base.Listenable`."""
-
-    def listen(self, listener: Listener) -> None:
-        """Pass everything to the listener and the watcher."""
-        assert isinstance(self._stream, Listenable)
-        self._stream.listen(partial(self._hear, listener))
-
-    def _hear(self, listener: Listener, item: Item) -> None:
-        if isinstance(item, BaseException):
-            self._tell_end(None)
-        else:
-            self._tell(item)
-        listener(item)

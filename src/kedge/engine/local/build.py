@@ -1,38 +1,65 @@
-"""Building an embedded engine from its settings."""
+"""Building an embedded engine from its settings. The costs of passes and translations are measured in slots that are
+not in use yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from kedge.anchors.base_store import BaseStore
+from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import no_offsets
+from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
+from kedge.anchors.translator import Translate, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
-from kedge.cache.disk_writes import DiskLimits
+from kedge.cache.disk import DiskLimits
+from kedge.discovery import PlainRequests
+from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import EngineComponents
-from kedge.engine.local.core import EngineCore
-from kedge.engine.local.disk.disk_files import DiskFiles
+from kedge.engine.local.disk_files import DiskFiles
 from kedge.engine.local.host_loads import Loading
-from kedge.engine.local.measuring import measure
+from kedge.engine.local.learning import Learning
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.preassembly import PromptPreassembler
+from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.sentinels import Sentinels
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.sessions import FixedPrompts, SessionCaching
+from kedge.engine.local.shared_writes import SharedWrites
+from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
-from kedge.kv.spec import KVSpec
-from kedge.kv.storage import PagedStorage
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.policies.eviction import lru, policy_of, steps_to_execution
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.runtime import Runtime
-from kedge.reuse.upcoming import UpcomingSteps
+from kedge.reuse.plan import Translation
+from kedge.reuse.runtime import Runtime, UpcomingSteps
 from kedge.settings import EngineSettings, TierSettings
+from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
+LONG, LONG_ON_GPU = 128, 1024
+"""Tokens of the longest pass that is measured; on a GPU some hundred take hardly longer than one"""
+MANY = 4
+"""Sequences of the pass with several"""
+REPEATS = 3
+SLOW = 0.25
+"""Seconds of a one-token pass from which longer ones are not measured: the model is too slow on this machine."""
 
 
 def apart(work: Callable[[], T]) -> T:
@@ -68,46 +95,112 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return getattr(torch, name)
 
 
-def core(
-    runner: ModelRunner,
-    config: EngineSettings,
-    policy: EvictionPolicy | None = None,
-    on_copied: Callable[[], None] = lambda: None,
-    components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
-) -> tuple[EngineCore, int]:
-    """Return the engine without its thread, and how many tokens its device tier holds.
-
-    `policy` replaces that of the settings. `on_copied` is called, on another thread, when a copy has ended.
-    `components` are replaced in experiments only.
+class EngineParts:
+    """The parts of an embedded engine without its thread, built from a model and settings, and figures of them as plain
+    data. For the engine's owner thread only.
     """
-    num_blocks = config.num_blocks or _blocks(runner.spec, config)
-    storage = PagedStorage(runner.spec, num_blocks, config.block_size, runner.device, runner.rotary)
-    has_graphs = config.cuda_graphs and not runner.recurrent
-    runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if has_graphs else None
-    if runner.graphs is not None:
-        runner.graphs.capture(config.max_running)
-    expected = UpcomingSteps()
-    anchors = components.anchors(config.anchors, host_bound(config.anchors.host_bytes, config.tiers, expected))
-    base_host = host_bound(config.anchors.host_base_bytes, config.tiers, expected)
-    bases = components.bases(config.anchors.max_base_bytes, base_host)
-    costs = EngineCosts(by_cost=config.planner.by_cost)
-    runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, costs)
-    capacity = num_blocks * config.block_size
-    block_bytes = runner.spec.bytes_per_token * config.block_size
-    host_blocks = config.tiers.host_pool_size(block_bytes)
-    host = HostStorage(storage, host_blocks)
-    copier = TorchCopier(storage, host, config.tiers.throttle, on_copied) if host_blocks else None
-    policy = policy or policy_of(config.tiers)
-    files = disk_files(runner, config, host, copier, on_copied)
-    parts = policy, config.tiers, copier, block_bytes, files, storage.copy_beginning
-    cache = CacheManager(num_blocks, config.block_size, *parts)
-    carriers = tuple(one for one in (copier, files) if one is not None)
-    loading = Loading(cache, config.tiers, has_host=copier is not None)
-    assembler = components.assembler(runner, storage)
-    built = EngineCore(runner, cache, storage, runtime, loading, carriers, assembler, costs, config, capacity)
-    if config.planner.by_cost:
-        measure(costs, runner, storage, capacity)
-    return built, capacity
+
+    learning: Learning
+    scheduler: Scheduler
+    """These two end requests or free their blocks. The core makes them, once it has the register of requests."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineSettings,
+        policy: EvictionPolicy | None = None,
+        on_copied: Callable[[], None] = lambda: None,
+        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        """Build the parts. `policy` replaces that of the settings. `on_copied` is called, on another thread, when a
+        copy has ended. `components` are replaced in experiments only.
+        """
+        self.runner, self.config = runner, config
+        size, tiers, kept = config.block_size, config.tiers, config.anchors
+        block_bytes = runner.spec.bytes_per_token * size
+        num_blocks = config.num_blocks or config.kv_memory // block_bytes
+        if num_blocks < 1:
+            raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
+        self.capacity = num_blocks * size
+        """Tokens of the device tier"""
+        self.longest = min(runner.max_positions, self.capacity)
+        """Tokens of the longest prompt that can be computed"""
+        self.storage = storage = PagedStorage(runner.spec, num_blocks, size, runner.device, runner.rotary)
+        has_graphs = config.cuda_graphs and not runner.recurrent
+        runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if has_graphs else None
+        if runner.graphs is not None:
+            runner.graphs.capture(config.max_running)
+
+        expected = UpcomingSteps()
+        anchors = components.anchors(kept, host_bound(kept.host_bytes, tiers, expected))
+        bases = components.bases(kept.max_base_bytes, host_bound(kept.host_base_bytes, tiers, expected))
+        self.costs = EngineCosts(by_cost=config.planner.by_cost)
+        self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, self.costs)
+
+        host_blocks = tiers.host_pool_size(block_bytes)
+        host = HostStorage(storage, host_blocks)
+        copier = TorchCopier(storage, host, tiers.throttle, on_copied) if host_blocks else None
+        files = disk_files(runner, config, host, copier, on_copied)
+        self.carriers = tuple(one for one in (copier, files) if one is not None)
+        """What moves blocks between the tiers"""
+        self.cache = cache = CacheManager(
+            num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, files, storage.copy_beginning
+        )
+        self.loading = Loading(cache, tiers, has_host=copier is not None)
+        self.assembler = components.assembler(runner, storage)
+        self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
+        self.fixed = FixedPrompts(cache, self.sessions)
+        self.snapshots = StateSnapshots(runner.recurrent, cache, config.state_memory, self.fixed.length)
+        self.loading.reusable = self.snapshots.reusable
+        self.plain = PlainRequests(config.discovery)
+        self.jobs: deque[BaseJob] = deque()
+        self.ahead: deque[PreparedPrompt] = deque()
+        self.running: list[RequestSequence] = []
+        """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
+        self.sentinels = Sentinels(storage)
+        self.shared = SharedWrites(cache, storage, self.running)
+        self.preassembly = PromptPreassembler(
+            cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
+        )
+        if config.planner.by_cost:
+            measure(self.costs, runner, storage, self.capacity)
+
+    @property
+    def learned(self) -> tuple[AnchorStore, BaseStore]:
+        """The anchors and the base KV."""
+        anchors, bases = self.runtime.learned
+        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
+        return anchors, bases
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` if a block does not have exactly one owner."""
+        self.cache.check_integrity()
+
+    def stats(self) -> dict[str, object]:
+        """Return figures of the queue, the cache, waiting for loads, learning, costs, and the anchors."""
+        return {
+            "scheduler": {"running": len(self.running), "waiting": len(self.scheduler.unadmitted)},
+            "learning": self.learning.stats(),
+            "costs": self.costs.stats(),
+            "cache": asdict(self.cache.stats()),
+            "loading": self.loading.stats(),
+            "copied_tokens": self.shared.copied_tokens,
+            "borrowed_tokens": self.shared.borrowed_tokens,
+            "preassembly": self.preassembly.stats(),
+            "discovery": self.plain.stats(),
+            "states": asdict(self.snapshots.stats()),
+            **self.runtime.stats(),
+        }
+
+    def tenant_stats(
+        self, owns: Callable[[Namespace], bool], prompts: Iterable[tuple[Namespace, Tokens]]
+    ) -> dict[str, object]:
+        """Return the anchor pools of some tenants, how many tokens of the given prompts are in each tier, and what was
+        found in their plain requests.
+        """
+        found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
+        cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
+        return {"prompts": cached, "pools": self.runtime.pool_stats(owns), "traffic": self.plain.report(owns)}
 
 
 def disk_files(
@@ -130,14 +223,54 @@ def disk_files(
         raise
 
 
-def _blocks(spec: KVSpec, config: EngineSettings) -> int:
-    blocks = config.kv_memory // (spec.bytes_per_token * config.block_size)
-    if blocks < 1:
-        raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
-    return blocks
-
-
 def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> HostBound:
     """Return the host memory for anchors or base KV, under the same policy and forecast as the blocks."""
     policy = lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
     return HostBound(nbytes, policy, expected.steps, tiers.prefetch_window, tiers.virtual_step)
+
+
+def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
+    """Run a few passes and write a few segments; `capacity` is the tokens of the storage, none of them in use."""
+    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONG, capacity, runner.max_positions)
+    run = partial(_run, runner, storage)
+    run(1, 1)  # the first use of anything takes longer
+    alone = _seconds(partial(run, 1, 1))
+    for tokens, sequences in ((1, 1), (longest, 1), (min(MANY, longest), min(MANY, longest))):
+        if alone < SLOW or tokens == 1:
+            for _ in range(REPEATS):
+                costs.observe_pass(tokens, sequences, _seconds(partial(run, tokens, sequences)))
+    write = partial(_write, storage, translate_into(storage))
+    write(1)  # builds the kernel
+    for tokens in (1, longest):
+        for _ in range(REPEATS):
+            costs.observe_translation(1, tokens, _seconds(partial(write, tokens)))
+    costs.settle()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int) -> None:
+    """Run a pass over `tokens` tokens, shared by so many sequences, and wait for its result."""
+    share = tokens // sequences
+    work = []
+    for at in range(sequences):
+        table = SlotTable(torch.arange(at * share, (at + 1) * share))
+        sequence = Sequence(RequestId("measuring"), Namespace(TenantId("")), [0] * share, table)
+        work.append(Work(sequence, list(range(share))))
+    runner.forward(flatten(work, storage))[0, 0].item()
+
+
+def _write(storage: PagedStorage, translate: Translate, tokens: int) -> None:
+    """Move so many tokens of base KV to other slots."""
+    spec = storage.spec
+    shape = (spec.layers, tokens, spec.kv_heads, spec.head_dim)
+    zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
+    base = KVSegment(zeros, zeros)
+    table = empty_table(base)
+    translate(SlotTable(torch.arange(tokens)), [Translation(0, base, no_offsets(base, table), table)])
+    if storage.keys.is_cuda:
+        torch.cuda.synchronize(storage.keys.device)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,26 +20,25 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from kedge.cache import EvictionPolicy
-from kedge.engine.base import Quota
-from kedge.engine.common.detokenizer import TextStream
+from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
-from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_advice, require_sensible, sensible_hints
+from kedge.engine.common.tokenizer import HFTokenizer, TextStream
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
-from kedge.engine.local.inspection import Inspection
+from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.engine.local.thread import EngineThread, Mailbox
+from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import (
     EngineClosed,
     GenerationFailed,
+    Overloaded,
     PromptTooLong,
     RequestError,
 )
@@ -48,17 +50,189 @@ from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
+Command = Callable[[], None]
+LEARNING_DELAY = 0.02
+"""Seconds that an idle engine waits before it learns, since a workflow's next agent comes within milliseconds."""
+MAX_FAILURES = 3
+"""Consecutive failed steps after which the engine's thread ends."""
+MAX_COPY_WAIT = 0.05
+"""Longest wait for a copy, in seconds, before the clock is checked again."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LocalEngine:
+class Mailbox:
+    """The queue of commands from any thread, in order of posting, and the ids of the requests in flight."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._in_flight: set[RequestId] = set()
+        self._max_in_flight = max_in_flight
+        self.failure: BaseException | None = None
+        """The error that ended the engine's thread; None while it works, and after a `close` of a working engine."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more commands."""
+        return self._closed.is_set()
+
+    def wake(self) -> None:
+        """Wake the engine's thread, even if closed."""
+        self._commands.put(lambda: None)
+
+    def enter(self, request_id: RequestId, command: Command) -> None:
+        """Post a request's command, and keep its id in flight until `leave`.
+
+        Raises `RequestError` for an id that is in flight already, `Overloaded`, or `EngineClosed`.
+        """
+        with self._lock:
+            self._refuse_closed()
+            require_new_id(request_id, self._in_flight)
+            if len(self._in_flight) >= self._max_in_flight:
+                raise Overloaded("max_waiting", self._max_in_flight, "so many requests are in flight")
+            self._in_flight.add(request_id)
+            self._commands.put(command)
+
+    def leave(self, request_id: RequestId) -> None:
+        """Remove a request's id from those in flight."""
+        self._in_flight.discard(request_id)
+
+    def post(self, command: Command) -> None:
+        """Post a command. Raises `EngineClosed`."""
+        with self._lock:  # so that nothing is put after the thread's last look
+            self._refuse_closed()
+            self._commands.put(command)
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Run a question on the engine's thread and return its answer. Raises what it raises, or `EngineClosed`."""
+        answer: Future[T] = Future()
+        self.post(partial(_settle, answer, question))
+        return answer.result()
+
+    def close(self) -> None:
+        """Refuse further commands, and wake the engine's thread."""
+        with self._lock:
+            self._closed.set()
+            self.wake()
+
+    def drain(self, wait: float | None = 0.0) -> bool:
+        """Run the queued commands, waiting up to `wait` seconds (None: for ever) for a first one.
+
+        Returns whether there was one. Called by the engine's thread only.
+        """
+        try:
+            command = self._commands.get(timeout=wait) if wait != 0.0 else self._commands.get_nowait()
+        except queue.Empty:
+            return False
+        _obey(command)
+        while not self._commands.empty():
+            _obey(self._commands.get())
+        return True
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise EngineClosed("engine", self.failure, "it was closed, or its thread has died")
+
+
+class EngineThread:
+    """The engine's thread: it runs a core until the mailbox is closed or `MAX_FAILURES` steps in a row have failed."""
+
+    def __init__(self, core: EngineCore, mailbox: Mailbox) -> None:
+        self._core, self._mailbox = core, mailbox
+        self._failures = 0
+        self._idle_waiters: list[threading.Event] = []
+        self._thread = threading.Thread(target=self._serve, name="kedge-engine", daemon=True)
+        self._thread.start()
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until no work is left. Returns False if some is after `timeout` seconds. Any other thread may call."""
+        waiter = threading.Event()
+        self._mailbox.post(partial(self._idle_waiters.append, waiter))
+        return waiter.wait(timeout)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while not self._mailbox.closed:
+                self._guarded_step()
+        except BaseException as error:  # the thread ends here, and must leave no one waiting
+            self._mailbox.failure = error
+            logger.critical("the engine's thread ends", exc_info=error)
+        finally:
+            self._mailbox.close()
+            self._mailbox.drain()
+            self._shut()
+
+    def _guarded_step(self) -> None:
+        """Run a step; after an error of the engine itself continue without what ran in it, unless `MAX_FAILURES` steps
+        in a row failed.
+        """
+        try:
+            self._next_step()
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            logger.exception("a step of the engine failed; what ran in it ends")
+            self._core.recover(error)
+
+    def _shut(self) -> None:
+        """End every stream, whatever the state of the core."""
+        while self._idle_waiters:
+            self._idle_waiters.pop().set()
+        try:
+            self._core.shut(self._mailbox.failure)
+        except Exception as error:
+            logger.exception("the engine could not be shut in order")
+            self._core.requests.fail_streams(EngineClosed("engine", error, "its thread has died"))
+
+    def _next_step(self) -> None:
+        if not self._core.idle:
+            self._mailbox.drain()
+            if not self._core.step():
+                self._mailbox.drain(wait=MAX_COPY_WAIT)
+            return
+        self._core.pump()
+        if self._core.can_learn:
+            if not self._mailbox.drain(wait=0.0 if self._idle_waiters else LEARNING_DELAY):
+                self._core.parts.learning.step()
+        elif self._core.parts.cache.transferring:
+            self._mailbox.drain(wait=MAX_COPY_WAIT)
+        else:
+            while self._idle_waiters:
+                self._idle_waiters.pop().set()
+            self._mailbox.drain(wait=None)
+
+
+def _obey(command: Command) -> None:
+    """Run a command, and contain what it raises."""
+    try:
+        command()
+    except Exception:
+        logger.exception("a command to the engine failed: %r", command)
+
+
+def _settle(answer: Future[T], question: Callable[[], T]) -> None:
+    try:
+        answer.set_result(question())
+    except Exception as error:  # the asker's, whatever it is
+        answer.set_exception(error)
+
+
+class LocalEngine(Engine):
     """An `Engine` that runs the model of a folder (None: the bundled one) in this process.
 
     Raises `ModelNotFound`, `CorruptWeights`, `UnsupportedModel` or `ConfigError`. With a model that cannot be
     translated (`translation_refusal` gives the reason) requests in mode `translate` are served with exact reuse, and
     their receipts give the reason.
     """
+
+    tokenizer: HFTokenizer
 
     def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
         self.config = config or EngineSettings()
@@ -89,13 +263,14 @@ class LocalEngine:
         self.runner = runner
         """The model, with the results of the checks at load."""
         self._mailbox = Mailbox(self.config.max_waiting)
-        build_core = partial(build.core, runner, self.config, policy, self._mailbox.wake, components)
-        self._core, self.capacity = build.apart(build_core)
+        parts = partial(build.EngineParts, runner, self.config, policy, self._mailbox.wake, components)
+        self._core = build.apart(lambda: EngineCore(parts()))
+        self.capacity = self._core.parts.capacity
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
-        self._state = StateKeeper(partial(_open_state, self, self._guard))
-        self._core.sentinel_checks.judge = self._guard.sentinels_read
+        self._state = StateKeeper(self._open_state)
+        self._core.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
 
     @property
@@ -117,11 +292,10 @@ class LocalEngine:
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
-        _validate(request, self.runner, self.capacity)
+        self._validate(request)
         request = self._with_trails(request)
         tokens = list(request.tokens)
-        room = min(self.runner.max_positions, self.capacity) - len(tokens)
-        max_tokens = min(request.sampling.max_tokens, room)
+        max_tokens = min(request.sampling.max_tokens, self._core.parts.longest - len(tokens))
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
             namespace=request.namespace,
@@ -139,15 +313,23 @@ class LocalEngine:
     def _submit(self, sequence: RequestSequence) -> None:
         """Pass a request to the core; if that fails, end the request with the error."""
         try:
-            sequence.request = self._with_trails(self._core.plain.arrived(sequence.request))
-            if sequence.sampler.draw is None:
-                _put_under(self._guard, sequence)
-            if sequence.room + len(sequence.request.trail) <= min(self.runner.max_positions, self.capacity):
+            sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
+            if sequence.sampler.draw is None:  # served as the guard orders, with the log-probabilities that it compares
+                asked = sequence.request
+                sequence.request, sequence.stream.tap = self._guard.begin(asked)
+                if sequence.request.logprobs != asked.logprobs:
+                    sequence.logprobs = Logprobs(sequence.request, self._guard.watched_tokens(asked))
+            if sequence.room + len(sequence.request.trail) <= self._core.parts.longest:
                 sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
+
+    def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request, self.runner.vocab_size)
+        if (longest := self._core.parts.longest) <= request.prompt_tokens:
+            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
 
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
@@ -155,7 +337,7 @@ class LocalEngine:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.end_run(run, partial(self._mailbox.post, partial(self._core.end_run, run)))
+        self._guard.checks.end_run(run, partial(self._mailbox.post, partial(self._core.end_run, run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint of how soon agents run. A closed engine ignores it."""
@@ -165,13 +347,13 @@ class LocalEngine:
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
-            _validate(request, self.runner, self.capacity)
+            self._validate(request)
             self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says of its sessions, see `kedge.engine.base.Advisable`."""
+        """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
-        return self._mailbox.ask(partial(self._core.advise, namespace, hints))
+        return self._mailbox.ask(partial(self._core.parts.sessions.advise, namespace, hints))
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
@@ -184,36 +366,36 @@ class LocalEngine:
         after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        waits = self._thread.wait_idle, self._guard.wait_idle, self._thread.wait_idle
+        waits = self._thread.wait_idle, self._guard.checks.drain, self._thread.wait_idle
         if not all(wait(deadline - time.monotonic()) for wait in waits):
             raise TimeoutError(f"the engine is still busy after {timeout} s")
 
     def inspect(self) -> dict[str, object]:
         """Return figures of the cache, the anchors and the guard, taken between two steps."""
-        return {**self.query(Inspection.stats), "guard": self._guard.stats()}
+        return {**self.query(build.EngineParts.stats), "guard": self._guard.stats()}
 
-    def query(self, question: Callable[[Inspection], T]) -> T:
+    def query(self, question: Callable[[build.EngineParts], T]) -> T:
         """Return the result of `question`, called with the engine's parts by its thread, between two steps.
 
         For tests and experiments. Raises what the question raises, and `EngineClosed`.
         """
-        return self._mailbox.ask(partial(question, self._core.inspection))
+        return self._mailbox.ask(partial(question, self._core.parts))
 
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
-        """Return the holdings of some tenants; see `kedge.engine.base.Inspectable`."""
+        """Return the holdings of some tenants; see `kedge.engine.base.Engine`."""
         held = self.query(lambda parts: parts.tenant_stats(owns, prompts))
         return {**held, "guard": self._guard.stats(owns)}
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Limit what a tenant holds, see `kedge.engine.base.Limiting`."""
+        """Limit what a tenant holds, see `kedge.engine.base.Engine`."""
         self._mailbox.ask(lambda: self._core.limit(tenant, quota))
 
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV."""
         self._mailbox.ask(self._core.clear)
-        self._guard.clear()
+        self._guard.guard.clear()
 
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
@@ -222,7 +404,7 @@ class LocalEngine:
         is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
         folder. Raises `ConfigError` if another process uses it, and `OSError`.
         """
-        return self._state.save(Path(folder))
+        return self._state.of(Path(folder)).save()
 
     def load(self, folder: str | Path) -> SavedState:
         """Replace all anchors, base KV and records of the guard by saved ones; an empty folder holds none.
@@ -231,39 +413,18 @@ class LocalEngine:
         `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process
         uses the folder, and `OSError`.
         """
-        return self._state.load(Path(folder))
+        return self._state.of(Path(folder)).load()
+
+    def _open_state(self, folder: Path) -> EngineState:
+        identity, spec = state_identity(self.runner, self.tokenizer, self.config.anchors), self.runner.spec
+        like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
+        ask: AskLearned = lambda ask: self.query(lambda parts: ask(*parts.learned))  # noqa: E731
+        return EngineState(folder, identity, like, ask, guard=self._guard.guard)
 
     def close(self) -> None:
         """End every stream as cancelled, and the engine's thread. Idempotent."""
-        self._guard.stop()
+        self._guard.checks.stop()
         self._mailbox.close()
         self._thread.join()
-        self._guard.join()
+        self._guard.checks.join()
         self._state.close()
-
-    def __enter__(self) -> LocalEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _validate(request: GenerateRequest, runner: ModelRunner, capacity: int) -> None:
-    require_sensible(request, runner.vocab_size)
-    if (longest := min(runner.max_positions, capacity)) <= request.prompt_tokens:
-        raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
-
-
-def _put_under(guard: GuardedCalls, sequence: RequestSequence) -> None:
-    """Serve a request as the guard orders, with the log-probabilities that it compares."""
-    asked = sequence.request
-    sequence.request, sequence.stream.tap = guard.begin(asked)
-    if sequence.request.logprobs != asked.logprobs:
-        sequence.logprobs = Logprobs(sequence.request, guard.watched_tokens(asked))
-
-
-def _open_state(engine: LocalEngine, guard: GuardedCalls, folder: Path) -> EngineState:
-    identity, spec = state_identity(engine.runner, engine.tokenizer, engine.config.anchors), engine.runner.spec
-    like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, engine.runner.device)
-    ask: AskLearned = lambda ask: engine.query(lambda parts: ask(*parts.learned))  # noqa: E731
-    return EngineState(folder, identity, like, ask, guard=guard)

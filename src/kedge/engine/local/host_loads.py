@@ -43,9 +43,11 @@ class Loading:
         """
         if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
             return True
-        if self._has_waited_enough(sequence):
-            self.give_up(sequence)
-            return True
+        if sequence.load_asked is not None:
+            waited = time.monotonic() - sequence.load_asked
+            if sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait:
+                self.give_up(sequence)
+                return True
         reusable = sequence.tokens[: self.reusable(sequence)]
         if self._cache.demand(sequence.key, sequence.namespace, reusable) is Readiness.READY:
             return True
@@ -53,12 +55,6 @@ class Loading:
             sequence.load_asked = time.monotonic()
             self._stats.waited += 1
         return False
-
-    def _has_waited_enough(self, sequence: RequestSequence) -> bool:
-        if sequence.load_asked is None:
-            return False
-        waited = time.monotonic() - sequence.load_asked
-        return sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait
 
     def give_up(self, sequence: RequestSequence) -> None:
         """Stop waiting: use what has been loaded, and compute the rest."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -34,11 +34,8 @@ class PendingObservation:
     """A dense prompt with offsets to be measured step by step. It keeps its blocks for that when the request ends."""
 
     sequence: RequestSequence
+    run: RunKey
     steps: Iterator[Placed]
-
-    @property
-    def run(self) -> RunKey:
-        return self.sequence.request.run_key
 
 
 @dataclass(slots=True)
@@ -92,7 +89,7 @@ class Learning:
         self._provide_bases(sequence, partial(self._storage.read, table))
         if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table), plan)
-            observation = PendingObservation(sequence, steps)
+            observation = PendingObservation(sequence, request.run_key, steps)
             self._pending.append(observation)
             self._runs[observation.run] += 1
             if len(self._pending) > self._settings.max_pending:
@@ -132,9 +129,18 @@ class Learning:
     def step(self) -> None:
         """Measure the offsets of one segment of a prompt."""
         observation = self._next()
-        if observation and not self._observes(observation):
-            self._stats.observed += 1
-            self._over(observation)
+        if observation is None:
+            return
+        try:
+            if next(observation.steps, None) is not None:
+                return
+        except TranslationRefused as refusal:
+            logger.warning("request %s is not learned from: %s", observation.sequence.request.request_id, refusal)
+        except Exception:  # out of memory, say: what is lost is one sample, and no pool has changed
+            self._stats.failed += 1
+            logger.exception("request %s could not be learned from", observation.sequence.request.request_id)
+        self._stats.observed += 1
+        self._over(observation)
 
     def spend(self, seconds: float) -> None:
         """Learn within the budget that a pass of `seconds` earned, while requests wait for their first token."""
@@ -172,17 +178,6 @@ class Learning:
             return None
         awaited = {job.wanted_by for job in self._jobs}
         return next((one for one in self._pending if one.sequence.key not in awaited), None)
-
-    def _observes(self, observation: PendingObservation) -> bool:
-        """Observe one more segment. Returns False if none is left, or it failed (which changes no pool)."""
-        try:
-            return next(observation.steps, None) is not None
-        except TranslationRefused as refusal:
-            logger.warning("request %s is not learned from: %s", observation.sequence.request.request_id, refusal)
-        except Exception:  # out of memory, say: what is lost is one sample
-            self._stats.failed += 1
-            logger.exception("request %s could not be learned from", observation.sequence.request.request_id)
-        return False
 
     def _over(self, observation: PendingObservation) -> None:
         """End learning from a request, and free its blocks if it has ended."""
@@ -229,7 +224,8 @@ class Learning:
         for need in self._runtime.needs(sequence.request):
             if len(need.tokens) <= self._longest:
                 self._queue(need, sequence)
-        for job in self._surplus():
+        waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
+        for job in waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]:  # the oldest first
             self.drop(job)
 
     def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:
@@ -269,11 +265,6 @@ class Learning:
         if given_up:
             self.drop(given_up)
         return given_up is not None
-
-    def _surplus(self) -> Collection[BaseJob]:
-        """Return the base prefills beyond the limit that have not begun, the oldest first."""
-        waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
-        return waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]
 
     # the end --------------------------------------------------------------------------------------------------
 

@@ -17,20 +17,27 @@ a request that takes a prompt over continues its draft, so that the plan equals 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
-from kedge.cache import CacheManager, Changes, Lease
-from kedge.engine.local.prompt_writer import NEAR, PromptWriter
+from kedge.anchors.translator import translate_into
+from kedge.cache import CacheManager, Changes, Lease, Readiness
+from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
-from kedge.errors import KedgeError
+from kedge.errors import KedgeError, OutOfBlocks
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.costs import EngineCosts
+from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey, SampleId, Tokens, new_request_id
 from kedge.workflow.forecast import AgentKey
 
+NEAR = 1.0
+"""Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 logger = logging.getLogger(__name__)
 MAX_PREPARED = 16
 """Maximum prepared prompts; the one with the oldest hint goes first."""
@@ -72,19 +79,23 @@ class PromptPreassembler:
         self,
         cache: CacheManager,
         runtime: Runtime,
-        writer: PromptWriter,
+        storage: PagedStorage,
+        costs: EngineCosts,
+        sentinels: Sentinels,
         longest: int,
         ahead: deque[PreparedPrompt],
     ) -> None:
         """Start without prepared prompts. Prompts of `longest` tokens or more are not served; `ahead` is the
         scheduler's queue of prepared prompts with tokens to compute.
         """
-        self._cache, self._runtime, self._writer, self._longest, self._ahead = cache, runtime, writer, longest, ahead
+        self._cache, self._runtime, self._costs, self._sentinels = cache, runtime, costs, sentinels
+        self._translate_into, self._block_size = translate_into(storage), storage.block_size
+        self._longest, self._ahead = longest, ahead
         self.expected: dict[AgentKey, PreparedPrompt] = {}
         """The prepared prompts that no request has claimed, oldest hint first."""
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
-        self._used_tokens = self._wasted_tokens = 0
+        self._begun = self._used_tokens = self._wasted_tokens = 0
 
     # hints ----------------------------------------------------------------------------------------------------
 
@@ -96,7 +107,7 @@ class PromptPreassembler:
         """
         if not request.agent or request.reuse is ReuseMode.OFF:
             return None
-        key = _agent_key(request)
+        key = request.agent_key
         old = self.expected.get(key)
         if old is not None:
             request = _filled(request, {one.sample: one.value for one in old.request.segments})
@@ -150,7 +161,7 @@ class PromptPreassembler:
 
         Other prepared prompts of its agent are dropped as wrong, except by a check of the guard.
         """
-        preparation = None if request.guard.afresh else self.expected.get(_agent_key(request))
+        preparation = None if request.guard.afresh else self.expected.get(request.agent_key)
         if preparation is None:
             return None
         if preparation.draft is None or not preparation.agrees(request):
@@ -169,10 +180,11 @@ class PromptPreassembler:
         preparation = sequence.preparation
         if preparation is None or preparation not in self._claimed:
             return None
-        if self._cached(sequence) > preparation.exact:
+        cached = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
+        if cached.device_tokens + cached.host_tokens > preparation.exact:
             self._drop(preparation, Ended.WASTED)
             return None
-        while not self._writer.extend(preparation, room):
+        while not self._extend(preparation, room):
             if not self.give_back(spare=preparation):
                 return None
         self._claimed.remove(preparation)
@@ -187,7 +199,7 @@ class PromptPreassembler:
         preparation, request = sequence.preparation, sequence.request
         assert preparation is not None and sequence.table is not None
         ready = preparation.ready
-        self._writer.grow(preparation, sequence.table, len(request.segments))
+        self._grow(preparation, sequence.table, len(request.segments))
         assert preparation.plan is not None
         self._runtime.use(preparation.plan)
         sequence.sentinels = preparation.sentinels
@@ -209,11 +221,6 @@ class PromptPreassembler:
         if holding:
             self._drop(holding[-1], Ended.GIVEN_BACK)
         return bool(holding)
-
-    def _cached(self, sequence: RequestSequence) -> int:
-        """Return the number of exact tokens of its prompt in both tiers."""
-        status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
-        return status.device_tokens + status.host_tokens
 
     # assembling -----------------------------------------------------------------------------------------------
 
@@ -240,7 +247,7 @@ class PromptPreassembler:
     def _advance(self, preparation: PreparedPrompt) -> bool:
         try:
             preparation.stalled = not (
-                self._writer.advance(preparation) if preparation.admitted else self._writer.begin(preparation)
+                self._draft_on(preparation) if preparation.admitted else self._begin(preparation)
             )
         except KedgeError as error:
             logger.warning("agent %s is not prepared: %s", preparation.request.agent, error)
@@ -249,6 +256,65 @@ class PromptPreassembler:
             logger.exception("agent %s could not be prepared", preparation.request.agent)
             self._drop(preparation, Ended.FAILED)
         return not preparation.stalled
+
+    def _begin(self, preparation: PreparedPrompt) -> bool:
+        """Lock the exact prefix and lease blocks. Returns False without room, or while a part is being loaded."""
+        space, tokens, limit = preparation.namespace, preparation.tokens, preparation.exact_limit
+        if self._cache.status(space, tokens[:limit]).readiness is Readiness.LOADING:
+            return False
+        try:
+            lease = self._cache.admit(preparation.key, space, tokens, limit, len(tokens), NEAR)
+        except OutOfBlocks:
+            return False
+        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        preparation.draft = self._runtime.draft(preparation.request, lease.spans)
+        self._begun += 1
+        return True
+
+    def _draft_on(self, preparation: PreparedPrompt) -> bool:
+        """Draft to the end of the next placeholder's prefix segment. Returns False without room."""
+        placed, segments = layout(preparation.request), preparation.next_stop
+        if not self._extend(preparation, placed[segments - 1].stop, NEAR):
+            return False
+        assert preparation.table is not None
+        self._grow(preparation, preparation.table, segments)
+        if preparation.todo and preparation not in self._ahead:
+            self._ahead.append(preparation)
+        return True
+
+    def _grow(self, preparation: PreparedPrompt, table: SlotTable, segments: int) -> None:
+        """Draft and write the first `segments`, and seal the plan if these are all."""
+        draft, request = preparation.draft, preparation.request
+        assert draft is not None
+        before, translated, made = len(draft.sources), preparation.translates, preparation.made
+        if segments > draft.drafted:
+            began, posted = time.monotonic(), len(draft.sentinels)
+            translations = self._runtime.grow(draft, request, segments)
+            self._translate_into(table, translations)
+            if new := draft.sentinels[posted:]:
+                preparation.sentinels.append(self._sentinels.read(table, new))
+            if translations:
+                tokens = sum(one.tokens for one in translations)
+                self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
+        if preparation.plan is None and segments == len(request.segments):
+            preparation.plan = self._runtime.seal(draft, request)
+        if draft.dense:
+            preparation.sentinels.clear()
+        if translated and draft.dense:  # what was written and computed beside it must not be seen
+            preparation.todo, before = [], draft.exact_tokens
+            self._wasted_tokens += made
+        preparation.todo += draft.computed(before)
+        if preparation.plan is not None:
+            preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
+
+    def _extend(self, preparation: PreparedPrompt, room: int, steps: float | None = None) -> bool:
+        """Give a prompt blocks for `room` tokens; `steps` as for `CacheManager.admit`. Returns False without room."""
+        try:
+            lease = self._cache.extend(preparation.key, room, steps)
+        except OutOfBlocks:
+            return False
+        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        return True
 
     # ends -----------------------------------------------------------------------------------------------------
 
@@ -268,14 +334,11 @@ class PromptPreassembler:
         if preparation.admitted:
             self._ended[ended] += 1
             self._wasted_tokens += preparation.made
-            self._free(preparation, ended)
-
-    def _free(self, preparation: PreparedPrompt, ended: Ended) -> None:
-        """Free the blocks. Exact tokens, computed for a request without translation, are cached instead."""
-        worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
-        self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
-        preparation.table = None
-        self.wake()
+            # Exact tokens, computed for a request without translation, are cached.
+            worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
+            self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
+            preparation.table = None
+            self.wake()
 
     def _forget(self, preparation: PreparedPrompt) -> None:
         """Remove it from the prompts in progress."""
@@ -287,13 +350,8 @@ class PromptPreassembler:
         """Return a snapshot as plain data."""
         ended = {ended.value: self._ended[ended] for ended in Ended}
         live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
-        wasted = self._wasted_tokens + self._writer.wasted_tokens
-        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": wasted}
-        return asdict(PreassemblyStats(self._writer.begun, live, **ended, **tokens))
-
-
-def _agent_key(request: GenerateRequest) -> AgentKey:
-    return request.agent_key
+        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
+        return asdict(PreassemblyStats(self._begun, live, **ended, **tokens))
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:

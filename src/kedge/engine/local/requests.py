@@ -1,72 +1,70 @@
-"""The requests of an engine, from when they are queued until their streams have ended."""
+"""The requests of an engine, from when they are queued until their streams have ended, and their admission: finding KV
+and room for a sequence, and planning where the tokens of its prompt come from.
+
+Whatever is raised on behalf of one request while its answer is drawn ends that request, and nothing else.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from itertools import takewhile
 
-from kedge.cache import CacheManager
-from kedge.discovery import PlainRequests, Served
-from kedge.engine.local.host_loads import Loading
-from kedge.engine.local.learning import Learning
-from kedge.engine.local.preassembly import PromptPreassembler
-from kedge.engine.local.scheduler import Scheduler
-from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.sessions import SessionCaching, stop_reason
-from kedge.engine.local.state_snapshots import StateSnapshots
-from kedge.errors import ForwardFailed
+import torch
+from torch import Tensor
+
+from kedge.cache import Lease
+from kedge.discovery import Served
+from kedge.engine.local.build import EngineParts
+from kedge.engine.local.sampler import draw_tokens, surprising_rows
+from kedge.engine.local.scheduler import Work
+from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.engine.local.sessions import stop_reason
+from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks
+from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import TurnEnd
-from kedge.types import FinishReason, GenerateRequest, RequestId, ReuseMode
+from kedge.types import FinishReason, RequestId, ReuseMode
+
+logger = logging.getLogger(__name__)
+Drawing = tuple[RequestSequence, Tensor]
+"""A request, and the logits [vocab] after its last token"""
 
 
 class Requests:
-    """The register of requests: it queues them, frees their blocks and ends them. Called by the engine's owner thread
-    only.
+    """The register of requests: it queues them, draws the tokens of those whose prompts are computed, frees their
+    blocks and ends them. Called by the engine's owner thread only.
     """
 
-    scheduler: Scheduler
-    learning: Learning
-
-    def __init__(
-        self,
-        cache: CacheManager,
-        loading: Loading,
-        preassembly: PromptPreassembler,
-        sessions: SessionCaching,
-        plain: PlainRequests,
-        snapshots: StateSnapshots,
-    ) -> None:
-        """Start empty. The scheduler and learning, which free and end requests themselves, are set later."""
-        self._cache, self._loading, self._preassembly, self._sessions = cache, loading, preassembly, sessions
-        self._plain, self._snapshots = plain, snapshots
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
     @property
     def sequences(self) -> list[RequestSequence]:
         """All requests, waiting and running."""
-        return [*self.scheduler.unadmitted, *self.scheduler.running]
+        return [*self._parts.scheduler.unadmitted, *self._parts.scheduler.running]
 
     def submit(self, sequence: RequestSequence) -> None:
         """Queue a request, with its prepared prompt, if there is one."""
-        sequence.preparation = self._preassembly.claim(sequence.request)
-        sequence.turn = self._sessions.arrived(sequence.request)
-        self.scheduler.add(sequence)
+        sequence.preparation = self._parts.preassembly.claim(sequence.request)
+        sequence.turn = self._parts.sessions.arrived(sequence.request)
+        self._parts.scheduler.add(sequence)
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request as cancelled, or withdraw the hint of this id. Returns False if there is neither."""
-        if sequence := self.find(request_id):
+        if sequence := next((one for one in self.sequences if one.request.request_id == request_id), None):
             self.end(sequence)
-        return sequence is not None or self._preassembly.cancel(request_id)
-
-    def find(self, request_id: RequestId) -> RequestSequence | None:
-        """Return the request of this id, or None."""
-        return next((one for one in self.sequences if one.request.request_id == request_id), None)
+        return sequence is not None or self._parts.preassembly.cancel(request_id)
 
     def preempt(self, sequence: RequestSequence) -> bool:
         """Free the blocks of another tenant's request for `sequence`. Returns False if it may not have any."""
-        victim = self.scheduler.victim(sequence)
+        victim = self._parts.scheduler.victim(sequence)
         if victim is None:
             return False
-        self.learning.forget(victim)
+        self._parts.learning.forget(victim)
         self.release(victim)
         if victim.waits_for_first_token:
             victim.plan = None
@@ -78,13 +76,13 @@ class Requests:
         """Free the blocks of a running request, of which nothing is cached: what was computed beside wrong KV may be
         wrong as well. It is admitted again before all others, and computed.
         """
-        self._cache.abort(sequence.key)
-        self._snapshots.ended(sequence, 0)
+        self._parts.cache.abort(sequence.key)
+        self._parts.snapshots.ended(sequence, 0)
         self._requeue(sequence)
 
     def _requeue(self, sequence: RequestSequence) -> None:
         sequence.table, sequence.todo, sequence.written = None, [], ()
-        self.scheduler.preempt(sequence)
+        self._parts.scheduler.preempt(sequence)
 
     def release(self, sequence: RequestSequence) -> None:
         """Free a request's blocks. Its exact tokens with KV enter the tree."""
@@ -93,34 +91,35 @@ class Requests:
         computed = sequence.todo[0] if sequence.todo else last
         exact = min(computed, sequence.plan.exact_tokens) if sequence.plan.translates else computed
         exact = 0 if sequence.request.reuse is ReuseMode.OFF else exact
-        fixed = _fixed(sequence.request) if sequence.plan.translates else 0
-        self._cache.finish(sequence.key, sequence.tokens[:exact], fixed)
-        self._snapshots.ended(sequence, exact)
+        segments = sequence.request.segments if sequence.plan.translates else ()
+        fixed = sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, segments))
+        self._parts.cache.finish(sequence.key, sequence.tokens[:exact], fixed)
+        self._parts.snapshots.ended(sequence, exact)
         if sequence.turn and sequence.finish:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
-            self._sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
+            self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
         if sequence.finish:
             served = Served.of(sequence.receipt())
-            self._plain.ended(sequence.namespace, sequence.request.request_id, sequence.response, served)
-        self._preassembly.wake()
+            self._parts.plain.ended(sequence.namespace, sequence.request.request_id, sequence.response, served)
+        self._parts.preassembly.wake()
 
     def end(self, sequence: RequestSequence, error: BaseException | None = None) -> None:
         """End a request early: with an error, or as cancelled. Nothing of it is cached."""
         if sequence.is_over:
             return
-        self.scheduler.done(sequence)
-        self.learning.forget(sequence)
+        self._parts.scheduler.done(sequence)
+        self._parts.learning.forget(sequence)
         if sequence.turn:
-            self._sessions.cancelled(sequence.turn)
-        self._plain.ended(sequence.namespace, sequence.request.request_id)
+            self._parts.sessions.cancelled(sequence.turn)
+        self._parts.plain.ended(sequence.namespace, sequence.request.request_id)
         if sequence.admitted:
-            self._cache.abort(sequence.key)
-            self._snapshots.ended(sequence, 0)
-            self._preassembly.wake()
+            self._parts.cache.abort(sequence.key)
+            self._parts.snapshots.ended(sequence, 0)
+            self._parts.preassembly.wake()
         else:
-            self._preassembly.abandon(sequence)
-            self._cache.withdraw(sequence.key)
-            self._loading.ended(sequence, time.monotonic())
+            self._parts.preassembly.abandon(sequence)
+            self._parts.cache.withdraw(sequence.key)
+            self._parts.loading.ended(sequence, time.monotonic())
         if error is not None:
             sequence.failed(error)
         else:
@@ -136,7 +135,248 @@ class Requests:
             if not sequence.is_over:
                 sequence.failed(error)
 
+    # answers --------------------------------------------------------------------------------------------------
 
-def _fixed(request: GenerateRequest) -> int:
-    """Return how many tokens a prompt has before its first value."""
-    return sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, request.segments))
+    def read_prompts(self, work: Many[Work], logits: Many[Tensor]) -> None:
+        """Record the log-probabilities of prompts, where requested."""
+        for item, rows in zip(work, logits, strict=True):
+            if isinstance(item.sequence, RequestSequence) and item.sequence.needs_all_logits:
+                with self._contained(item.sequence, "its prompt's log-probabilities were read"):
+                    item.sequence.logprobs.read_prompt(item.positions, rows)
+
+    def go_on(self, computed: Many[Drawing]) -> None:
+        """Draw the next tokens of requests with all tokens computed, or finish them."""
+        drawing = [one for sequence, row in computed if not sequence.is_over for one in self._drawing(sequence, row)]
+        if drawing:
+            self._draw(drawing)
+
+    def _drawing(self, sequence: RequestSequence, row: Tensor) -> list[Drawing]:
+        """Return the sequence and its logits if a token is to be drawn; finish one that needs none."""
+        if not sequence.finish and sequence.max_tokens:
+            return [(sequence, row)]
+        with self._contained(sequence, "it was finished"):
+            if sequence.finish:
+                self._finish(sequence)
+            else:
+                self._note_first_token(sequence)
+                self._parts.learning.started(sequence)
+                self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
+        return []
+
+    def _draw(self, drawing: list[Drawing]) -> None:
+        """Draw the next tokens of all these at once."""
+        logits = torch.stack([row for _, row in drawing])
+        drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
+        self._note_surprises([sequence for sequence, _ in drawing], logits, drawn)
+        for (sequence, row), token in zip(drawing, drawn, strict=True):
+            with self._contained(sequence, "its next token was drawn"):
+                if isinstance(token, Exception):
+                    raise token
+                self._next_token(sequence, token, row)
+
+    def _note_surprises(self, sequences: Many[RequestSequence], logits: Tensor, drawn: Many[int | Exception]) -> None:
+        """Note which of the tokens drawn from logits [sequences, vocab] their readers are to compute."""
+        read = {
+            row: token
+            for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True))
+            if not isinstance(token, Exception) and sequence.sampler.may_surprise and self._will_be_read(sequence)
+        }
+        if read and math.isfinite(self._parts.runtime.surprise):
+            rows = surprising_rows(logits[list(read)], list(read.values()), self._parts.runtime.surprise)
+            for row, is_surprising in zip(read, rows, strict=True):
+                if is_surprising:
+                    sequences[row].surprising.append(len(sequences[row].response))
+
+    def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
+        sequence.logprobs.read_answer(token, logits)
+        if is_first := sequence.first_token is None:
+            self._note_first_token(sequence)
+        self._parts.scheduler.waiting.charge(sequence.tenant, 1)
+        is_end = token in self._parts.runner.eos_token_ids and not sequence.request.sampling.ignore_eos
+        if not is_end:
+            sequence.tokens.append(token)
+            sequence.tell(sequence.text.push(token), (token,))
+        if is_first:  # which takes milliseconds: whoever waits for the token has it by now
+            self._parts.learning.started(sequence)
+        last = len(sequence.tokens) - 1
+        if is_end:
+            self._end_response(sequence, FinishReason.STOP, computed=last + 1)
+        elif sequence.text.stopped:
+            self._end_response(sequence, FinishReason.STOP, computed=last)
+        elif len(sequence.response) >= sequence.max_tokens:
+            self._end_response(sequence, FinishReason.LENGTH, computed=last)
+        else:
+            sequence.todo = [last]
+
+    def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
+        """End the answer, with one more pass if its KV is left for readers."""
+        sequence.end_response(reason, computed, is_read=self._is_read(sequence))
+        if not sequence.todo:
+            self._finish(sequence)
+
+    def _is_read(self, sequence: RequestSequence) -> bool:
+        """Return whether other agents are going to read the response and may have its KV translated."""
+        return bool(sequence.response) and self._will_be_read(sequence)
+
+    def _will_be_read(self, sequence: RequestSequence) -> bool:
+        """Return the same of a response that need not have begun."""
+        request = sequence.request
+        return request.produces is not None and self._parts.runtime.learns(request)
+
+    def _note_first_token(self, sequence: RequestSequence) -> None:
+        sequence.first_token = time.monotonic()
+        spent = sequence.first_token - sequence.arrival
+        assert sequence.plan is not None
+        name = "last_token" if sequence.plan.translates else "compute"
+        sequence.parts[name] = spent - sum(sequence.parts.values())
+        if sequence.request.reuse is not ReuseMode.OFF:
+            self._parts.cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
+            self._parts.fixed.called(sequence.request, sequence.turn)
+
+    def _finish(self, sequence: RequestSequence) -> None:
+        """Complete the request, keep the answer's KV for its readers, and learn from the prompt or free its blocks."""
+        held, request = sequence.text.flush(), sequence.request
+        if self._is_read(sequence):
+            self._parts.learning.keep_response(sequence)
+        if request.produces is not None:
+            self._parts.preassembly.answered(request.run_key, request.produces, tuple(sequence.response))
+        self._parts.scheduler.done(sequence)
+        self._parts.learning.finished(sequence)
+        assert sequence.finish is not None
+        sequence.finished(held, sequence.finish)
+
+    @contextmanager
+    def _contained(self, sequence: RequestSequence, when: str) -> Iterator[None]:
+        """Contain what is raised on a request's behalf: end that request, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("request %s ends: an error was raised when %s", sequence.request.request_id, when)
+            self.end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
+
+
+class Admission:
+    """The admission of sequences, which leases blocks to them. A request takes blocks from speculatively prepared
+    prompts, learning and base prefills; these take free blocks only. If there is no other way, the first request of a
+    tenant takes the blocks of another tenant's youngest one, which is computed again later.
+    """
+
+    def __init__(self, parts: EngineParts, requests: Requests) -> None:
+        """`requests` preempts a running request for another one, and ends one that cannot be planned."""
+        self._parts, self._requests = parts, requests
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Find KV and room for a sequence. Returns False if it has to wait for blocks, or has ended with an error."""
+        if isinstance(sequence, RequestSequence):
+            return self._admit_request(sequence)
+        lease = self._try_lease(sequence, len(sequence.tokens))
+        while lease is None and isinstance(sequence, BaseJob) and sequence.is_awaited and self._reclaim_spare():
+            lease = self._try_lease(sequence, len(sequence.tokens))
+        if lease is None:
+            return False
+        sequence.table = SlotTable.of(lease.blocks, self._parts.cache.block_size)
+        sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+        return True
+
+    # what `Scheduler` asks of requests that may have to step aside -----------------------------------------------
+
+    @property
+    def lets_pass(self) -> bool:
+        """Whether others go before a request that waits for its KV."""
+        return self._parts.loading.lets_pass
+
+    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
+        """Return whether to admit a request now: its KV is loaded and, where others run too, base KV of its values is
+        there. Alone, its exact prefill delays no other request, and base KV is computed in idle time.
+        """
+        return self._parts.loading.is_ready(sequence) and not self._parts.learning.awaits_base(sequence, busy=busy)
+
+    def skipped(self, sequence: RequestSequence) -> None:
+        """Count that another request was admitted before one that stepped aside."""
+        if sequence.load_asked is not None:
+            self._parts.loading.skipped(sequence)
+
+    # leases -------------------------------------------------------------------------------------------------------
+
+    def _admit_request(self, sequence: RequestSequence) -> bool:
+        try:
+            return self._begin(sequence)
+        except KedgeError as error:
+            self._requests.end(sequence, error)
+        except Exception as error:  # out of memory, say: planning is this request's alone
+            failure = GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error)
+            self._requests.end(sequence, failure)
+        return False
+
+    def _begin(self, sequence: RequestSequence) -> bool:
+        """Lease blocks to a request, then plan its prompt and write what is translated. A preempted one is computed
+        again, as far as its tokens are not cached.
+        """
+        parts, began = self._parts, time.monotonic()
+        is_resumed = sequence.plan is not None
+        adopted = None if is_resumed else parts.preassembly.adopt(sequence, sequence.room)
+        lease = adopted or self._lease(sequence)
+        if lease is None:
+            return False
+        sequence.table = SlotTable.of(lease.blocks, parts.cache.block_size)
+        if is_resumed:
+            sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+            return True
+        waited = parts.loading.ended(sequence, began)
+        planned = matched = time.monotonic()
+        if adopted:
+            sequence.plan, sequence.todo = parts.preassembly.complete(sequence)
+        else:
+            matched = self._plan(sequence, sequence.table, lease)
+        sequence.parts = {
+            "queue": began - sequence.arrival - waited,
+            "match": matched - planned,
+            "assemble": time.monotonic() - matched,
+            "other": planned - began,
+        }
+        if sequence.load_asked is not None:
+            sequence.parts["load"] = waited
+        return True
+
+    def _plan(self, sequence: RequestSequence, table: SlotTable, lease: Lease) -> float:
+        """Plan and write the translated spans. Returns the time at which planning ended."""
+        parts, began = self._parts, time.monotonic()
+        taken, plan = parts.shared.tokens, parts.runtime.plan(sequence.request, lease.spans)
+        matched = time.monotonic()
+        if parts.assembler.works_ahead:
+            left = parts.shared.take(sequence, plan)  # it may change the table
+            assert sequence.table is not None
+            parts.assembler.assemble(sequence.request, sequence.table, left)
+            sequence.plan, sequence.written = plan, plan.translations
+        else:  # it writes something else than translations
+            sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
+        sequence.todo = sequence.plan.computed
+        if sequence.plan.sentinels:
+            assert sequence.table is not None
+            sequence.sentinels = [parts.sentinels.read(sequence.table, sequence.plan.sentinels)]
+        if plan.translations and parts.shared.tokens == taken:  # else it would seem cheaper than it is
+            seconds = time.monotonic() - began
+            parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
+        return matched
+
+    def _lease(self, sequence: RequestSequence) -> Lease | None:
+        """Lease blocks to a request, evicting speculatively prepared prompts first, then prompts kept for learning,
+        then base prefills, then another tenant's requests. Returns None if there is no room now.
+        """
+        while (lease := self._try_lease(sequence, sequence.room)) is None:
+            if not (self._reclaim_spare() or self._parts.learning.reclaim_job() or self._requests.preempt(sequence)):
+                return None
+        return lease
+
+    def _reclaim_spare(self) -> bool:
+        """Free blocks of work that no request waits for. Returns False if there is none."""
+        return self._parts.preassembly.give_back() or self._parts.learning.reclaim()
+
+    def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
+        limit = self._parts.snapshots.limit(sequence)
+        try:
+            lease = self._parts.cache.admit(sequence.key, sequence.namespace, sequence.tokens, limit, room)
+        except OutOfBlocks:
+            return None
+        self._parts.snapshots.begin(sequence, lease.exact_tokens)
+        return lease

@@ -78,7 +78,13 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
             drawn[row] = _drawn(sampler.draw, logits[row])
     for row, error in failed.items():
         drawn[row] = error
-    return [_taken(sampler.grammar, token) for sampler, token in zip(samplers, drawn, strict=True)]
+    for row, (sampler, token) in enumerate(zip(samplers, drawn, strict=True)):
+        if sampler.grammar is not None and not isinstance(token, Exception):
+            try:
+                sampler.grammar.take(token)
+            except ValueError as error:  # it is not allowed
+                drawn[row] = error
+    return drawn
 
 
 def surprising_rows(logits: Tensor, tokens: Sequence[int], margin: float) -> list[bool]:
@@ -112,36 +118,19 @@ def _bits(mask: bytes, count: int) -> Tensor:
     return ((octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:count].bool()
 
 
-def _taken(grammar: GrammarState | None, token: int | Exception) -> int | Exception:
-    """Tell a grammar which token was drawn. Returns the token, or the error of one that is not allowed."""
-    if grammar is not None and not isinstance(token, Exception):
-        try:
-            grammar.take(token)
-        except ValueError as error:
-            return error
-    return token
-
-
 def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """Draw tokens [requests] by inverting the cumulative distribution of each row at a random number of its own."""
     temperature = torch.tensor([s.params.temperature for s in samplers], dtype=torch.float64, device=logits.device)
     weights = torch.softmax((logits.double() - logits.amax(-1, keepdim=True)) / temperature[:, None], dim=-1)
     if any(sampler.params.top_p < 1 for sampler in samplers):
         top_p = torch.tensor([s.params.top_p for s in samplers], dtype=torch.float64, device=logits.device)
-        weights = _nucleus(weights, top_p[:, None])
+        ordered, order = weights.sort(descending=True)
+        dropped = ordered.cumsum(-1) - ordered >= top_p[:, None]  # all but the fewest that sum to it
+        dropped[:, 0] = False
+        weights = weights.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
     cumulative = weights.cumsum(-1)
     at = torch.cat([sampler.uniform() for sampler in samplers]).to(logits.device)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-
-
-def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest tokens of each row with weights [requests, vocab] that sum to `top_p` [requests, 1], at least
-    one.
-    """
-    ordered, order = weights.sort(descending=True)
-    dropped = ordered.cumsum(-1) - ordered >= top_p
-    dropped[:, 0] = False
-    return weights.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
 
 
 def _drawn(draw: Draw, logits: Tensor) -> int | Exception:

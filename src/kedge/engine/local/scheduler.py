@@ -1,20 +1,36 @@
-"""Continuous batching: the choice of sequences and positions for the next pass."""
+"""Continuous batching: the choice of sequences and positions for the next pass, and the order in which every tenant's
+waiting requests are served, by what of their prompts is cached.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import count
+from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
 
+from kedge.cache import CacheManager
 from kedge.engine.common.logprobs import LOGIT_ROWS
-from kedge.engine.local.fair_queue import FairQueue
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
-from kedge.engine.local.service_orders import ServiceOrders
+from kedge.engine.local.sessions import SessionCaching
+from kedge.errors import ConfigError, PlanError
+from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.reuse.costs import EngineCosts
 from kedge.types import TenantId
 
+MAX_IDLE_TENANTS = 1024
+"""Counters of tenants without a waiting item that a priority class remembers."""
+MAX_IDLE_CLASSES = 16
+"""Priority classes without a waiting item that a queue remembers."""
+NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
+T = TypeVar("T", bound=Hashable)
 JOB_CHUNK = 256
 """Tokens of base prefills in a pass while no request waits; they delay decodes, or a new request, by no more
 than this.
@@ -23,9 +39,270 @@ FEW = 64
 """Prefills of at most this many tokens go before base prefills: they belong to translated prompts and end soon."""
 AHEAD_CHUNK = 32
 """Tokens computed ahead of requests in one pass."""
-
 Allowances = dict[TenantId, float]
 """Seconds that each tenant's work may still add to a pass"""
+
+
+class FairQueue(Generic[T]):
+    """The waiting items of many tenants: by priority (lower numbers first), fair by tokens within a priority, and first
+    come, first served within a tenant, unless `arrange` is called. Items are hashable and distinct.
+
+    Every tenant has a virtual counter of the tokens that it received, divided by its weight, and the tenant with the
+    least counter is next (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning
+    tenant is lifted to the least counter of those that wait, so that idle time earns no credit. Counters are kept per
+    priority, so that service in one class does not affect another. Not thread-safe.
+    """
+
+    def __init__(self, weights: Mapping[str, float] = NO_WEIGHTS) -> None:
+        """Create an empty queue; a tenant that `weights` does not name has weight 1. Raises `ConfigError`."""
+        for tenant, weight in weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(f"weights.{tenant}", weight, "must be a finite number above 0")
+        self._weights = dict(weights)
+        self._classes: dict[int, _PriorityClass[T]] = {}
+        self._places: dict[T, tuple[int, TenantId]] = {}
+        self._arrivals = count()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._places
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over the items in the order of service, if each costs what it was pushed with and none comes.
+
+        O(n log tenants) for all n items, and lazy: the first few cost little. The queue must not change meanwhile.
+        """
+        for priority in sorted(self._classes):
+            yield from self._classes[priority].in_order()
+
+    def heads(self) -> list[T]:
+        """Return the next item of every tenant in the first non-empty class, in the order of service.
+
+        O(tenants log tenants + classes).
+        """
+        waiting = [priority for priority, one in self._classes.items() if one.queues]
+        return self._classes[min(waiting)].heads() if waiting else []
+
+    def push(self, item: T, tenant: TenantId, cost: float, priority: int = 0) -> None:
+        """Add an item that will cost about `cost` tokens (above 0). O(1), or O(tenants) if its tenant was idle.
+
+        Raises `PlanError` for a duplicate item or an invalid cost.
+        """
+        if item in self._places:
+            raise PlanError("item", item, "waits already")
+        if not cost > 0:
+            raise PlanError("cost", cost, "must be above 0 tokens")
+        self._class(priority).push(item, tenant, _Waiting(self._virtual(tenant, cost), next(self._arrivals)))
+        self._places[item] = priority, tenant
+
+    def take(self, item: T, tokens: float | None = None) -> None:
+        """Remove an item to serve it, and charge its tenant `tokens`, by default the item's cost.
+
+        Raises `PlanError` for an item that does not wait.
+        """
+        priority, owner = self._place(item)
+        of_class = self._classes[priority]
+        virtual = of_class.queues[owner][item].cost if tokens is None else self._virtual(owner, tokens)
+        of_class.charge(owner, virtual)
+        self.remove(item)
+
+    def remove(self, item: T) -> None:
+        """Remove an item without serving it, at no cost. Raises `PlanError` for an item that does not wait."""
+        priority, owner = self._place(item)
+        self._classes[priority].remove(item, owner)
+        del self._places[item]
+
+    def arrange(self, items: Many[T]) -> None:
+        """Put waiting items before the others of their tenants and priorities, in this order. O(items).
+
+        Raises `PlanError` for an item that does not wait.
+        """
+        for item in reversed(items):
+            priority, owner = self._place(item)
+            self._classes[priority].queues[owner].move_to_end(item, last=False)
+
+    def charge(self, tenant: TenantId, tokens: float, priority: int = 0) -> None:
+        """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
+        self._class(priority).charge(tenant, self._virtual(tenant, tokens))
+
+    def _place(self, item: T) -> tuple[int, TenantId]:
+        if item not in self._places:
+            raise PlanError("item", item, "does not wait")
+        return self._places[item]
+
+    def _virtual(self, owner: TenantId, tokens: float) -> float:
+        if not (math.isfinite(tokens) and tokens >= 0):
+            raise PlanError("tokens", tokens, "must be a finite number of at least 0")
+        return tokens / self._weights.get(owner, 1.0)
+
+    def _class(self, priority: int) -> _PriorityClass[T]:
+        if priority not in self._classes:
+            idle = [number for number, one in self._classes.items() if not one.queues]
+            for number in idle[: max(0, len(idle) + 1 - MAX_IDLE_CLASSES)]:
+                del self._classes[number]
+            self._classes[priority] = _PriorityClass()
+        return self._classes[priority]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """The sort key of a waiting item: its cost divided by its tenant's weight, and its arrival number."""
+
+    cost: float
+    arrival: int
+
+
+class _PriorityClass(Generic[T]):
+    """The waiting items of one priority and the virtual counters of their tenants."""
+
+    def __init__(self) -> None:
+        self.queues: dict[TenantId, OrderedDict[T, _Waiting]] = {}
+        """Items by tenant, in the order of service; only tenants that have some"""
+        self._active: dict[TenantId, float] = {}
+        """Counters of the tenants in `queues`"""
+        self._idle: dict[TenantId, float] = {}
+        """Counters of other known tenants"""
+        self._last: TenantId | None = None
+        """The tenant that left last; its counter is the level for newcomers while no item waits"""
+        self._level = 0.0
+
+    def heads(self) -> list[T]:
+        return [next(iter(self.queues[tenant])) for tenant in sorted(self.queues, key=self._rank)]
+
+    def in_order(self) -> Iterator[T]:
+        """Iterate over the items as they would be served one after the other."""
+        left = {tenant: iter(queue.items()) for tenant, queue in self.queues.items()}
+        heads = {tenant: next(items) for tenant, items in left.items()}
+        heap = [(*self._rank(tenant), tenant) for tenant in self.queues]
+        heapq.heapify(heap)
+        while heap:
+            counter, cost, _, tenant = heap[0]
+            yield heads[tenant][0]
+            if following := next(left[tenant], None):
+                heads[tenant] = following
+                heapq.heapreplace(heap, (counter + cost, following[1].cost, following[1].arrival, tenant))
+            else:
+                heapq.heappop(heap)
+
+    def push(self, item: T, tenant: TenantId, waiting: _Waiting) -> None:
+        if tenant not in self.queues:
+            self._active[tenant] = max(self._idle.pop(tenant, 0.0), self._least())
+            self.queues[tenant] = OrderedDict()
+        self.queues[tenant][item] = waiting
+
+    def remove(self, item: T, tenant: TenantId) -> None:
+        queue = self.queues[tenant]
+        del queue[item]
+        if not queue:
+            del self.queues[tenant]
+            self._last, self._level = tenant, self._active.pop(tenant)
+            self._remember(tenant, self._level)
+
+    def charge(self, tenant: TenantId, virtual: float) -> None:
+        if tenant in self._active:
+            self._active[tenant] += virtual
+            return
+        counter = self._idle.get(tenant, self._least()) + virtual
+        self._remember(tenant, counter)
+        if tenant == self._last:
+            self._level = counter
+
+    def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
+        """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
+        head = next(iter(self.queues[tenant].values()))
+        return self._active[tenant], head.cost, head.arrival
+
+    def _least(self) -> float:
+        """Return the least counter of tenants that wait, to which newcomers are lifted."""
+        return min(self._active.values()) if self._active else self._level
+
+    def _remember(self, tenant: TenantId, counter: float) -> None:
+        """Keep an idle tenant's counter; beyond the limit, forget those that would be lifted anyway, then the least."""
+        self._idle[tenant] = counter
+        if len(self._idle) > MAX_IDLE_TENANTS:
+            level = self._least()
+            self._idle = {one: value for one, value in self._idle.items() if value > level}
+        if len(self._idle) > MAX_IDLE_TENANTS:
+            del self._idle[min(self._idle, key=self._idle.__getitem__)]
+
+
+class ServiceOrders:
+    """One `ServiceOrder` per tenant with waiting requests. It applies while the live contexts do not fit the device.
+
+    A pass in which nothing has changed costs O(tenants that wait).
+    """
+
+    def __init__(
+        self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start empty. `sessions` protects what waits by its place; `clock` is in seconds."""
+        self._cache, self._sessions, self._clock = cache, sessions, clock
+        self._capacity = cache.num_blocks * cache.block_size
+        self._orders: dict[TenantId, ServiceOrder[RequestSequence]] = {}
+        self._arranged: dict[TenantId, list[RequestSequence]] = {}
+        self._live = LiveContexts()
+        self._began: dict[RequestSequence, tuple[Hashable, int]] = {}
+        """The sessions of the requests in the engine, and the tokens with which they began"""
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether the live contexts need more than the device tier has."""
+        return self._live.tokens(self._clock()) > self._capacity
+
+    def arrived(self, sequence: RequestSequence) -> None:
+        """Take a request that waits from now on."""
+        session = sequence.turn.session if sequence.turn else sequence.key
+        tokens = len(sequence.tokens)
+        self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
+        self._began[sequence] = session, tokens
+        self._live.began(session, tokens)
+
+    def left(self, sequence: RequestSequence) -> None:
+        """Take note that a request is admitted, steps aside to be loaded, or has ended."""
+        order = self._orders.get(sequence.tenant)
+        if order is None or sequence not in order:
+            return
+        order.remove(sequence)
+        self._arranged.pop(sequence.tenant, None)
+        if not order:
+            del self._orders[sequence.tenant]
+
+    def ended(self, sequence: RequestSequence) -> None:
+        """Take note that a request has ended, at whatever stage. Requests that never arrived are ignored."""
+        if sequence not in self._began:
+            return
+        self.left(sequence)
+        session, tokens = self._began.pop(sequence)
+        self._live.ended(session, tokens, len(sequence.tokens), self._clock())
+        if sequence.turn is None:  # no request can continue it
+            self._live.forget(session)
+
+    def arrange(self, queue: FairQueue[RequestSequence]) -> None:
+        """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""
+        overloaded, changed = self.overloaded, False
+        for tenant, waiting in self._orders.items():
+            order = waiting.order(self._cache.version, overloaded)
+            arranged = self._arranged.get(tenant)
+            if order is not arranged and order != arranged:
+                queue.arrange(order)
+                self._arranged[tenant] = order
+                changed = True
+        if changed and overloaded:
+            self._sessions.waiting([one.turn for one in queue if one.turn])
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless the live contexts add up."""
+        self._live.check_integrity()
+
+    def _missing(self, sequence: RequestSequence) -> float:
+        """Return the share of a prompt that would have to be computed; translation is not foreseen."""
+        total = len(sequence.tokens)
+        if (prepared := sequence.preparation) and prepared.admitted:
+            return missing_share(total, prepared.ready)
+        status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
+        return missing_share(total, status.device_tokens, status.host_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +339,13 @@ class _Pass:
         return len(positions)
 
 
-class Aside(Protocol):
-    """The interface to requests that have to wait for KV: to come from the host, or to be computed for several
-    at once.
+class Admitting(Protocol):
+    """The interface to the admission of sequences, also of requests that have to wait for KV: to come from the host, or
+    to be computed for several at once.
     """
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Find room for a sequence. Returns False if it has to wait for blocks."""
 
     @property
     def lets_pass(self) -> bool:
@@ -91,15 +371,14 @@ class Scheduler:
     (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
     So a tenant never waits behind more of another's backlog than its share.
 
-    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where `aside` lets none
+    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where none may
     pass). Once it is ready it goes before all that hold no blocks; at most `max_running` step aside at once, so those
     that do not are passed by few.
     """
 
     def __init__(
         self,
-        admit: Callable[[Sequence], bool],
-        aside: Aside,
+        admission: Admitting,
         costs: EngineCosts,
         max_batch_tokens: int,
         max_running: int,
@@ -109,11 +388,9 @@ class Scheduler:
         running: list[RequestSequence] | None = None,
         service: ServiceOrders | None = None,
     ) -> None:
-        """Start with empty queues. `admit` returns False if a sequence has to wait for blocks. `jobs` and `ahead` are
-        filled by others, `running` is only looked at by them.
-        """
+        """Start with empty queues. `jobs` and `ahead` are filled by others, `running` is only looked at by them."""
         self._service = service
-        self._admit, self._aside, self._costs = admit, aside, costs
+        self._admission, self._costs = admission, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self.passes = 0
         """Number of calls of `schedule`."""
@@ -160,7 +437,8 @@ class Scheduler:
         self.passes += 1
         filling, waits = _Pass(self._budget, LOGIT_ROWS), self.someone_waits
         allowed = self._allowances()
-        self._add_requests(filling, self._decoding(), allowed)
+        decoding = (one for one in self.running if not one.waits_for_first_token)
+        self._add_requests(filling, sorted(decoding, key=lambda one: one.last_pass), allowed)  # left out longest first
         prefills = [one for one in self.running if one.waits_for_first_token]
         self._add_requests(filling, [one for one in prefills if len(one.todo) <= FEW], allowed)
         self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget, allowed)
@@ -168,8 +446,11 @@ class Scheduler:
             unawaited = [job for job in self.jobs if not job.is_awaited]
             self._add_jobs(filling, unawaited, int(self._learning_share * self._budget), allowed)
         self._add_requests(filling, [one for one in prefills if len(one.todo) > FEW], allowed)
-        if not waits:
-            self._add_spare(filling, allowed)
+        if not waits and self.jobs:
+            self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
+        elif not waits and self.works_ahead:
+            for one in [one for one in self.ahead if one.translates or not self.running][:1]:
+                filling.add(one, AHEAD_CHUNK)
         return filling.work
 
     # admission ------------------------------------------------------------------------------------------------
@@ -177,14 +458,14 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         room = self._admit_aside()
         while sequence := self._next(room and len(self.loading) < self._max_running):
-            if not self._aside.is_ready(sequence, busy=bool(self.running)):
-                if not self._aside.lets_pass:
+            if not self._admission.is_ready(sequence, busy=bool(self.running)):
+                if not self._admission.lets_pass:
                     return
                 self._take(sequence)
                 self.loading.append(sequence)
             elif self._start(sequence):
                 for other in self.loading:
-                    self._aside.skipped(other)
+                    self._admission.skipped(other)
             elif room and not self._is_first(sequence):
                 room = False
             else:
@@ -203,14 +484,14 @@ class Scheduler:
         """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""
         room = True
         for sequence in (*self.preempted, *self.loading):
-            is_ready = sequence in self.preempted or self._aside.is_ready(sequence, busy=bool(self.running))
+            is_ready = sequence in self.preempted or self._admission.is_ready(sequence, busy=bool(self.running))
             if is_ready and self._has_place(sequence):
                 room &= self._start(sequence)
         return room
 
     def _start(self, sequence: RequestSequence) -> bool:
         """Admit a request. Returns False if it lacks room; one that has ended with an error blocks no other."""
-        if not self._admit(sequence):
+        if not self._admission.admit(sequence):
             return sequence.is_over
         if sequence in self.waiting:
             self._take(sequence)
@@ -256,15 +537,7 @@ class Scheduler:
         pending += sum(len(job.todo if job.admitted else job.tokens) for job in self.jobs if job.is_awaited)
         return len(self.running) < self._max_running and pending < self._budget
 
-    def served(self, sequence: RequestSequence, tokens: int) -> None:
-        """Charge a tenant for tokens of an answer, as for those of prompts."""
-        self.waiting.charge(sequence.tenant, tokens)
-
     # one pass -------------------------------------------------------------------------------------------------
-
-    def _decoding(self) -> list[RequestSequence]:
-        """Return the decoding sequences, first those that the last passes had no room for."""
-        return sorted((one for one in self.running if not one.waits_for_first_token), key=lambda one: one.last_pass)
 
     def _allowances(self) -> Allowances | None:
         """Return the seconds that each tenant's work may add to the pass; None if only one tenant runs."""
@@ -285,7 +558,7 @@ class Scheduler:
     def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
         """Add base prefills, oldest first, up to the first one without room."""
         for job in jobs:
-            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
+            if min(most, filling.left) <= 0 or not (job.admitted or self._admission.admit(job)):
                 return
             most -= self._add(filling, job, most, allowed)
 
@@ -294,24 +567,14 @@ class Scheduler:
         if allowed is None:
             return filling.add(sequence, most)
         tenant = sequence.tenant
-        count = filling.add(sequence, min(most, self._affordable(sequence, allowed.get(tenant, 0.0))))
+        affordable, seconds = 0, allowed.get(tenant, 0.0)
+        if seconds > 0:  # at least one token while any time is left
+            within = self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo))
+            affordable = max(1, within)
+        count = filling.add(sequence, min(most, affordable))
         if count:
             allowed[tenant] -= self._costs.added_seconds(count, 1)
         return count
-
-    def _affordable(self, sequence: Sequence, seconds: float) -> int:
-        """Return how many tokens of a sequence fit into `seconds`, at least one while any time is left."""
-        if seconds <= 0:
-            return 0
-        return max(1, self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo)))
-
-    def _add_spare(self, filling: _Pass, allowed: Allowances | None) -> None:
-        """Add work that no request waits for."""
-        if self.jobs:
-            self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
-        elif self.works_ahead:
-            for one in [one for one in self.ahead if one.translates or not self.running][:1]:
-                filling.add(one, AHEAD_CHUNK)
 
     def done(self, sequence: Sequence) -> None:
         """Remove a sequence from whatever queue it is in."""

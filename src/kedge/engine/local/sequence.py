@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
+from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.engine.local.states import States

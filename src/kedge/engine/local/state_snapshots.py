@@ -133,11 +133,10 @@ class StateSnapshots:
             return
         if end in sequence.stops:
             self._keep(sequence, end, sequence.states.copied())
-        elif end > sequence.request.prompt_tokens and self._is_turns_end(sequence, end):
+            return
+        is_in_answer = end > sequence.request.prompt_tokens and sequence.request.reuse is not ReuseMode.OFF
+        if is_in_answer and end % self._cache.block_size == 0:
             sequence.boundary = (end, sequence.states.copied())
-
-    def _is_turns_end(self, sequence: RequestSequence, end: int) -> bool:
-        return end % self._cache.block_size == 0 and sequence.request.reuse is not ReuseMode.OFF
 
     def ended(self, sequence: AnySequence, exact_tokens: int) -> None:
         """Keep the last states of a sequence that has ended, where its first `exact_tokens` tokens stay cached."""

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
-from kedge.engine.base import Engine, Item, Listenable
+from kedge.engine.base import Engine
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
 from kedge.errors import ConfigError, EngineClosed
 
@@ -51,16 +51,13 @@ class Outbox:
 
     def _send(self) -> None:
         with suppress(OSError):  # the program has gone: the other thread notices as well
-            self._send_all()
-
-    def _send_all(self) -> None:
-        while (first := self._items.get()) is not None:
-            items: list[Sent | None] = [first]
-            while not self._items.empty() and items[-1] is not None:
-                items.append(self._items.get())
-            self._connection.send_bytes(pickle.dumps([item for item in items if item is not None]))
-            if items[-1] is None:
-                return
+            while (first := self._items.get()) is not None:
+                items: list[Sent | None] = [first]
+                while not self._items.empty() and items[-1] is not None:
+                    items.append(self._items.get())
+                self._connection.send_bytes(pickle.dumps([item for item in items if item is not None]))
+                if items[-1] is None:
+                    return
 
 
 class Host:
@@ -98,7 +95,12 @@ class Host:
 
     def _answer(self, call: Call) -> None:
         try:
-            value = self._call(call)
+            method: Callable[..., Any] | None = getattr(self._engine, call.method, None)
+            if method is None:
+                raise ConfigError("engine", type(self._engine).__name__, f"has no `{call.method}`")
+            value = method(*call.arguments)
+            if call.method == "submit" and (number := call.number) is not None:
+                value = value.listen(lambda item: self._outbox.put(packed(number, item)))
             answer = Answer(call.number or 0, pickle.dumps(value))
         except Exception as error:  # the caller gets it, whatever it is
             answer = Answer(call.number or 0, error=portable(error))
@@ -106,20 +108,6 @@ class Host:
             self._outbox.put(answer)
         elif answer.error is not None and not isinstance(answer.error, EngineClosed):
             logger.error("%s failed", call.method, exc_info=answer.error)
-
-    def _call(self, call: Call) -> object:
-        method: Callable[..., object] | None = getattr(self._engine, call.method, None)
-        if method is None:
-            raise ConfigError("engine", type(self._engine).__name__, f"has no `{call.method}`")
-        value = method(*call.arguments)
-        if call.method != "submit":
-            return value
-        assert isinstance(value, Listenable) and call.number is not None
-        value.listen(partial(self._heard, call.number))
-        return None
-
-    def _heard(self, number: int, item: Item) -> None:
-        self._outbox.put(packed(number, item))
 
 
 def main(descriptor: int) -> None:

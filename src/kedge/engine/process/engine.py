@@ -1,4 +1,4 @@
-"""`ProcessEngine`: the embedded engine in a process of its own, so that it and the program do not slow each other down.
+"""`ProcessEngine`: an engine in a process of its own, so that it and the program do not slow each other down.
 
 Two threads of one Python process take turns at the interpreter lock; two processes run at the same time. Calls and
 tokens cross a socket in batches.
@@ -7,26 +7,62 @@ tokens cross a socket in batches.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
-from kedge.engine.base import Engine, Tokenizer
+from kedge.engine.base import Engine, Quota, Tokenizer
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.validation import require_sensible, sensible_hints
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
-from kedge.engine.process.spawn import ENDING, start, wait_for
+from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError
-from kedge.types import GenerateRequest, RequestId, RunKey, Tokens
+from kedge.hints.actions import ActionOutcome
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
+if TYPE_CHECKING:
+    from kedge.engine.common.state.snapshot import SavedState
 
-class ProcessEngine:
-    """An engine in a process of its own, built there by `make`; see `kedge.engine.base.Engine`.
+ENDING = 60.0
+"""Seconds that the process may take to end before it is killed."""
+
+
+def start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start the process and connect to it. It imports from where this one does, and from nowhere else."""
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kedge.engine.process.child", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    return process, Connection(ours.detach())
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that has hung up."""
+    try:
+        return process.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+class ProcessEngine(Engine):
+    """An engine in a process of its own, built there by `make`; see `kedge.engine.base.Engine`. What only a
+    `LocalEngine` has can be called as well; a method that the engine lacks raises `ConfigError`.
 
     `make` is pickled: a function of a module or a `partial` of one, such as `partial(EchoEngine, delay_s=...)`. Raises
     what `make` raises. If the process ends by itself, everything in flight raises `EngineClosed`, and `failure` gives
@@ -75,7 +111,6 @@ class ProcessEngine:
     # what an engine does --------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Queue a request, see `kedge.engine.base.Engine`."""
         if not isinstance(request, GenerateRequest):  # all else is the engine's to check: it knows its vocabulary
             require_sensible(request)
         stream = TokenStream(request.request_id)
@@ -83,17 +118,51 @@ class ProcessEngine:
         return stream
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Cancel a request, see `kedge.engine.base.Engine`."""
         return bool(self._ask("cancel", request_id))
 
     def end_run(self, run: RunKey) -> None:
-        """Forget a run, see `kedge.engine.base.Engine`."""
         self._tell("end_run", run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Pass a hint on, see `kedge.engine.base.Engine`."""
         with suppress(EngineClosed):
             self._tell("forecast", *sensible_hints(changes, prompts))
+
+    def prepare(self, request: GenerateRequest) -> None:
+        with suppress(EngineClosed, RequestError):
+            self._tell("prepare", request)
+
+    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
+        return tuple(self._ask("advise", namespace, hints))
+
+    def inspect(self) -> dict[str, Any]:
+        return dict(self._ask("inspect"))
+
+    def inspect_tenants(
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
+    ) -> dict[str, Any]:
+        """See `kedge.engine.base.Engine`. `owns` is pickled, as `make` is."""
+        return dict(self._ask("inspect_tenants", owns, list(prompts)))
+
+    def limit(self, tenant: TenantId, quota: Quota) -> None:
+        self._ask("limit", tenant, quota)
+
+    def save(self, folder: str | Path) -> SavedState:
+        """Write what was learned, see `kedge.engine.local.engine.LocalEngine.save`."""
+        saved: SavedState = self._ask("save", Path(folder).absolute())
+        return saved
+
+    def load(self, folder: str | Path) -> SavedState:
+        """Read what was saved, see `kedge.engine.local.engine.LocalEngine.load`."""
+        loaded: SavedState = self._ask("load", Path(folder).absolute())
+        return loaded
+
+    def wait_idle(self, timeout: float = 600.0) -> None:
+        """Wait until the engine has nothing left to do. Raises `TimeoutError`."""
+        self._ask("wait_idle", timeout)
+
+    def clear(self) -> None:
+        """Empty the prefix cache and forget all anchors and base KV."""
+        self._ask("clear")
 
     def close(self) -> None:
         """Cancel what runs and end the process. Idempotent."""
@@ -105,12 +174,6 @@ class ProcessEngine:
         if self._reader.is_alive():
             self._process.kill()
             self._reader.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # to the process -------------------------------------------------------------------------------------------
 
@@ -156,7 +219,11 @@ class ProcessEngine:
 
     def _take(self, item: Packed | Answer | Failed) -> None:
         if isinstance(item, Answer):
-            return self._settle(item)
+            with self._lock:
+                pending = self._pending.pop(item.number)
+                if item.error is not None:
+                    self._streams.pop(item.number, None)
+            return pending.set_result(item.value) if item.error is None else pending.set_exception(item.error)
         if isinstance(item, Failed):
             self._cause = item.error
             return None
@@ -166,16 +233,6 @@ class ProcessEngine:
             with self._lock:
                 del self._streams[number]
         return stream.put(heard)
-
-    def _settle(self, answer: Answer) -> None:
-        with self._lock:
-            pending = self._pending.pop(answer.number)
-            if answer.error is not None:
-                self._streams.pop(answer.number, None)
-        if answer.error is not None:
-            pending.set_exception(answer.error)
-        else:
-            pending.set_result(answer.value)
 
     def _end(self) -> None:
         """End all streams and calls of a process that has ended."""

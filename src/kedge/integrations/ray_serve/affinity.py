@@ -1,4 +1,5 @@
-"""The choice of a replica for a call: the one with its run's KV, else with its agent's fixed prompt, unless it is busy.
+"""The caller of a call, from the hints that the plug-in reads later, and the choice of its replica: the one with its
+run's KV, else with its agent's fixed prompt, unless it is busy.
 
 Pure bookkeeping over names of replicas and lengths of their queues: no clock, no random numbers, no Ray. It affects
 latency only: every replica gives a call the same answer.
@@ -8,15 +9,70 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from kedge.errors import ConfigError
-from kedge.integrations.ray_serve.callers import Caller, Template
+from kedge.hints.values import read_text
+from kedge.types import AgentId, Namespace, RunId, TenantId, WorkflowId
 from kedge.workflow.forecast import RunKey
 
+Template = tuple[str, ...]
+"""The key of a fixed prompt: (tenant, workflow, agent), or (tenant, client, run) for a caller who names neither."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A call's tenant, client, workflow, run and agent; a name without a hint is empty."""
+
+    namespace: Namespace = Namespace(TenantId("default"))
+    client: str = ""
+    workflow: WorkflowId = WorkflowId("")
+    run: RunId = RunId("")
+    agent: AgentId = AgentId("")
+    final: bool = False
+    """Whether the run ends with this call"""
+
+    @property
+    def run_key(self) -> RunKey | None:
+        """The run that the call belongs to, None where it names none."""
+        return RunKey(self.namespace, self.client, self.run) if self.run else None
+
+    @property
+    def template(self) -> Template:
+        """The agent's template as a key, which calls with the same fixed prompt share."""
+        if self.workflow or self.agent:
+            return (str(self.namespace), self.workflow, self.agent)
+        return (str(self.namespace), self.client, self.run)
+
+
+def read_caller(params: object, salt: object, session: str = "") -> Caller | None:
+    """Return the caller that `kv_transfer_params` name; None where they name no run, workflow or agent.
+
+    `salt` is vLLM's `cache_salt`, which names the tenant. `session` is Ray Serve's session id, from a header: the run
+    of a caller whose hints have none. A name that is not accepted is ignored.
+    """
+    field = params.get("kedge") if isinstance(params, Mapping) else None
+    hints: Mapping[str, Any] = field if isinstance(field, Mapping) else {}
+    caller = Caller(
+        namespace=Namespace.parse(_name(salt) or "default"),
+        client=_name(hints.get("client")),
+        workflow=WorkflowId(_name(hints.get("workflow"))),
+        run=RunId(_name(hints.get("run")) or _name(session)),
+        agent=AgentId(_name(hints.get("agent"))),
+        final=hints.get("final") is True,
+    )
+    return caller if caller.run or caller.workflow or caller.agent else None
+
+
+def _name(value: object) -> str:
+    try:
+        return read_text(value)
+    except ValueError:
+        return ""
 
 
 class Affinity:
@@ -76,7 +132,11 @@ class Affinity:
                 self._homes.pop(caller.run_key, None)
             else:
                 _remember(self._homes, caller.run_key, replica, self._most_runs)
-        self._hold(caller.template, replica)
+        self._drop_expectation(caller.template)
+        before = self._holders.get(caller.template, frozenset())
+        forgotten = _remember(self._holders, caller.template, before | {replica}, self._most_templates)
+        self._held.update({replica} - before)
+        self._held.subtract(forgotten or ())
 
     def inspect(self) -> dict[str, dict[Any, Any]]:
         """Return the home of every run, the holders of every template, present or expected, and how many each holds."""
@@ -94,13 +154,6 @@ class Affinity:
         self._holders = OrderedDict((name, on & alive) for name, on in self._holders.items() if on & alive)
         self._expected.clear()
         self._held = Counter(replica for on in self._holders.values() for replica in on)
-
-    def _hold(self, template: Template, replica: str) -> None:
-        self._drop_expectation(template)
-        before = self._holders.get(template, frozenset())
-        forgotten = _remember(self._holders, template, before | {replica}, self._most_templates)
-        self._held.update({replica} - before)
-        self._held.subtract(forgotten or ())
 
     def _drop_expectation(self, template: Template) -> None:
         if expected := self._expected.pop(template, None):

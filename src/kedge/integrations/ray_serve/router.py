@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.integrations.ray_serve.affinity import Affinity
-from kedge.integrations.ray_serve.callers import Caller, read_caller
+from kedge.integrations.ray_serve.affinity import Affinity, Caller, read_caller
 
 try:
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica

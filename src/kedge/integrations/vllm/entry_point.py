@@ -21,11 +21,7 @@ def register() -> None:
 
     with suppress(ValueError):  # vLLM may call this more than once
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
-    _log_as_vllm()
-
-
-def _log_as_vllm() -> None:
-    """Attach vLLM's log handlers to Kedge's logger, unless the application has configured that logger."""
+    # Kedge's logger gets vLLM's handlers, unless the application has configured it
     own, vllm = logging.getLogger("kedge"), logging.getLogger("vllm")
     if vllm.handlers and not own.handlers and own.level == logging.NOTSET:
         own.handlers, own.propagate = list(vllm.handlers), False

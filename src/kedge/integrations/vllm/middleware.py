@@ -15,11 +15,14 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from kedge.discovery.page import page
-from kedge.errors import RequestError
+from kedge.discovery.report import page
+from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
+from kedge.hints.actions import ActionResult
 from kedge.hints.values import without_infinity
-from kedge.integrations.vllm import hint_route
+from kedge.hints.without_prompt import UNREPORTED, outcomes
+from kedge.policies.sessions import refused
+from kedge.types import Namespace
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PAGE, DATA = "/kedge", "/kedge/report"
@@ -41,6 +44,14 @@ FIELDS = (
 )
 """Hints that have the same name and form in the plug-in"""
 
+HINTS_PATH = "/v1/hints"
+CONNECTOR = "KedgeConnector"
+MAX_HINT_BYTES = 1 << 20
+MAX_WAITING = 256
+"""Calls that may wait for vLLM at once"""
+NOT_FOUND = 404
+STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -60,11 +71,13 @@ class KedgeMiddleware:
         if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in (PAGE, DATA):
             await _show(scope["path"], send)
             return
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(hint_route.PATH):
-            await hint_route.answer(self._app, scope, receive, send, plugin_hints)
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(HINTS_PATH):
+            await _answer_hints(self._app, scope, receive, send)
             return
-        if _has_json_body(scope):
-            scope, receive = await _with_hints(scope, receive)
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(PATHS):
+            headers = _headers(scope)
+            if "json" in headers.get("content-type", "json") and "content-encoding" not in headers:
+                scope, receive = await _with_hints(scope, receive)
         await self._app(scope, receive, send)
 
 
@@ -77,13 +90,6 @@ async def _show(path: str, send: Send) -> None:
     headers = [(b"content-type", kind + b"; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body.encode()})
-
-
-def _has_json_body(scope: Mapping[str, Any]) -> bool:
-    if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
-        return False
-    headers = _headers(scope)
-    return "json" in headers.get("content-type", "json") and "content-encoding" not in headers
 
 
 def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
@@ -101,15 +107,12 @@ async def _with_hints(scope: MutableMapping[str, Any], receive: Receive) -> tupl
             body = b"".join(one.get("body", b"") for one in messages)
             passed_on = add_hints(body, _headers(scope))
             if passed_on is not None:
-                return _resized(scope, len(passed_on)), _replayed([{**messages[-1], "body": passed_on}], receive)
+                others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+                resized = {**scope, "headers": [*others, (b"content-length", str(len(passed_on)).encode())]}
+                return resized, _replayed([{**messages[-1], "body": passed_on}], receive)
             break
         messages.append(await receive())
     return scope, _replayed(messages, receive)
-
-
-def _resized(scope: MutableMapping[str, Any], size: int) -> MutableMapping[str, Any]:
-    others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-    return {**scope, "headers": [*others, (b"content-length", str(size).encode())]}
 
 
 def _replayed(messages: list[Message], receive: Receive) -> Receive:
@@ -147,3 +150,70 @@ def plugin_hints(hints: Hints) -> dict[str, Any]:
     found["actions"] = [one.to_dict() for one in hints.actions] or None
     found["final"] = hints.final or None
     return {name: value for name, value in found.items() if value not in ("", None)}
+
+
+async def _answer_hints(app: App, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    """Answer hints without a prompt. vLLM has no such route and answers 404 for it, unless it refuses the caller, as
+    for a wrong key: so it is asked first, without the body.
+    """
+    messages: list[Message] = []
+
+    async def nothing() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def keep(message: Message) -> None:
+        messages.append(message)
+
+    await app(dict(scope), nothing, keep)
+    if not messages or messages[0].get("status") == NOT_FOUND:
+        try:
+            status, data = 200, await _taken(scope, await _body(receive))
+        except KedgeError as error:
+            status = STATUSES.get(type(error), 500)
+            data = {"error": {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}}
+        headers = [(b"content-type", b"application/json")]
+        begin = {"type": "http.response.start", "status": status, "headers": headers}
+        messages = [begin, {"type": "http.response.body", "body": json.dumps(data).encode()}]
+    for message in messages:
+        await send(message)
+
+
+async def _body(receive: Receive) -> dict[str, Any]:
+    """Return the body of a call. Raises `RequestError` for one that is no JSON object, or too long."""
+    parts, size, has_more = [], 0, True
+    while has_more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size, has_more = size + len(parts[-1]), message.get("more_body", False)
+        if size > MAX_HINT_BYTES:
+            raise RequestError("body", f"{size} bytes", f"must have at most {MAX_HINT_BYTES}")
+    try:
+        body = json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise RequestError("body", "…", f"must be JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("body", type(body).__name__, "must be an object")
+    return body
+
+
+async def _taken(scope: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """Pass hints on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot be."""
+    hints, _ = read_hints(body, _headers(scope))
+    namespace = Namespace.parse(hints.salt or "default")
+    client = scope["app"].state.engine_client
+    transfer = client.vllm_config.kv_transfer_config
+    if getattr(transfer, "kv_connector", None) != CONNECTOR:
+        raise ConfigError("kv_connector", getattr(transfer, "kv_connector", None), f"must be {CONNECTOR} for hints")
+
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
+
+    if len(ADVICE_CALLS) >= MAX_WAITING:
+        raise Overloaded("hints", len(ADVICE_CALLS), f"at most {MAX_WAITING} calls wait for vLLM at once")
+    try:
+        found = await ADVICE_CALLS.ask(client.engine_core, namespace, plugin_hints(hints))
+    except EngineDeadError:
+        raise EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why") from None
+    taken = refused(hints.turn, UNREPORTED, ActionResult.DEFERRED) if found is None else found
+    return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, taken)}

@@ -3,10 +3,8 @@
 from kedge.policies.sessions.advice import NO_SESSIONS, refused
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.ledger import LedgerChanges, SessionLedger, Turn
-from kedge.policies.sessions.links import Chain
-from kedge.policies.sessions.steps import NextRuns, SessionSteps
-from kedge.policies.sessions.tracker import SessionTracker
-from kedge.policies.sessions.turns import SessionHints, SessionKey, StopReason, TurnEnd
+from kedge.policies.sessions.tracker import NextRuns, SessionSteps, SessionTracker
+from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, StopReason, TurnEnd
 
 __all__ = [
     "NO_SESSIONS",

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
-from kedge.policies.sessions.steps import SessionSteps
-from kedge.policies.sessions.tracker import SessionState
+from kedge.policies.sessions.tracker import SessionState, SessionSteps
 from kedge.policies.sessions.turns import SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId, TurnHints
@@ -95,7 +94,15 @@ class SessionAdvice:
         elif hints.is_last:
             yield from self._end(key, said)
         else:
-            yield from self._own(key, hints, now)
+            if hints.keep_for is not None:
+                yield self._keep(key, hints.keep_for, now)
+            if hints.returns_in is not None:
+                if self._tracker.state(key) is SessionState.IN_FLIGHT:
+                    self.standing.put(key, replace(self.standing.get(key), returns_in=hints.returns_in))
+                    yield ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
+                else:
+                    outcome = self._expect(key, hints.returns_in, now)
+                    yield outcome._replace(action_id="returns_in", session="")
         for other, seconds in hints.expects.items():
             yield self._expect(SessionKey(namespace, other), seconds, now)
 
@@ -111,12 +118,6 @@ class SessionAdvice:
         is_known = state is SessionState.IDLE
         yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED) if is_known else _rejected("final")
 
-    def _own(self, key: SessionKey, hints: TurnHints, now: float) -> Iterator[ActionOutcome]:
-        if hints.keep_for is not None:
-            yield self._keep(key, hints.keep_for, now)
-        if hints.returns_in is not None:
-            yield self._returns(key, hints.returns_in, now)
-
     def _keep(self, key: SessionKey, wanted: float, now: float) -> ActionOutcome:
         """Keep a session from now on, and after each of its answers."""
         seconds = min(wanted, MAX_KEPT_SECONDS)
@@ -130,14 +131,6 @@ class SessionAdvice:
         what = "is kept" if seconds else "goes before other KV"
         result = ActionResult.CLIPPED if limit else ActionResult.APPLIED
         return ActionOutcome("keep_for", f"{what} from now on, and after each of its answers{limit}", result)
-
-    def _returns(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
-        state = self._tracker.state(key)
-        if state is SessionState.IN_FLIGHT:
-            self.standing.put(key, replace(self.standing.get(key), returns_in=seconds))
-            return ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
-        outcome = self._expect(key, seconds, now)
-        return outcome._replace(action_id="returns_in", session="")
 
     def _expect(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
         state, name = self._tracker.state(key), str(key.name)

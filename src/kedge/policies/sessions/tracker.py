@@ -6,17 +6,166 @@ A session is a chain of blocks that grows, pauses and comes back: one agent's re
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
 
-from kedge.policies.sessions.links import Chain, SessionLinks
-from kedge.policies.sessions.returns import EDGES, ReturnTimes, bin_of
-from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, SessionHints, SessionKey, StopReason, TurnEnd
+from kedge.policies.sessions.turns import (
+    NO_HINTS,
+    UNKNOWN_END,
+    Chain,
+    SessionHints,
+    SessionKey,
+    SessionLinks,
+    StopReason,
+    TurnEnd,
+)
 from kedge.structures.bounded import BoundedDict
-from kedge.types import Namespace
+from kedge.types import AgentKey, Namespace
+
+EDGES = tuple(0.5 * (2.0**step - 1) for step in range(19))
+"""Seconds at which the bins begin; the last one has no end."""
+MAX_CLASSES = 1024
+"""Kinds of idle times that are distinguished; the one that was seen longest ago is forgotten first."""
+BORROWED = 5.0
+"""How many observations of its own outweigh what a class takes over from the wider one."""
+HALF_LIFE = 20_000.0
+"""Observations of a class after which older ones count half."""
+PRIOR = 0.12
+"""Share that returns in any bin, before anything was seen. The same in every bin, which widen: as under LRU, the value
+of a session falls with its idle time."""
+REFRESH = 1.1
+"""Growth of the observations of a class after which its values are computed anew."""
+
+Kind = tuple[Hashable, ...]
+_WIDTHS = (*(after - before for before, after in zip(EDGES, EDGES[1:], strict=False)), EDGES[-1])
+
+
+def bin_of(idle: float) -> int:
+    """Return the bin that holds an idle time in seconds."""
+    return max(0, bisect_right(EDGES, idle) - 1)
+
+
+class _Survival:
+    """Per bin, how many were idle in it, and how many of them returned in it.
+
+    A session that is still in a bin counts half there (the actuarial estimate). If only those counted that have left
+    it, the first to leave a bin would be those that returned.
+    """
+
+    __slots__ = ("exposed", "returned", "seen")
+
+    def __init__(self) -> None:
+        self.exposed, self.returned = [0.0] * len(EDGES), [0.0] * len(EDGES)
+        self.seen = 0.0
+
+    def observe(self, at: int, returned: bool) -> None:
+        self.exposed[at] += 0.5
+        if returned:
+            self.returned[at] += 1
+        else:
+            self.exposed[at + 1] += 0.5
+        self.seen += 1
+        if self.seen > HALF_LIFE:
+            self.seen /= 2
+            self.exposed = [count / 2 for count in self.exposed]
+            self.returned = [count / 2 for count in self.returned]
+
+    def shares(self, wider: Sequence[float]) -> list[float]:
+        """Return the share that returns in each bin, near `wider` where little was seen."""
+        return [
+            (returned + BORROWED * general) / (exposed + BORROWED)
+            for returned, exposed, general in zip(self.returned, self.exposed, wider, strict=True)
+        ]
+
+
+class _Rates:
+    """The values of one class by bin, each computed when it is first asked for."""
+
+    __slots__ = ("_shares", "_values", "expires")
+
+    def __init__(self, shares: Sequence[float], expires: float) -> None:
+        self._shares = shares
+        self._values: dict[int, float] = {}
+        self.expires = expires
+        """Observations of the class from which on they are outdated"""
+
+    def at(self, start: int) -> float:
+        """Return the value from bin `start` on."""
+        value = self._values.get(start)
+        if value is None:
+            value = self._values[start] = best_rate(self._shares, start)
+        return value
+
+
+class ReturnTimes:
+    """When sessions come back, and what holding their KV until then is worth: survival histograms of idle times.
+
+    Every turn of a session ends with an idle time: a tool runs, or a person reads. Idle times of alike sessions go into
+    one histogram, with bins that widen with time: in each bin some of those that were still idle returned. So a session
+    that has not returned yet counts for as long as it has been idle, and no run has to be known to be over. A class is
+    a path from the widest feature to the narrowest.
+    """
+
+    def __init__(self) -> None:
+        self._classes: BoundedDict[Kind, _Survival] = BoundedDict(MAX_CLASSES)
+        self._rates: BoundedDict[Kind, _Rates] = BoundedDict(MAX_CLASSES)
+
+    def begin(self, kind: Kind) -> None:
+        """Count a session of class `kind` that is idle from now on."""
+        for depth in range(len(kind) + 1):
+            self._classes.use(kind[:depth], _Survival).exposed[0] += 0.5
+
+    def observe(self, kind: Kind, at: int, returned: bool) -> None:
+        """Count a session of class `kind` that returned in bin `at`, or else stayed idle and is now in the next one.
+
+        The last bin has no end.
+        """
+        for depth in range(len(kind) + 1):
+            self._classes.use(kind[:depth], _Survival).observe(at, returned)
+
+    def rate(self, kind: Kind, at: int) -> float:
+        """Return the worth of holding KV for a session of class `kind` that has been idle up to bin `at`.
+
+        It is the greatest P(return within t | idle so far) per expected second of holding, over all t (as in Gittins'
+        index), in 1/s.
+        """
+        own = self._classes.get(kind)
+        seen = own.seen if own else 0.0
+        rates = self._rates.get(kind)
+        if rates is None or seen >= rates.expires:
+            rates = self._rates[kind] = _Rates(self._shares(kind), REFRESH * seen + 8)
+        return rates.at(at)
+
+    def _shares(self, kind: Kind) -> list[float]:
+        shares = [PRIOR] * len(EDGES)
+        for depth in range(len(kind) + 1):
+            if survival := self._classes.get(kind[:depth]):
+                shares = survival.shares(shares)
+        return shares
+
+
+def best_rate(shares: Sequence[float], start: int) -> float:
+    """Return the greatest probability of return per expected second held, from bin `start` on.
+
+    `shares` says of each bin how many of those that reach it return in it.
+    """
+    best = returned = held = 0.0
+    alive = 1.0
+    for at in range(start, len(shares)):
+        now = alive * shares[at]
+        returned += now
+        held += _WIDTHS[at] * (alive - now / 2)
+        if returned > best * held:
+            best = returned / held
+        alive -= now
+        if alive < 1e-3:
+            break
+    return best
+
 
 MAX_SESSIONS = 8192
 """Sessions that are remembered; the one that was active longest ago is forgotten first."""
@@ -268,3 +417,126 @@ class SessionTracker:
         self._tickets += 1
         session.ticket = self._tickets
         heappush(self._timers, (when, session.ticket, session))
+
+
+NextRuns = Mapping[SessionKey, tuple[float, float] | None]
+"""Steps until a session returns, with a probability (always 1); None: nothing is expected of it any more."""
+START_PACE = 1.0
+"""Seconds that a step of a workflow takes, until one was observed."""
+WEIGHT = 0.1
+"""Share of a new observation in the pace."""
+WAITING = -1.0
+"""The step of a session with a request in flight: sooner than all that is idle."""
+
+
+class SessionSteps:
+    """Steps until sessions' KV is needed, as caches order it: from the forecast of their agent where it has one (its
+    steps-to-execution, KVFlow), else from when they tend to return.
+
+    An agent's prompts are a session only if they were seen to continue one another: what varies behind a fixed prompt
+    is not needed again, and gets no step at all.
+    """
+
+    def __init__(self, tracker: SessionTracker | None = None) -> None:
+        self.tracker = tracker or SessionTracker()
+        self._pace = START_PACE
+        self._runs: dict[AgentKey, float] = {}
+        self._sessions: dict[AgentKey, SessionKey] = {}
+        self._agents: dict[SessionKey, tuple[AgentKey, Hashable]] = {}
+        self._places: dict[SessionKey, float] = {}
+        self._moved: set[SessionKey] = set()
+
+    # turns ----------------------------------------------------------------------------------------------------
+
+    def arrive(
+        self, namespace: Namespace, chain: Chain, now: float, hints: SessionHints = NO_HINTS, place: float = 0.0
+    ) -> SessionKey:
+        """Return the session of a request, which is needed before all idle ones from now on.
+
+        Of those in flight the least `place` is needed first.
+        """
+        key = self.tracker.arrive(namespace, chain, now, hints)
+        self.hold(key, place)
+        if hints.agent is not None:
+            self._agents[key] = (hints.agent, hints.flow)
+            self._sessions[hints.agent] = key
+        return key
+
+    def hold(self, key: SessionKey, place: float) -> None:
+        """Set the place of a session in flight among those that wait."""
+        if self._places.get(key) != place:
+            self._places[key] = place
+            self._moved.add(key)
+
+    def answered(self, key: SessionKey, chain: Chain, now: float, end: TurnEnd = UNKNOWN_END) -> None:
+        """Take the end of a turn, see `SessionTracker.answered`."""
+        self._places.pop(key, None)
+        self.tracker.answered(key, chain, now, end)
+        self._moved.add(key)
+
+    def cancelled(self, key: SessionKey, now: float) -> None:
+        """Take the end of a turn without an answer."""
+        self._places.pop(key, None)
+        self.tracker.cancelled(key, now)
+        self._moved.add(key)
+
+    # forecasts ------------------------------------------------------------------------------------------------
+
+    def observe_call(self, key: SessionKey, seconds: float) -> None:
+        """Learn how long a step of a workflow takes, from the time that an agent's call took."""
+        if seconds > 0 and key in self._agents:
+            self._pace += WEIGHT * (seconds - self._pace)
+
+    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+        """Take the changes of the forecast; an agent whose run is over takes its session along."""
+        for agent, next_run in changes.items():
+            key = self._sessions.get(agent)
+            if next_run is not None:
+                self._runs[agent] = next_run[0]
+            elif self._runs.pop(agent, None) is not None and key is not None:
+                self.tracker.end(key)
+            if key is not None:
+                self._moved.add(key)
+
+    def advance(self, now: float) -> NextRuns:
+        """Return the steps that have changed since the last call. O(changed sessions x log n)."""
+        ranks = self.tracker.advance(now)
+        if not ranks and not self._moved:
+            return {}
+        for key in self._moved:
+            ranks.setdefault(key, self.tracker.rank(key))
+        self._moved.clear()
+        return {key: self._next_run(key, rank) for key, rank in ranks.items()}
+
+    def _next_run(self, key: SessionKey, rank: float | None) -> tuple[float, float] | None:
+        if rank is None or key not in self.tracker:
+            self._forget(key)
+            return None
+        if (place := self._places.get(key)) is not None:
+            return WAITING / (1 + max(0.0, place)), 1.0
+        agent, flow = self._agents.get(key, (None, None))
+        if agent is None:
+            return rank / self._pace, 1.0
+        share = self.tracker.continues(flow)
+        if not share:
+            return None
+        return ((self._runs[agent] + 1) / share if agent in self._runs else rank / self._pace), 1.0
+
+    def expects(self, key: SessionKey) -> bool:
+        """Return whether a session may return, as far as is known."""
+        return self._next_run(key, self.tracker.rank(key)) is not None
+
+    def obstacle(self, key: SessionKey) -> str:
+        """Return why what is said of when an idle session returns does not count now; "" where it does."""
+        agent, flow = self._agents.get(key, (None, None))
+        if agent is None:
+            return ""
+        if not self.tracker.continues(flow):
+            return "counts once prompts of its agent are seen to continue one another"
+        return "counts once its agent's forecast is over" if agent in self._runs else ""
+
+    def _forget(self, key: SessionKey) -> None:
+        self._places.pop(key, None)
+        agent, _ = self._agents.pop(key, (None, None))
+        if agent is not None and self._sessions.get(agent) == key:
+            del self._sessions[agent]

@@ -1,12 +1,13 @@
-"""What is known of a session's turns: whose they are, how they end, and when the next one comes."""
+"""What is known of a session's turns: whose they are, how they end, when the next one comes, and what it continues."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, Namespace
 
 
@@ -73,3 +74,73 @@ class TurnEnd:
 
 
 NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
+
+
+Chain = Sequence[Hashable]
+"""Prefix hashes of the full blocks of a prompt, first block first."""
+BACK = (1, 2, 4)
+"""Blocks from the end of a turn at which it is known again: what an application adds to the end of a prompt, such as a
+reminder, may be gone in the next one."""
+MAX_BEGINNINGS = 1 << 16
+"""Beginnings of sessions that are remembered: whole first prompts, and lengths that are powers of two."""
+
+
+class SessionLinks:
+    """Which session a request continues: the ends of their last prompts. Memory is a few hashes per session.
+
+    A block's hash stands for all that is before it as well, so a prompt that holds the last block of an earlier prompt
+    holds all of that prompt.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[Namespace, dict[Hashable, Hashable]] = {}
+        self._marks: dict[Hashable, tuple[Namespace, list[Hashable]]] = {}
+        self._beginnings: BoundedDict[tuple[Namespace, Hashable], int] = BoundedDict(MAX_BEGINNINGS)
+        """Sessions that began with the blocks up to one"""
+
+    def find(self, namespace: Namespace, chain: Chain) -> Hashable:
+        """Return the session whose end lies deepest in `chain`; None without one. O(blocks behind it).
+
+        What goes on behind an end that several sessions began with is a new one.
+        """
+        ends = self._ends.get(namespace)
+        if not ends:
+            return None
+        end = next(filter(ends.__contains__, reversed(chain)), None)
+        if end is None or (end != chain[-1] and self._beginnings.get((namespace, end), 0) > 1):
+            return None
+        return ends[end]
+
+    def put(self, session: Hashable, namespace: Namespace, chain: Chain, shared: int) -> None:
+        """Set the end of a session to that of `chain`, of which other prompts may hold the first `shared` blocks."""
+        self.drop(session)
+        ends = self._ends.get(namespace, {})
+        places = [-back for back in BACK if len(chain) - back >= shared] or [-1]
+        marks = list(dict.fromkeys(chain[at] for at in places if chain and chain[at] not in ends))
+        if marks:
+            ends.update(dict.fromkeys(marks, session))
+            self._ends[namespace] = ends
+            self._marks[session] = (namespace, marks)
+
+    def begin(self, namespace: Namespace, chain: Chain) -> int:
+        """Count a new session that begins with `chain`. Returns how many blocks, at most, of it other sessions begin
+        with; 0 where none is known to. O(log n) with n blocks.
+        """
+        shared = 0
+        powers = (1 << power for power in range((len(chain) - 1).bit_length()))
+        for length in (*powers, len(chain)) if chain else ():
+            known = (namespace, chain[length - 1])
+            sessions = self._beginnings[known] = self._beginnings.get(known, 0) + 1
+            shared = min(2 * length - 1, len(chain)) if sessions > 1 else shared
+        return shared
+
+    def drop(self, session: Hashable) -> None:
+        """Forget the end of a session."""
+        namespace, marks = self._marks.pop(session, (None, []))
+        if namespace is None:
+            return
+        ends = self._ends[namespace]
+        for mark in marks:
+            del ends[mark]
+        if not ends:
+            del self._ends[namespace]

@@ -79,7 +79,8 @@ def compare_decisions(dense: AnswerDecisions, translated: AnswerDecisions, cut: 
 def compare_wording(
     dense: Completion, translated: Completion, margin: float, *, sampled: bool = False
 ) -> WordingComparison | None:
-    """Compare two answers with log-probabilities of at least `TOP` tokens up to where they part.
+    """Compare two answers with log-probabilities of at least `TOP` tokens up to where they part: whether dense prefill
+    holds its own token at least `margin` times as likely there as the other one.
 
     They part where their tokens differ. Where one of them was `sampled`, the most likely tokens are compared instead,
     as far as both drew the same ones. None where nothing can be compared, or where dense prefill gave no numbers.
@@ -92,7 +93,9 @@ def compare_wording(
         if not _has_numbers(theirs):
             return WordingComparison(True, at, MAX_KL)
         kl = max(kl, divergence(ours, theirs))
-        if _prefers(ours, _choice(ours, sampled), _choice(theirs, sampled), margin):
+        # What greedy decoding chose, a grammar may have kept from the most likely token.
+        best, other = (one.top[0][0] if sampled else one.token for one in (ours, theirs))
+        if best != other and _logprob(ours, best) - _logprob(ours, other) >= math.log(margin):
             return WordingComparison(True, at, kl)
         if ours.token != theirs.token:
             return WordingComparison(False, at, kl)
@@ -101,16 +104,6 @@ def compare_wording(
 
 def _has_numbers(position: TokenLogprob) -> bool:
     return bool(position.top) and not any(math.isnan(one) for _, one in ((0, position.logprob), *position.top))
-
-
-def _choice(position: TokenLogprob, sampled: bool) -> int:
-    """Return what greedy decoding chose, which a grammar may have kept from the most likely token."""
-    return position.top[0][0] if sampled else position.token
-
-
-def _prefers(dense: TokenLogprob, best: int, other: int, margin: float) -> bool:
-    """Return whether one token is at least `margin` times as likely as the other by dense prefill's distribution."""
-    return best != other and _logprob(dense, best) - _logprob(dense, other) >= math.log(margin)
 
 
 def _logprob(position: TokenLogprob, token: int) -> float:

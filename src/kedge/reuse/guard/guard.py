@@ -13,9 +13,15 @@ from typing import NamedTuple
 
 from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.record import GuardRecord
-from kedge.reuse.guard.saving import to_data
-from kedge.reuse.guard.sentinel_errors import Errors, SentinelFinding, judge_drawn, judge_glance, judge_weak
+from kedge.reuse.guard.record import (
+    Errors,
+    GuardRecord,
+    SentinelFinding,
+    judge_drawn,
+    judge_glance,
+    judge_weak,
+    to_data,
+)
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
@@ -132,12 +138,10 @@ class QualityGuard:
                 tried = self._rng.choice(sorted(orders.withheld))
                 return GuardVerdict(replace(orders, held_out=True), True, tried)
             is_translated = len(orders.withheld) < len(keys)
-            share = self._worth.get(request.workflow_agent, 1.0) * self._share(keys)
+            states = {self._records[key].state for key in keys if key in self._records}
+            share = self._settings.share if states == {GuardState.ON} else self._settings.canary_share
+            share *= self._worth.get(request.workflow_agent, 1.0)
             return GuardVerdict(orders, is_translated and self._rng.random() < share)
-
-    def _share(self, keys: Sequence[GuardKey]) -> float:
-        states = {self._records[key].state for key in keys if key in self._records}
-        return self._settings.share if states == {GuardState.ON} else self._settings.canary_share
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""
@@ -176,14 +180,13 @@ class QualityGuard:
             for name, found in sorted(errors.items()):
                 if verdict.finding is not SentinelFinding.REFUTED:
                     usual[name].observe(fmean(found))
-                self._read(keys[name], records[name], fmean(found), refuted=name in verdict.blamed)
+                key, record, refuted = keys[name], records[name], name in verdict.blamed
+                before = record.state
+                self._learn(record, partial(record.read_sentinels, self._settings, refuted=refuted))
+                if refuted:
+                    what = "guard: %s: %s -> %s, withheld: sentinel error %.3g"
+                    logger.warning(what, key, before, record.state, fmean(found))
         return verdict.finding
-
-    def _read(self, key: GuardKey, record: GuardRecord, error: float, *, refuted: bool) -> None:
-        before = record.state
-        self._learn(record, partial(record.read_sentinels, self._settings, refuted=refuted))
-        if refuted:
-            logger.warning("guard: %s: %s -> %s, withheld: sentinel error %.3g", key, before, record.state, error)
 
     def _learn(self, record: GuardRecord, learn: Callable[[], None]) -> None:
         """Let a record learn something, and add what it finds to the counts of all records."""
@@ -208,7 +211,27 @@ class QualityGuard:
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
-        return [self._entry(key, record) for key, record in self._copies(owns)]
+        found: list[dict[str, object]] = []
+        for key, record in self._copies(owns):
+            note = self._note(key, record)
+            entry: dict[str, object] = {
+                "workflow": key.workflow,
+                "agent": key.agent,
+                "placeholder": key.placeholder,
+                "state": record.state.value,
+                "withheld": record.withheld,
+                "checks": note.checks,
+                "changed": note.changed,
+                "estimate": record.evidence.share,
+                "bound": note.bound,
+                "decisions": [asdict(one) for one in note.decisions],
+                "max_kl": record.kl,
+                "sentinel_error": record.drawn_errors.mean,
+                "suspicions": record.suspicions,
+                "breaches": record.epoch,
+            }
+            found.append(entry)
+        return found
 
     def _copies(self, owns: Callable[[Namespace], bool] = lambda _: True) -> Iterator[tuple[GuardKey, GuardRecord]]:
         """Yield copies of the records, those used longest ago first. Requests wait for the copy of one, not of all."""
@@ -219,25 +242,6 @@ class QualityGuard:
                 with self._lock:
                     copied = record.copy()
                 yield key, copied
-
-    def _entry(self, key: GuardKey, record: GuardRecord) -> dict[str, object]:
-        note = self._note(key, record)
-        return {
-            "workflow": key.workflow,
-            "agent": key.agent,
-            "placeholder": key.placeholder,
-            "state": record.state.value,
-            "withheld": record.withheld,
-            "checks": note.checks,
-            "changed": note.changed,
-            "estimate": record.evidence.share,
-            "bound": note.bound,
-            "decisions": [asdict(one) for one in note.decisions],
-            "max_kl": record.kl,
-            "sentinel_error": record.drawn_errors.mean,
-            "suspicions": record.suspicions,
-            "breaches": record.epoch,
-        }
 
     def saved(self) -> dict[Group, list[dict[str, object]]]:
         """Return all records as plain data, by namespace and workflow, those used longest ago first."""

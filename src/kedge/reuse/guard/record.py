@@ -1,14 +1,203 @@
-"""The state of one placeholder in an agent's prompts, and how evidence moves it."""
+"""The state of one placeholder in an agent's prompts, how evidence moves it, and how it outlives a process.
+
+Sentinel tokens that were drawn from the translated ones say directly how far off these are, by one limit. Weak tokens,
+which are computed anyway as no offset predicts them, are further off without harm: how far is usual is learned, and
+only a multiple of it, in the mean of many, says that something is wrong.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import lru_cache
+from math import inf, isfinite, lgamma, log
+from statistics import fmean
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.evidence import ChangeEvidence
-from kedge.reuse.guard.sentinel_errors import SETTLED, UsualError
 from kedge.settings import GuardSettings
+
+SETTLED = 8
+"""Calls with sentinel tokens before any error counts as unusual"""
+FORGET = 0.02
+"""Weight of a new error in the usual one"""
+UNUSUAL = 2.0
+"""Times the usual error of a placeholder's drawn tokens from which a call is checked"""
+GLANCE_REFUTES = 2.0
+"""Times the limit above which a glance at drawn tokens of a few values refutes a call, in their mean. One token
+is that far off by chance now and then, so each value has to be above the limit as well"""
+WEAK_UNUSUAL, WEAK_REFUTES = 1.5, 2.0
+"""Times the usual error of a call's weak tokens from which it is checked, and from which it is refuted"""
+LEAST_WEAK = 4
+"""Weak tokens that say something together"""
+
+Errors = Mapping[str, Sequence[float]]
+"""Placeholder -> the relative errors of its sentinel tokens"""
+
+
+class SentinelFinding(StrEnum):
+    """What the sentinel tokens of a request say of its translation."""
+
+    USUAL = "usual"
+    UNUSUAL = "unusual"
+    """The errors are larger than before: its answer is worth a check."""
+    REFUTED = "refuted"
+    """What was translated is wrong."""
+
+
+@dataclass(slots=True)
+class UsualError:
+    """The usual mean error of one kind of sentinel tokens of a placeholder: a moving average over calls."""
+
+    mean: float = 0.0
+    calls: int = 0
+
+    def observe(self, error: float) -> None:
+        """Take the mean error of a call."""
+        self.calls += 1
+        self.mean += max(1 / self.calls, FORGET) * (error - self.mean)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there were enough calls to say what is usual."""
+        return self.calls >= SETTLED
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelVerdict:
+    """What follows from one kind of sentinel tokens of a call."""
+
+    finding: SentinelFinding
+    blamed: frozenset[str] = frozenset()
+    """Where refuted: the placeholders to withhold"""
+
+
+def judge_drawn(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
+    """Judge tokens that were drawn from the translated ones. A single one may be far off by chance, but not the mean
+    of a call: above `limit` it is refuted.
+    """
+    means = {name: fmean(found) for name, found in errors.items()}
+    if _is_above(_overall(errors), limit):
+        return _refuted(means, dict.fromkeys(means, limit))
+    settled = (name for name in means if usual[name].is_settled)
+    is_unusual = any(means[name] > UNUSUAL * usual[name].mean for name in settled)
+    return SentinelVerdict(SentinelFinding.UNUSUAL if is_unusual else SentinelFinding.USUAL)
+
+
+def judge_glance(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:  # noqa: ARG001
+    """Judge drawn tokens of a few values. What is not a number always refutes the call."""
+    means = {name: fmean(found) for name, found in errors.items()}
+    if not all(map(isfinite, means.values())):
+        return _refuted(means, dict.fromkeys(means, inf))
+    above = sum(mean > limit for mean in means.values())
+    if above == len(means) > 1 and _overall(errors) > GLANCE_REFUTES * limit:
+        return _refuted(means, dict.fromkeys(means, limit))
+    return SentinelVerdict(SentinelFinding.UNUSUAL if above else SentinelFinding.USUAL)
+
+
+def judge_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
+    """Judge weak tokens: those of placeholders of which it is known what is usual, together. Above a multiple of that,
+    and above `limit`, the call is refuted. What is not a number always refutes it.
+    """
+    means = {name: fmean(found) for name, found in errors.items()}
+    bounds = {name: max(limit, WEAK_REFUTES * usual[name].mean) for name in means}
+    if not all(map(isfinite, means.values())):
+        return _refuted(means, dict.fromkeys(means, inf))
+    settled = {name: found for name, found in errors.items() if usual[name].is_settled}
+    tokens = sum(map(len, settled.values()))
+    if tokens < LEAST_WEAK:
+        return SentinelVerdict(SentinelFinding.USUAL)
+    expected, seen = sum(usual[name].mean * len(found) for name, found in settled.items()) / tokens, _overall(settled)
+    if seen > max(limit, WEAK_REFUTES * expected):
+        return _refuted({name: means[name] for name in settled}, bounds)
+    is_unusual = seen > WEAK_UNUSUAL * expected
+    return SentinelVerdict(SentinelFinding.UNUSUAL if is_unusual else SentinelFinding.USUAL)
+
+
+def _overall(errors: Errors) -> float:
+    return fmean(error for found in errors.values() for error in found)
+
+
+def _is_above(error: float, bound: float) -> bool:
+    """Return whether an error is above a bound, or no number."""
+    return not (isfinite(error) and error <= bound)
+
+
+def _refuted(means: Mapping[str, float], bounds: Mapping[str, float]) -> SentinelVerdict:
+    """Return a refutation of the placeholders above their bounds, or of all if none is alone."""
+    above = frozenset(name for name, mean in means.items() if _is_above(mean, bounds[name]))
+    return SentinelVerdict(SentinelFinding.REFUTED, above or frozenset(means))
+
+
+CHANGED, SAME = 0.5, 10.0
+"""The mixture's prior, Beta(0.5, 10): changed decisions are expected to be rare. It moves the bounds, not their
+validity."""
+STEPS = 40
+"""Halvings of an interval in the search for a bound: to 1e-12."""
+
+
+@dataclass(slots=True)
+class ChangeEvidence:
+    """Counts of decisions that were compared, and of those that differed; bounds hold after every observation.
+
+    Under a true share p the likelihood ratio of a Beta mixture against p is a martingale that starts at 1 (an e-value),
+    so by Ville's inequality it ever reaches 1 / alpha with probability at most alpha. The shares that it has not
+    refuted are a confidence sequence: at any time, and at a time chosen by what was seen, it holds the true share with
+    probability 1 - alpha (Robbins, *Statistical methods related to the law of the iterated logarithm*, 1970; Howard et
+    al., *Time-uniform, nonparametric, nonasymptotic confidence sequences*, 2021).
+    """
+
+    checks: int = 0
+    changed: int = 0
+
+    def observe(self, changed: bool) -> None:
+        """Count one comparison."""
+        self.checks += 1
+        self.changed += changed
+
+    @property
+    def share(self) -> float:
+        """The observed share of changed decisions; 0 without any."""
+        return self.changed / self.checks if self.checks else 0.0
+
+    def log_e_value(self, share: float) -> float:
+        """Return the logarithm of the e-value against this true share, in (0, 1)."""
+        same = self.checks - self.changed
+        mixture = _log_beta(CHANGED + self.changed, SAME + same) - _log_beta(CHANGED, SAME)
+        return mixture - self.changed * log(share) - same * log(1 - share)
+
+    def exceeds(self, share: float, alpha: float) -> bool:
+        """Return whether the true share is above `share` with confidence 1 - `alpha`: O(1)."""
+        return self.share > share and self.log_e_value(share) >= -log(alpha)
+
+    def is_below(self, share: float, alpha: float) -> bool:
+        """Return whether the true share is below `share` with confidence 1 - `alpha`: O(1)."""
+        return self.share < share and self.log_e_value(share) >= -log(alpha)
+
+    def upper(self, alpha: float) -> float:
+        """Return the upper confidence bound of the share; 1 without observations."""
+        return _upper(self.checks, self.changed, alpha)
+
+
+@lru_cache(maxsize=4096)
+def _upper(checks: int, changed: int, alpha: float) -> float:
+    seen = ChangeEvidence(checks, changed)
+    low, high = max(seen.share, 1e-9), 1 - 1e-9
+    if checks == changed or not seen.is_below(high, alpha):
+        return 1.0
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if seen.is_below(middle, alpha) else (middle, high)
+    return high
+
+
+def _log_beta(a: float, b: float) -> float:
+    return lgamma(a) + lgamma(b) - lgamma(a + b)
+
 
 AFTER_BREACH = 4
 """Times `trials` that are needed after the first breach"""
@@ -96,10 +285,13 @@ class GuardRecord:
         for kind, changed in seen.changes.items():
             self.by_kind.setdefault(kind, ChangeEvidence()).observe(changed)
         self.kl = max(self.kl, seen.kl)
-        if self.evidence.exceeds(settings.max_changed, self._alpha(settings)):
+        if self.evidence.exceeds(settings.max_changed, _spent(settings.alpha, self._restarts)):
             self._breach(settings)
         elif self.withheld:
-            self._tried(seen, settings)
+            clean = not seen.changed and seen.kl <= settings.max_kl
+            self._streak = self._streak + 1 if clean else 0
+            if self._streak >= self._needed:
+                self._restart(GuardState.CANARY)
         elif seen.changed or seen.kl > settings.max_kl:
             self._suspect(settings, seen.kl)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
@@ -114,15 +306,6 @@ class GuardRecord:
             self._breach(settings)
         elif refuted:
             self._suspect(settings)
-
-    def _alpha(self, settings: GuardSettings) -> float:
-        return _spent(settings.alpha, self._restarts)
-
-    def _tried(self, seen: DecisionComparison, settings: GuardSettings) -> None:
-        clean = not seen.changed and seen.kl <= settings.max_kl
-        self._streak = self._streak + 1 if clean else 0
-        if self._streak >= self._needed:
-            self._restart(GuardState.CANARY)
 
     def _suspect(self, settings: GuardSettings, kl: float = 0.0) -> None:
         self.suspicions += 1
@@ -144,3 +327,74 @@ class GuardRecord:
 def _spent(alpha: float, restarts: int) -> float:
     """Return the part of `alpha` for the evidence after so many restarts; all parts add up to it."""
     return alpha / ((restarts + 1) * (restarts + 2))
+
+
+Name = Annotated[str, Field(max_length=4096)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Progress = tuple[Count, Count, Count]
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SavedEvidence(_Saved):
+    """Counts of comparisons."""
+
+    checks: Count
+    changed: Count
+
+    @model_validator(mode="after")
+    def _counts(self) -> SavedEvidence:
+        if self.changed > self.checks:
+            raise ValueError(f"{self.changed} of {self.checks} checks changed")
+        return self
+
+    def evidence(self) -> ChangeEvidence:
+        """Return it as it is counted on."""
+        return ChangeEvidence(self.checks, self.changed)
+
+
+class SavedRecord(_Saved):
+    """The record of one placeholder in an agent's prompts as plain data. What is usual of sentinel tokens is learned
+    anew. Whatever is malformed raises `ValueError`, and nothing of it is taken over.
+    """
+
+    agent: Name
+    placeholder: Name
+    state: GuardState
+    evidence: SavedEvidence
+    by_kind: dict[DecisionKind, SavedEvidence]
+    withheld: bool
+    epoch: Count
+    suspicions: Count
+    kl: FiniteFloat
+    progress: Progress
+    refutations: SavedEvidence
+
+    @classmethod
+    def of(cls, agent: str, placeholder: str, record: GuardRecord) -> SavedRecord:
+        """Return a record as data: the fields have the names that they have there."""
+        held = {name: getattr(record, name) for name in cls.model_fields if name not in ("agent", "placeholder")}
+        return cls.model_validate({"agent": agent, "placeholder": placeholder, **held}, from_attributes=True)
+
+    def record(self) -> GuardRecord:
+        """Return the record as it goes on."""
+        record = GuardRecord(self.state, self.evidence.evidence())
+        record.by_kind = {kind: one.evidence() for kind, one in self.by_kind.items()}
+        record.withheld, record.epoch, record.suspicions = self.withheld, self.epoch, self.suspicions
+        record.kl, record.progress, record.refutations = self.kl, self.progress, self.refutations.evidence()
+        return record
+
+
+_RECORDS: TypeAdapter[list[SavedRecord]] = TypeAdapter(list[SavedRecord])
+
+
+def to_data(records: Mapping[tuple[str, str], GuardRecord]) -> list[dict[str, Any]]:
+    """Return records, by agent and placeholder, as JSON's types."""
+    return [SavedRecord.of(*key, record).model_dump(mode="json") for key, record in records.items()]
+
+
+def from_data(data: Iterable[object]) -> dict[tuple[str, str], GuardRecord]:
+    """Return the records in `data`. Raises `ValueError`."""
+    return {(one.agent, one.placeholder): one.record() for one in _RECORDS.validate_python(data)}

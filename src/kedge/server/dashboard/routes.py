@@ -1,7 +1,7 @@
-"""The dashboard: a page at `/`, and the events that it lives on. A tenant sees what is its own, and nothing else.
+"""The dashboard: a page at `/`, the events that it lives on, its details, and reports on plain requests and the guard.
 
-The page itself holds no data and is served to anybody. Figures of the whole engine would tell of other tenants, so they
-are shown only where no keys are asked for and there is one tenant.
+A tenant sees what is its own, and nothing else. The page itself holds no data and is served to anybody. Figures of the
+whole engine would tell of other tenants, so they are shown only where no keys are asked for and there is one tenant.
 """
 
 from __future__ import annotations
@@ -12,26 +12,76 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
 
 from kedge import __version__
-from kedge.engine.base import Engine, Inspectable
+from kedge.discovery.report import page as traffic_as_html
+from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
-from kedge.server.dashboard.health import Health, health
-from kedge.server.dashboard.history import History
-from kedge.server.dashboard.records import AgentName
-from kedge.server.http.sse import EventStream, event
+from kedge.server.dashboard.history import AgentName, History
+from kedge.server.http import ERRORS, EventStream, JSONAnswer, event
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.workflows import TheWorkflows, Workflows
+from kedge.server.workflows.server_runs import TheWorkflows, Workflows
 from kedge.types import Namespace, TenantId, Tokens, is_owned
 from kedge.workflow.export import columns, workflow_edges
+from kedge.workflow.graph import Workflow
+
+OVERLOAD_SECONDS = 10.0
+"""How long a refusal for want of room counts as overload."""
+SILENT_SECONDS = 6.0
+"""After so long without an answer, an engine counts as overloaded."""
+
+
+class HealthState(StrEnum):
+    """What can be expected of the engine."""
+
+    HEALTHY = "healthy"
+    OVERLOADED = "overloaded"
+    ENDING = "shutting down"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class Health(NamedTuple):
+    """The state of the engine, and why where it is not healthy."""
+
+    state: HealthState
+    reason: str = ""
+
+
+HEALTHY = Health(HealthState.HEALTHY)
+
+
+def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s: float | None) -> Health:
+    """Return the engine's state.
+
+    `is_closed`: it refused to be inspected. `silent_s`: for how long it has owed an answer. `overload_age_s`: how long
+    ago one of the viewer's calls was refused for want of room, None for never.
+    """
+    failure = service.engine.failure
+    if failure is not None:
+        return Health(HealthState.FAILED, str(failure) or type(failure).__name__)
+    if is_closed:
+        return Health(HealthState.CLOSED, "the engine was closed")
+    if service.is_ending:
+        return Health(HealthState.ENDING, "the server takes no new work")
+    most = service.settings.max_in_flight
+    if service.in_flight >= most:
+        return Health(HealthState.OVERLOADED, f"all {most} places for generations and runs are taken")
+    if silent_s > SILENT_SECONDS:
+        return Health(HealthState.OVERLOADED, f"the engine has not answered for {silent_s:.0f} s")
+    if overload_age_s is not None and overload_age_s < OVERLOAD_SECONDS:
+        return Health(HealthState.OVERLOADED, "calls were refused for want of room")
+    return HEALTHY
+
 
 PACE, REST = 0.5, 5.0
 """Seconds between two states: at least, and at most."""
@@ -65,8 +115,6 @@ class Dashboard:
         self.history = History(keeps_texts=keeps_texts)
         self.engine = WatchedEngine(engine, self.history)
         """What the server is to use, so that there is something to show."""
-        self.inspected = engine if isinstance(engine, Inspectable) else None
-        """The engine, if it reports its state"""
         self._watchers: Counter[TenantId] = Counter()
         self._looks: dict[TenantId, _Look] = {}
         self._seen: dict[TenantId, dict[str, Any]] = {}
@@ -83,12 +131,10 @@ class Dashboard:
 
     async def seen(self, service: Service, tenant: TenantId) -> Mapping[str, Any]:
         """What the engine holds for the tenant, as it was seen last; a busy engine is not waited for."""
-        if self.inspected is None:
-            return {}
         look = self._looks.get(tenant)
         if look is None or (look.answer.done() and time.monotonic() - look.asked > LOOK_SECONDS):
             prompts = self.history.fixed_prompts(tenant)
-            task = partial(_look, self.inspected, tenant, prompts, with_totals=service.keys.is_open)
+            task = partial(_look, self.engine, tenant, prompts, with_totals=service.keys.is_open)
             look = self._looks[tenant] = _Look(time.monotonic(), service.threads.wait(task))
         await asyncio.wait([asyncio.wrap_future(look.answer)], timeout=PACE)
         if look.answer.done():
@@ -115,21 +161,23 @@ class Dashboard:
 
 
 def _look(
-    engine: Inspectable, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
+    engine: Engine, tenant: TenantId, prompts: Mapping[AgentName, tuple[Namespace, Tokens]], *, with_totals: bool
 ) -> dict[str, Any]:
-    """Asks the engine; blocks until it comes round to it."""
+    """Asks the engine, `with_totals` also for figures of all tenants together; blocks until it comes round to it.
+
+    An engine without figures has nothing to show.
+    """
     try:
         own = engine.inspect_tenants(partial(is_owned, tenant), list(prompts.values()))
-        totals = _totals(engine.inspect()) if with_totals else {}
+        if not own:
+            return {}
+        blocks = engine.inspect()["cache"] if with_totals else None
     except EngineClosed:
         return {"closed": True}
     cached = [{**name._asdict(), **held} for name, held in zip(prompts, own["prompts"], strict=True)]
-    return {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents"), **totals}
-
-
-def _totals(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine says of all its tenants together, as far as it is shown."""
-    blocks = figures["cache"]
+    seen = {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents")}
+    if blocks is None:
+        return seen
     tiers = {
         "device": {held: blocks[f"{held}_blocks"] for held in ("cached", "leased", "loading", "free")},
         "host": {
@@ -138,24 +186,27 @@ def _totals(figures: Mapping[str, Any]) -> dict[str, Any]:
             "free": blocks["host_free_blocks"],
         },
     }
-    return {"tiers": tiers, "prefetch": blocks["transfers"]["prefetch"]}
+    return {**seen, "tiers": tiers, "prefetch": blocks["transfers"]["prefetch"]}
 
 
 # routes ---------------------------------------------------------------------------------------------------------------
 
-router = APIRouter(tags=["Dashboard"])
+router = APIRouter()
 
 
 @router.get("/", include_in_schema=False, response_model=None)
 async def page() -> Response:
     """The page."""
-    return _static("index.html")
+    return await static("index.html")
 
 
 @router.get("/static/{name}", include_in_schema=False, response_model=None)
 async def static(name: str) -> Response:
     """A file that the page is made of."""
-    return _static(name)
+    content = _files().get(name)
+    if content is None:
+        raise NotFound("file", name, "the dashboard has no such file")
+    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=PAGE_HEADERS)
 
 
 @router.get("/v1/dashboard/events", include_in_schema=False, response_model=None)
@@ -165,13 +216,6 @@ async def events(request: Request, service: TheService, workflows: TheWorkflows,
     dashboard.enter(tenant.id)
     states = _states(dashboard, service, workflows, tenant)
     return EventStream(states, partial(dashboard.leave, tenant.id))
-
-
-def _static(name: str) -> Response:
-    content = _files().get(name)
-    if content is None:
-        raise NotFound("file", name, "the dashboard has no such file")
-    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=PAGE_HEADERS)
 
 
 @cache
@@ -202,7 +246,7 @@ def _state(
     return {
         "server": {"model": service.model_name, "version": __version__, "open": service.keys.is_open},
         "health": {**engine_health, "silent_s": round(dashboard.silent_s(tenant.id), 1)},
-        "workflows": [_drawn(one) for one in workflows.registry.all(tenant.id)],
+        "workflows": [_drawn(one.workflow) for one in workflows.registry.all(tenant.id)],
         "engine": engine,
         **state,
     }
@@ -218,9 +262,68 @@ def add_outcomes(records: Iterable[dict[str, Any]], workflows: Workflows, tenant
         record["reason"] = known.failure if known else None
 
 
-def _drawn(one: Registered) -> dict[str, Any]:
+def _drawn(flow: Workflow) -> dict[str, Any]:
     """A workflow as a picture needs it: agents by column, and who hears whom."""
-    flow = one.workflow
     edges = [{"from": edge.start, "to": edge.to, "loop": edge.is_loop} for edge in workflow_edges(flow)]
     titles = {agent.id: agent.title for agent in flow.agents if agent.title}
     return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}
+
+
+FORGOTTEN = "the dashboard remembers only the last ones"
+
+
+@router.get("/v1/dashboard/runs/{number}", include_in_schema=False, response_model=None)
+async def run(number: int, request: Request, workflows: TheWorkflows, tenant: TheTenant) -> Response:
+    """A run of the tenant, by its number on the dashboard, with its calls and their receipts."""
+    dashboard: Dashboard = request.app.state.dashboard
+    found = dashboard.history.run(tenant.id, number)
+    if found is None:
+        raise NotFound("run", number, FORGOTTEN)
+    add_outcomes([found], workflows, tenant)
+    return JSONAnswer(found)
+
+
+@router.get("/v1/dashboard/calls/{number}", include_in_schema=False, response_model=None)
+async def call(number: int, request: Request, service: TheService, tenant: TheTenant) -> Response:
+    """A call of the tenant, by its number on the dashboard. `text` is null where it is not kept."""
+    dashboard: Dashboard = request.app.state.dashboard
+    found = dashboard.history.call(tenant.id, number)
+    if found is None:
+        raise NotFound("call", number, FORGOTTEN)
+    details, text = found
+    decoded = await service.threads.work(partial(text.to_dict, service.engine.tokenizer)) if text else None
+    return JSONAnswer({**details, "text": decoded, "keeps_texts": dashboard.history.keeps_texts(tenant.id)})
+
+
+@router.get("/kedge", tags=["Operation"], responses=ERRORS, response_model=None, response_class=HTMLResponse)
+async def traffic_page(request: Request, service: TheService, tenant: TheTenant) -> Response:
+    """Show what was found in the tenant's plain requests: agents, who follows whom, and what defeats reuse."""
+    return HTMLResponse(traffic_as_html(await _report(request, service, tenant)))
+
+
+@router.get("/kedge/report", tags=["Operation"], responses=ERRORS, response_model=None)
+async def traffic_report(request: Request, service: TheService, tenant: TheTenant) -> Response:
+    """Return the same as JSON; null for an engine that does not look at plain requests in this process."""
+    return JSONAnswer(await _report(request, service, tenant))
+
+
+async def _report(request: Request, service: Service, tenant: Tenant) -> Mapping[str, Any] | None:
+    engine: Engine = request.app.state.dashboard.engine
+    return await service.threads.work(partial(engine.traffic, partial(is_owned, tenant.id)))
+
+
+SHOWN = ("mode", "max_changed", "agents")
+"""What a tenant sees; counts of checks are of all tenants together, and in the operator's metrics."""
+
+
+@router.get("/v1/guard", tags=["Kedge"], responses=ERRORS, response_model=None)
+async def guard(request: Request, service: TheService, tenant: TheTenant) -> Response:
+    """Return how far the translation of the tenant's agents is trusted, by placeholder, and by what evidence.
+
+    `mode` is null for an engine without a guard.
+    """
+    engine: Engine = request.app.state.dashboard.engine
+    seen = await service.threads.work(partial(engine.inspect_tenants, partial(is_owned, tenant.id), []))
+    held = seen.get("guard", {})
+    shown = {name: held[name] for name in SHOWN if name in held}
+    return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **shown})

@@ -1,4 +1,4 @@
-"""Engine requests of one completion body, and the client run that they belong to."""
+"""Engine requests of a completion body: prompts, sampling and reuse modes, and the run that they belong to."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from dataclasses import dataclass, replace
 from kedge.errors import EmptyPrompt, InvalidGrammar, InvalidToken, PromptTooLong, RequestError
 from kedge.guard import GuardOrders
 from kedge.hints import Hints
-from kedge.server.calls import GenerationCall
 from kedge.server.openai import prompts
-from kedge.server.openai.protocol import GenerationBody
-from kedge.server.openai.tool_calls import TOOL_MARKS
-from kedge.server.service import Service
+from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
+from kedge.server.openai.tool_calls import TOOL_MARKS, grammar_of
+from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
+from kedge.server.workflows.client_runs import ClientRun, values_for
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import ClientRun
-from kedge.server.workflows.workflows import Workflows
+from kedge.server.workflows.server_runs import Workflows
 from kedge.types import (
-    AgentId,
     ClientId,
     GenerateRequest,
     Namespace,
     RequestId,
     ReuseMode,
     RunId,
-    SampleId,
     SamplingParams,
     Segment,
     ValueKind,
@@ -68,16 +65,23 @@ class GenerationJob:
 
     async def begin(self) -> GenerationCall:
         """Submit all requests. If building or submitting raises, the run is as it was before."""
-        self._enter_run()
+        run, runs, hints = self.run, self.context.workflows.client_runs, self.context.hints
+        if run and hints.agent:
+            run.call(hints.agent)
         try:
             call = await self.context.service.begin(self.context.tenant, self.count, self._requests, self._over)
-        except (EmptyPrompt, InvalidGrammar, InvalidToken, PromptTooLong) as error:
-            self._leave_run()
-            raise self._name_field(error) from error
-        except BaseException:
-            self._leave_run()
+        except BaseException as error:  # cancellation too must undo it
+            if run and hints.agent:
+                run.end_call(hints.agent)
+            if run and self.step:
+                run.give_back(self.step)
+            if isinstance(error, EmptyPrompt | InvalidGrammar | InvalidToken | PromptTooLong):
+                raise self._name_field(error) from error
             raise
-        self._report_start(call)
+        if run and self.step and self.registered:
+            runs.lookahead.called(run, self.registered, self.step, call.requests[0], hints.reuse)
+        if run and hints.agent:
+            runs.moved(run, hints.agent, has_ended=False)
         return call
 
     def _name_field(self, error: RequestError) -> RequestError:
@@ -89,77 +93,51 @@ class GenerationJob:
         value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
         return type(error)("kedge.bindings" if self.step else field, value, error.why)
 
-    def _enter_run(self) -> None:
-        if self.run and self.context.hints.agent:
-            self.run.call(self.context.hints.agent)
-
-    def _leave_run(self) -> None:
-        if self.run and self.context.hints.agent:
-            self.run.end_call(self.context.hints.agent)
-        if self.run and self.step:
-            self.run.give_back(self.step)
-
-    def _report_start(self, call: GenerationCall) -> None:
-        runs, hints = self.context.workflows.client_runs, self.context.hints
-        if self.run and self.step and self.registered:
-            runs.filled(self.run, self.registered, self.step, call.requests[0], hints.reuse)
-        if self.run and hints.agent:
-            runs.started(self.run, hints.agent)
-
     def _requests(self) -> list[GenerateRequest]:
-        return [
-            self._request(segments, choice)
-            for segments in self.prompts()
-            for choice in range(self.body.choices_per_prompt)
-        ]
-
-    def _request(self, segments: Sequence[Segment], choice: int) -> GenerateRequest:
         hints, seed, namespace = self.context.hints, self.sampling.seed, self.context.namespace
-        return GenerateRequest(
-            segments=tuple(segments),
-            sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
-            reuse=self.mode,
-            guard=self._guard(),
-            request_id=RequestId(f"http-{uuid.uuid4().hex}"),
-            tenant=namespace.tenant,
-            partition=namespace.partition,
-            client=ClientId(hints.client),
-            workflow=hints.workflow,
-            run=self.run.key.run_id if self.run else RunId(""),
-            agent=hints.agent,
-            produces=self._produces() if choice == 0 else None,
-            trail=self.registered.prompts[self.step.agent].trail if self.registered and self.step else (),
-            fixed=self._fixed(segments),
-            is_plain=self.step is None and hints.reuse is None,
-            turn=hints.turn,
-            tool_mark=TOOL_MARKS.get(tools, "") if (tools := self.context.service.settings.tool_call_parser) else "",
-            logprobs=self.body.top_logprobs_count,
-            prompt_logprobs=self.body.prompt_logprobs_count,
-        )
-
-    def _guard(self) -> GuardOrders:
-        """Return what the call's hints, or else its agent, ask of the guard."""
-        hints = self.context.hints
         agents = self.registered.workflow.agents if self.registered else ()
         agent = next((agent for agent in agents if agent.id == hints.agent), None)
-        if agent is None:
-            return GuardOrders(hints.guard, pick=hints.pick)
-        return GuardOrders(hints.guard or agent.guard, pick=hints.pick or agent.pick)
-
-    def _fixed(self, segments: Sequence[Segment]) -> int | None:
-        """Return how many leading tokens all calls of this agent share: its template's prefix, or as hinted."""
-        hints = self.context.hints
-        if self.step and self.registered:
-            return len(self.registered.prompts[self.step.agent].prefixes[0]) or None
-        if hints.fixed_messages:
-            return prompts.tokens_up_to(segments, f"message_{hints.fixed_messages - 1}")
-        return hints.fixed_tokens
-
-    def _produces(self) -> SampleId | None:
-        """Return the answer's sample id if an agent of the workflow reads the answer in this run."""
-        if not (self.run and self.step and self.registered):
-            return None
-        return self.step.sample() if _is_read(self.registered, self.step.agent) else None
+        guard = GuardOrders(hints.guard, pick=hints.pick)
+        if agent is not None:
+            guard = GuardOrders(hints.guard or agent.guard, pick=hints.pick or agent.pick)
+        prompt = self.registered.prompts[self.step.agent] if self.registered and self.step else None
+        produces = None
+        if self.run and self.step:  # it is a sample if an agent of the workflow reads the answer in this run
+            reads = (read for one in agents for read in one.placeholders if read.kind is ValueKind.AGENT)
+            produces = self.step.sample() if any(read.of == self.step.agent for read in reads) else None
+        tools = self.context.service.settings.tool_call_parser
+        requests = []
+        for segments in self.prompts():
+            if prompt:  # all calls of this agent share the beginning of its template, or what is hinted
+                fixed = len(prompt.prefixes[0]) or None
+            elif hints.fixed_messages:
+                fixed = prompts.tokens_up_to(segments, f"message_{hints.fixed_messages - 1}")
+            else:
+                fixed = hints.fixed_tokens
+            for choice in range(self.body.choices_per_prompt):
+                request = GenerateRequest(
+                    segments=tuple(segments),
+                    sampling=replace(self.sampling, seed=None if seed is None else (seed + choice) % 2**63),
+                    reuse=self.mode,
+                    guard=guard,
+                    request_id=RequestId(f"http-{uuid.uuid4().hex}"),
+                    tenant=namespace.tenant,
+                    partition=namespace.partition,
+                    client=ClientId(hints.client),
+                    workflow=hints.workflow,
+                    run=self.run.key.run_id if self.run else RunId(""),
+                    agent=hints.agent,
+                    produces=produces if choice == 0 else None,
+                    trail=prompt.trail if prompt else (),
+                    fixed=fixed,
+                    is_plain=self.step is None and hints.reuse is None,
+                    turn=hints.turn,
+                    tool_mark=TOOL_MARKS.get(tools, "") if tools else "",
+                    logprobs=self.body.top_logprobs_count,
+                    prompt_logprobs=self.body.prompt_logprobs_count,
+                )
+                requests.append(request)
+        return requests
 
     def _over(self, call: GenerationCall) -> None:
         if self.run is None:
@@ -172,9 +150,79 @@ class GenerationJob:
         if hints.final:
             runs.end(self.run)
         elif hints.agent:
-            runs.finished(self.run, hints.agent)
+            runs.moved(self.run, hints.agent, has_ended=True)
 
 
-def _is_read(registered: Registered, agent: AgentId) -> bool:
-    reads = (read for one in registered.workflow.agents for read in one.placeholders)
-    return any(read.kind is ValueKind.AGENT and read.of == agent for read in reads)
+PromptBuilder = Callable[[], Sequence[Sequence[Segment]]]
+
+
+def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
+    """Return the job of a conversation or, where the hints have bindings, of a registered agent's filled template.
+
+    Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
+    """
+    tools = len(body.tools_to_use)
+    if tools and context.service.settings.tool_call_parser is None:
+        raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
+    if tools and context.hints.bindings is not None:
+        raise RequestError("tools", tools, "with kedge.bindings the agent's template is the prompt")
+    grammar = grammar_of(body, context.service.settings.tool_call_parser)
+    if context.hints.bindings is not None:
+        return _agent_job(context, body, grammar)
+    tokenizer = context.service.engine.tokenizer
+    sampling = body.sampling(replace(_api_sampling(context.service.settings.default_max_tokens), grammar=grammar))
+
+    def build() -> list[Sequence[Segment]]:
+        return [prompts.of_conversation(tokenizer, body.messages, body.tools_to_use)]
+
+    return _plain_job(context, body, build, 1, sampling)
+
+
+def completion_job(context: CallContext, body: CompletionBody) -> GenerationJob:
+    """Return the job of texts or token ids as they stand. Raises `RequestError`."""
+    if context.hints.bindings is not None:
+        raise RequestError("kedge.bindings", "…", "templates are filled in /v1/chat/completions")
+    given, tokenizer = body.prompts, context.service.engine.tokenizer
+    sampling = body.sampling(_api_sampling(COMPLETION_MAX_TOKENS))
+
+    def build() -> list[Sequence[Segment]]:
+        return [prompts.of_prompt(tokenizer, one) for one in given]
+
+    return _plain_job(context, body, build, len(given), sampling)
+
+
+def _api_sampling(max_tokens: int) -> SamplingParams:
+    """Return the sampling of OpenAI's API where a request sets nothing."""
+    return SamplingParams(max_tokens, temperature=1.0)
+
+
+def _plain_job(
+    context: CallContext, body: GenerationBody, build: PromptBuilder, prompt_count: int, sampling: SamplingParams
+) -> GenerationJob:
+    hints = context.hints
+    registered = context.workflows.registry.find(context.tenant.id, hints.workflow)
+    run = context.workflows.client_runs.touch(context.namespace, hints, registered)
+    mode = context.service.default_mode(ReuseMode.EXACT)
+    if registered is not None and hints.agent in registered.workflow.ids:
+        mode = registered.mode(registered.agent(hints.agent), mode)
+    count = prompt_count * body.choices_per_prompt
+    return GenerationJob(context, body, run, registered, build, sampling, hints.reuse or mode, count)
+
+
+def _agent_job(context: CallContext, body: ChatBody, grammar: str) -> GenerationJob:
+    hints, workflows = context.hints, context.workflows
+    if body.messages:
+        raise RequestError("messages", len(body.messages), "with kedge.bindings the agent's template is the prompt")
+    registered = workflows.registry.get(context.tenant.id, hints.workflow)
+    agent = registered.agent(hints.agent)
+    run = workflows.client_runs.touch(context.namespace, hints, registered)
+    mode = hints.reuse or registered.mode(agent, context.service.default_mode(ReuseMode.TRANSLATE))
+    sampling = body.sampling(replace(agent.sampling, grammar=grammar))  # before the turn begins: it may raise
+    step = run.begin(hints.agent) if run else Step(hints.agent, 0)
+    tokenizer = context.service.engine.tokenizer
+
+    def build() -> list[Sequence[Segment]]:
+        prompt = registered.prompts[step.agent]
+        return [prompt.fill(values_for(prompt, hints.bindings or {}, tokenizer, registered, run, step))]
+
+    return GenerationJob(context, body, run, registered, build, sampling, mode, body.choices_per_prompt, step)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from kedge.checks import require_text
 from kedge.engine.base import Tokenizer
 from kedge.errors import EmptyPrompt, RequestError
-from kedge.server.openai.messages import CalledTool, ChatMessage, Tool
+from kedge.server.openai.protocol import CalledTool, ChatMessage, Tool
 from kedge.server.openai.tool_calls import read_json
 from kedge.types import Segment
 
@@ -46,21 +46,18 @@ def of_conversation(
     mark = hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:24]
     rendered = [_for_template(one, f"<{mark}:{at}>" if at in texts else "") for at, one in enumerate(messages)]
     offered = [tool.model_dump(exclude_none=True) for tool in tools]
-    _refuse_specials(tokenizer, "messages", [_beside_content(one) for one in rendered])
+    beside = [{key: value for key, value in one.items() if key not in ("role", "content")} for one in rendered]
+    _refuse_specials(tokenizer, "messages", beside)
     _refuse_specials(tokenizer, "tools", offered)
     pieces = re.split(f"<{mark}:(\\d+)>", _render(tokenizer, rendered, offered))
     if [int(number) for number in pieces[1::2]] != list(texts):
         raise RequestError("messages", len(messages), "the model's chat template loses or repeats some of them")
-    return tuple(segment for segment in _segments(tokenizer, pieces[::2], texts) if segment.tokens)
-
-
-def _segments(tokenizer: Tokenizer, around: Sequence[str], texts: Mapping[int, str]) -> list[Segment]:
-    segments = [Segment(tokenizer.encode(around[0]), "p0")]
-    for (at, text), after in zip(texts.items(), around[1:], strict=True):
+    segments = [Segment(tokenizer.encode(pieces[0]), "p0")]
+    for (at, text), after in zip(texts.items(), pieces[2::2], strict=True):
         content = tokenizer.encode(text, special=False) if text else ()
         segments.append(Segment(content, f"message_{at}"))
         segments.append(Segment(tokenizer.encode(after) if after else (), f"p{at + 1}"))
-    return segments
+    return tuple(segment for segment in segments if segment.tokens)
 
 
 def _for_template(message: ChatMessage, content: str) -> TemplateData:
@@ -82,10 +79,6 @@ def _call_for_template(call: CalledTool) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RequestError("messages", call.function.arguments[:80], "arguments must be a JSON object")
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _beside_content(message: TemplateData) -> TemplateData:
-    return {key: value for key, value in message.items() if key not in ("role", "content")}
 
 
 def _refuse_specials(tokenizer: Tokenizer, key: str, data: Sequence[Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ is refused in chats, `tools` in text completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,11 +15,75 @@ from pydantic import Field
 
 from kedge.checks import MAX_STOPS
 from kedge.errors import RequestError
-from kedge.hints.cache_marks import cache_marks
-from kedge.server.http.bodies import Body, accepted
-from kedge.server.openai.logprobs import MAX_LOGPROBS
-from kedge.server.openai.messages import ChatMessage, Tool
+from kedge.hints.values import cache_marks
+from kedge.server.http import Body, accepted
 from kedge.types import SamplingParams
+
+
+class Function(Body):
+    """Function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """Tool that the model may call; functions are the only type."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    """Function that the model called."""
+
+    name: str
+    arguments: str = "{}"
+    """JSON text of an object."""
+
+
+class CalledTool(Body):
+    """Tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(Body):
+    """Part of a message; text is the only type that the engine reads."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | list[TextPart], accepted('a string or a list of text parts (objects with `type: "text"` and `text`)')
+]
+
+
+class ChatMessage(Body):
+    """Message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def marked_parts(self) -> list[dict[str, Any]]:
+        """What its parts have besides their text, such as `cache_control`."""
+        return [] if isinstance(self.content, str) else [part.model_extra or {} for part in self.content or ()]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("echo", "use_beam_search", "return_token_ids"), (False,)),
@@ -37,6 +101,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
 }
 """Unsupported parameters -> their values without effect. Null never has an effect."""
+MAX_LOGPROBS = 20
+"""Largest k of the top-k logprobs of one token."""
 TOOL_CHOICES = ("none", "auto", "required")
 COMPLETION_MAX_TOKENS = 16
 """Default of OpenAI's text completions."""
@@ -108,7 +174,10 @@ class GenerationBody(Body):
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for an unsupported parameter with an effect, or for two that contradict each other."""
         for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED and value is not None and not _asks_nothing(value, UNSUPPORTED[name]):
+            neutral = UNSUPPORTED.get(name)
+            if neutral is None or value is None:
+                continue
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
                 raise RequestError(name, value, "this server does not support this parameter")
 
     def sampling(self, base: SamplingParams) -> SamplingParams:
@@ -229,10 +298,6 @@ class CompletionBody(GenerationBody):
         if isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         return [one for one in prompt if not isinstance(one, int)]
-
-
-def _asks_nothing(value: object, neutral: Iterable[object]) -> bool:
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def _stops(stop: str | list[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Answers of chat and text completions, whole and as stream chunks.
+"""Answers of chat and text completions with their logprobs, whole and as stream chunks.
 
 A `Format` writes one answer's envelope. Each choice has a `Writer`, which turns the choice's deltas, in order, into
 what is sent.
@@ -6,17 +6,85 @@ what is sent.
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kedge.engine.base import Tokenizer
-from kedge.server.openai.logprobs import TextLogprobs, of_chat, spelled
-from kedge.server.openai.tool_calls import ParsedText, PlainText, ToolParser
-from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from kedge.server.http import dumps, event
+from kedge.server.openai.tool_calls import AnswerReader, ParsedText
+from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Tokens
+
+_IMPOSSIBLE = -9999.0
+"""Stands for minus infinity, which JSON cannot express."""
+
+
+def of_chat(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """Return the field `logprobs` of a chat's choice."""
+    content = []
+    for one in entries:
+        top = [_token(tokenizer, token, logprob) for token, logprob in one.top]
+        content.append({**_token(tokenizer, one.token, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    spelled = tokenizer.token_bytes(token)
+    return {"token": spelled.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(spelled)}
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, _IMPOSSIBLE)
+
+
+class TextLogprobs:
+    """Writer of the field `logprobs` of a text completion's choice.
+
+    It writes piece by piece; text offsets continue from piece to piece. Special tokens are spelled out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        """`offset`: position of the first token, in characters."""
+        self._tokenizer, self._offset = tokenizer, offset
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, tokens: Tokens, entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
+        """Return the logprobs of the next tokens. An entry is None where a token has no logprob."""
+        return {
+            "tokens": [self._text(token) for token in tokens],
+            "token_logprobs": [entry and _number(entry.logprob) for entry in entries],
+            "top_logprobs": [entry and self._top(entry) for entry in entries],
+            "text_offset": [self._next_offset(token) for token in tokens],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """Return logprobs by text, highest first, including the token itself. Of equal texts the highest counts."""
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._text(token), _number(logprob))
+        return top
+
+    def _text(self, token: int) -> str:
+        spelled = self._tokenizer.token_bytes(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:  # a part of a character; the format is OpenAI's
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def _next_offset(self, token: int) -> int:
+        at = self._offset
+        self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+        return at
+
+
+def spelled(tokenizer: Tokenizer, tokens: Tokens) -> str:
+    """Return the text of a prompt's tokens, with special tokens spelled out."""
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
+
 
 Choice = dict[str, Any]
 
@@ -80,9 +148,8 @@ class Format(ABC):
 class ChatFormat(Format):
     """Format of `/v1/chat/completions`."""
 
-    parser: Callable[[], ToolParser] = PlainText
-    max_calls: int | None = None
-    """Tool calls of a choice; None for no limit."""
+    reader: Callable[[], AnswerReader] = AnswerReader
+    """Makes the reader of a choice."""
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def writer(self, at: int, request: GenerateRequest) -> Writer:
@@ -101,7 +168,7 @@ class ChatWriter(Writer):
 
     def __init__(self, at: int, has_logprobs: bool, form: ChatFormat) -> None:
         self._at, self._form, self._has_logprobs = at, form, has_logprobs
-        self._parser, self._opened, self._calls = form.parser(), False, 0
+        self._reader, self._opened, self._calls = form.reader(), False, 0
         self._new_entries: list[TokenLogprob] = []
 
     def whole(self, completion: Completion) -> Choice:
@@ -129,11 +196,9 @@ class ChatWriter(Writer):
         return out
 
     def _read(self, text: str, *, last: bool) -> ParsedText:
-        content, calls = self._parser.push(text, last=last)
-        left = None if self._form.max_calls is None else self._form.max_calls - self._calls
-        calls = calls[:left]
-        self._calls += len(calls)
-        return ParsedText(content, calls)
+        parsed = self._reader.push(text, last=last)
+        self._calls += len(parsed.calls)
+        return parsed
 
     def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> Choice:
         return {"index": self._at, "delta": delta, "logprobs": logprobs, "finish_reason": None}
@@ -203,3 +268,30 @@ class TextWriter(Writer):
         of_prompt = TextLogprobs(self._tokenizer).write(self._request.tokens if prompt else (), prompt)
         of_answer = self._logprobs.write(tuple(entry.token for entry in answer), answer)
         return {name: of_prompt[name] + of_answer[name] for name in of_prompt}
+
+
+MARK = "\ue000kedge\ue000"
+"""Placeholder for the text while the JSON around it is encoded; private-use characters, so that it is unique."""
+
+
+class ChunkEncoder:
+    """Encoder of one stream's chunks, which share additional fields."""
+
+    def __init__(self, form: Format, **fields: Any) -> None:
+        self._form, self._fields = form, fields
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, choice: Choice) -> bytes:
+        """Return the server-sent event of a chunk with this choice."""
+        text = self._form.only_text(choice)
+        if text is None:
+            return event(self._form.chunk(choice, **self._fields))
+        around = self._around.get(choice["index"])
+        if around is None:
+            around = self._around[choice["index"]] = self._learn(choice)
+        return around[0] + dumps(text) + around[1]
+
+    def _learn(self, choice: Choice) -> tuple[bytes, bytes]:
+        whole = event(self._form.chunk(self._form.with_text(choice, MARK), **self._fields))
+        before, after = whole.split(dumps(MARK))
+        return before, after

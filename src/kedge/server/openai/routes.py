@@ -9,21 +9,30 @@ from fastapi import APIRouter, Request, Response
 
 from kedge.errors import KedgeError
 from kedge.hints import Hints
-from kedge.server.calls import GenerationCall
-from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, JSON, answers, error_body, failure_of, problem_of
-from kedge.server.http.media_types import TypedRoute
-from kedge.server.http.sse import DONE, EventStream, JSONAnswer, event
-from kedge.server.openai.chunks import ChunkEncoder
-from kedge.server.openai.generation import CallContext, GenerationJob
-from kedge.server.openai.jobs import chat_job, completion_job
+from kedge.server.http import (
+    BODY_ERRORS,
+    DONE,
+    ERRORS,
+    EVENTS,
+    JSON,
+    EventStream,
+    JSONAnswer,
+    TypedRoute,
+    answers,
+    error_body,
+    event,
+    failure_of,
+    kedge_field,
+    problem_of,
+    usage,
+)
+from kedge.server.openai.generation import CallContext, GenerationJob, chat_job, completion_job
 from kedge.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
-from kedge.server.openai.responses import ChatFormat, Choice, CompletionFormat, Format, Writer
-from kedge.server.openai.single import CLIENT_GONE, unless_gone
-from kedge.server.openai.tool_calls import parser_of
-from kedge.server.receipts import kedge_field, usage
-from kedge.server.service import Service, TheService, TheTenant
+from kedge.server.openai.responses import ChatFormat, Choice, ChunkEncoder, CompletionFormat, Format, Writer
+from kedge.server.openai.single import CLIENT_GONE, reader_of, unless_gone
+from kedge.server.service import GenerationCall, Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.workflows import TheWorkflows
+from kedge.server.workflows.server_runs import TheWorkflows
 from kedge.types import Completion, TokenDelta
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
@@ -37,12 +46,7 @@ async def chat_completions(
     """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
     hints = request.state.hints = _checked_hints(service, tenant, body, request.headers)
     job = chat_job(CallContext(service, workflows, tenant, hints), body)
-    form = ChatFormat(
-        service.model_name,
-        service.engine.tokenizer,
-        parser=parser_of(service.settings.tool_call_parser if body.tools_to_use else None),
-        max_calls=1 if body.parallel_tool_calls is False else None,
-    )
+    form = ChatFormat(service.model_name, service.engine.tokenizer, reader=partial(reader_of, service, body))
     return await _answer(job, form, request)
 
 
@@ -97,61 +101,39 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
 
 
 def _whole(job: GenerationJob, form: Format, call: GenerationCall, finished: list[Completion]) -> dict[str, object]:
-    writers = _writers(form, call)
-    choices = [writer.whole(completion) for writer, completion in zip(writers, finished, strict=True)]
+    asked = enumerate(zip(call.requests, finished, strict=True))
+    choices = [form.writer(at, request).whole(completion) for at, (request, completion) in asked]
     counts = usage(finished, job.body.choices_per_prompt)
     return form.whole(choices, usage=counts, kedge=kedge_field(job.context.hints, finished))
 
 
-def _writers(form: Format, call: GenerationCall) -> list[Writer]:
-    return [form.writer(at, request) for at, request in enumerate(call.requests)]
-
-
 async def _chunks(job: GenerationJob, call: GenerationCall, form: Format, request: Request) -> AsyncIterator[bytes]:
     """Yield a stream's events: the choices' chunks, the usage if it is asked for, and the end mark."""
-    encoder = ChunkEncoder(form, **_usage_field(job.body))
-    writers, left = _writers(form, call), job.count
+    service, wants_usage = job.context.service, bool(job.body.stream_options and job.body.stream_options.include_usage)
+    before_usage: dict[str, None] = {"usage": None} if wants_usage else {}
+    encoder = ChunkEncoder(form, **before_usage)
+    writers, left = [form.writer(at, one) for at, one in enumerate(call.requests)], job.count
     try:
         async for batch in call.batches():
-            choices = await _choices(job, writers, batch)
+            write = partial(_choices, writers, batch)
+            is_long = any(delta.prompt_logprobs for _, delta in batch)  # those of a prompt are not for the event loop
+            choices = await service.threads.work(write) if is_long else write()
             left -= sum(delta.completion is not None for _, delta in batch)
             if not left:
-                yield b"".join(map(event, _last_chunks(choices, job, call, form)))
+                finished = [completion for completion in call.completions if completion]
+                chunks = [form.chunk(choice, **before_usage) for choice in choices]
+                if wants_usage:
+                    chunks.append(form.chunk(usage=usage(finished, job.body.choices_per_prompt)))
+                chunks[-1]["kedge"] = kedge_field(job.context.hints, finished)
+                yield b"".join(map(event, chunks))
             elif choices:
                 yield b"".join(map(encoder.event, choices))
     except KedgeError as error:
         body = error_body(error)
-        job.context.service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
+        service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
         yield event(body)
     yield DONE
 
 
-async def _choices(job: GenerationJob, writers: list[Writer], batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
-    """Return the chunks' choices of a few deltas. Logprobs of a whole prompt are written off the event loop."""
-
-    def write() -> list[Choice]:
-        return [choice for at, delta in batch for choice in writers[at].chunks(delta)]
-
-    is_long = any(delta.prompt_logprobs for _, delta in batch)
-    return await job.context.service.threads.work(write) if is_long else write()
-
-
-def _last_chunks(
-    choices: list[Choice], job: GenerationJob, call: GenerationCall, form: Format
-) -> list[dict[str, object]]:
-    """Return a stream's last chunks, the very last with the receipts, and with the usage if it is asked for."""
-    finished = [completion for completion in call.completions if completion]
-    chunks = [form.chunk(choice, **_usage_field(job.body)) for choice in choices]
-    if _wants_usage(job.body):
-        chunks.append(form.chunk(usage=usage(finished, job.body.choices_per_prompt)))
-    chunks[-1]["kedge"] = kedge_field(job.context.hints, finished)
-    return chunks
-
-
-def _usage_field(body: GenerationBody) -> dict[str, None]:
-    """Return the usage field of chunks before the last one: null if usage is asked for, else none."""
-    return {"usage": None} if _wants_usage(body) else {}
-
-
-def _wants_usage(body: GenerationBody) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
+def _choices(writers: list[Writer], batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
+    return [choice for at, delta in batch for choice in writers[at].chunks(delta)]

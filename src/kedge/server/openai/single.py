@@ -10,17 +10,13 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 
 from kedge.errors import KedgeError, RequestError
-from kedge.server.calls import GenerationCall
-from kedge.server.http.errors import error_body, failure_of, problem_of
-from kedge.server.http.sse import EventStream, JSONAnswer, event
-from kedge.server.openai.generation import CallContext, GenerationJob
-from kedge.server.openai.jobs import chat_job
+from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, kedge_field, problem_of
+from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
 from kedge.server.openai.protocol import ChatBody
-from kedge.server.openai.tool_calls import ParsedText, ToolParser, parser_of
-from kedge.server.receipts import kedge_field
-from kedge.server.service import Service
+from kedge.server.openai.tool_calls import AnswerReader, ParsedText
+from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.workflows import Workflows
+from kedge.server.workflows.server_runs import Workflows
 from kedge.types import Completion, GenerateRequest
 
 CLIENT_GONE = 499
@@ -58,18 +54,10 @@ class AnswerWriter(ABC):
         """Return the event of an error in the middle of a stream; `error` is as in OpenAI's answers."""
 
 
-class _Parsing:
-    """Text and tool calls of one answer, of which at most so many calls count."""
-
-    def __init__(self, parser: ToolParser, max_calls: int | None) -> None:
-        self._parser, self._left = parser, max_calls
-
-    def push(self, text: str, *, last: bool) -> ParsedText:
-        content, calls = self._parser.push(text, last=last)
-        if self._left is not None:
-            calls = calls[: self._left]
-            self._left -= len(calls)
-        return ParsedText(content, calls)
+def reader_of(service: Service, body: ChatBody) -> AnswerReader:
+    """Return the reader of an answer to a chat."""
+    tools = service.settings.tool_call_parser if body.tools_to_use else None
+    return AnswerReader(tools, 1 if body.parallel_tool_calls is False else None)
 
 
 async def answer(
@@ -82,8 +70,7 @@ async def answer(
         raise RequestError("n", body.n, "this protocol's answers have one choice")
     hints = request.state.hints = service.hints(tenant, body.hints, request.headers)
     job = chat_job(CallContext(service, workflows, tenant, hints), body)
-    tools = service.settings.tool_call_parser if body.tools_to_use else None
-    reader = _Parsing(parser_of(tools)(), 1 if body.parallel_tool_calls is False else None)
+    reader = reader_of(service, body)
     call = await job.begin()
     if body.stream:
         return EventStream(_events(job, call, reader, writer, request), call.end)
@@ -99,7 +86,7 @@ async def answer(
 
 
 async def _events(
-    job: GenerationJob, call: GenerationCall, reader: _Parsing, writer: AnswerWriter, request: Request
+    job: GenerationJob, call: GenerationCall, reader: AnswerReader, writer: AnswerWriter, request: Request
 ) -> AsyncIterator[bytes]:
     yield _bytes(writer.begin(call.requests[0]))
     try:
@@ -120,16 +107,15 @@ def _bytes(events: Iterable[AnswerEvent]) -> bytes:
 
 async def unless_gone(call: GenerationCall, request: Request) -> list[Completion] | None:
     """Return the call's completions, or None if the client disconnects first."""
-    finished = asyncio.ensure_future(call.finished())
-    gone = asyncio.ensure_future(_gone(request))
+
+    async def is_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    finished, gone = asyncio.ensure_future(call.finished()), asyncio.ensure_future(is_gone())
     try:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
         return finished.result() if finished.done() else None
     finally:
         finished.cancel()
         gone.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,4 @@
-"""Parsers of tool calls in a model's answers.
+"""Tool calls: parsers of the calls in a model's answers, and grammars for `response_format` and `tool_choice`.
 
 The server's settings name the format of the model; nothing is guessed. Text that only resembles a call stays text.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from kedge.settings.server import ToolCallFormat
+from kedge.errors import RequestError
+from kedge.server.openai.protocol import ChatBody, Function
+from kedge.settings.sections import ToolCallFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,6 @@ class ToolParser(Protocol):
         """Take the next piece and return what is certain now; after the last piece, everything left."""
 
 
-class PlainText:
-    """Parser that finds no calls."""
-
-    def push(self, text: str, *, last: bool = False) -> ParsedText:  # noqa: ARG002 (nothing is ever held back)
-        return ParsedText(text)
-
-
 class Hermes:
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which may occur several times (Hermes, Qwen).
 
@@ -68,25 +63,24 @@ class Hermes:
             body, close, after = rest.partition(self.CLOSE)
             if not (close or last):
                 break
-            if call := _call(_parsed(body), "arguments"):
+            try:
+                call = _call(read_json(body), "arguments")
+            except ValueError:
+                call = None
+            if call:
                 calls.append(call)
             content += before.rstrip() if call else before + self.OPEN + body + close
             self._held, self._ends_in_call = after, bool(call)
-        return ParsedText(content + self._release(last), tuple(calls))
-
-    def _release(self, last: bool) -> str:
-        size = len(self._held) if last else self._certain()
+        size = len(self._held)
+        if not last:  # what may belong to a call, or to the white space before it, is held back
+            at = self._held.find(self.OPEN)
+            if at < 0:
+                begun = (many for many in range(len(self.OPEN) - 1, 0, -1) if self._held.endswith(self.OPEN[:many]))
+                at = size - next(begun, 0)
+            size = len(self._held[:at].rstrip())
         out, self._held = self._held[:size], self._held[size:]
         self._ends_in_call = self._ends_in_call and not out.strip()
-        return "" if self._ends_in_call else out
-
-    def _certain(self) -> int:
-        """Return how many leading characters cannot belong to a call or to the white space before it."""
-        at = self._held.find(self.OPEN)
-        if at < 0:
-            begun = (size for size in range(len(self.OPEN) - 1, 0, -1) if self._held.endswith(self.OPEN[:size]))
-            at = len(self._held) - next(begun, 0)
-        return len(self._held[:at].rstrip())
+        return ParsedText(content if self._ends_in_call else content + out, tuple(calls))
 
 
 class Llama3Json:
@@ -114,9 +108,21 @@ TOOL_MARKS: Mapping[ToolCallFormat, str] = {"hermes": Hermes.OPEN, "llama3_json"
 """Text that an answer with a call has in it, by format."""
 
 
-def parser_of(name: ToolCallFormat | None) -> Callable[[], ToolParser]:
-    """Return what makes a parser of this format; without a format, one that finds no calls."""
-    return PARSERS[name] if name else PlainText
+class AnswerReader:
+    """Reader of one answer in pieces: its text, and its tool calls in a format, of which at most `max_calls` count."""
+
+    def __init__(self, form: ToolCallFormat | None = None, max_calls: int | None = None) -> None:
+        """Without a format, no calls are found; without `max_calls`, all of them count."""
+        self._parser = PARSERS[form]() if form else None
+        self._left = max_calls
+
+    def push(self, text: str, *, last: bool) -> ParsedText:
+        """Take the next piece and return what is certain now."""
+        content, calls = self._parser.push(text, last=last) if self._parser else ParsedText(text)
+        if self._left is not None:
+            calls = calls[: self._left]
+            self._left -= len(calls)
+        return ParsedText(content, calls)
 
 
 def read_json(text: str) -> Any:
@@ -132,14 +138,6 @@ def _refuse(constant: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _parsed(text: str) -> Any:
-    """Return the value of a JSON text, or None if it is invalid."""
-    try:
-        return read_json(text)
-    except ValueError:
-        return None
 
 
 def _call(data: Any, key: str) -> ToolCall | None:
@@ -170,3 +168,80 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
         calls.append(call)
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
     return tuple(calls)
+
+
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""llguidance's options: white space is at most one blank after a comma or colon"""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class _Wording(NamedTuple):
+    """How calls are written in a format that the server reads."""
+
+    open: str
+    arguments: str
+    """Name of the field with the arguments"""
+    close: str
+    between: str
+
+
+WORDINGS: Mapping[ToolCallFormat, _Wording] = {
+    "hermes": _Wording(f"{Hermes.OPEN}\n", "arguments", f"\n{Hermes.CLOSE}", "\n"),
+    "llama3_json": _Wording("", "parameters", "", "; "),
+}
+
+
+def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
+    """Return the grammar that a chat's answer conforms to; "" where it is free.
+
+    Every tool's arguments are a rule of their own, so that references within its schema (`#/$defs/…`) hold. JSON is
+    written in one line: where white space is free, a model may write nothing else until it runs out of tokens.
+    `form` is how the model writes tool calls. Raises `RequestError` for a format or a choice that cannot be followed.
+    """
+    schema = _schema(body)
+    if schema is None and not body.must_call:
+        return ""
+    several = body.parallel_tool_calls is not False
+    functions = [tool.function for tool in body.tools_to_use if body.called in (None, tool.function.name)]
+    calls = _call_rules(functions, WORDINGS[form], several=several) if form else []
+    if schema is None or body.must_call:
+        return "\n".join(["start: calls", *calls])
+    start = "start: content | calls" if calls else "start: content"
+    return "\n".join([start, f"content: {_json(schema)}", *calls])
+
+
+def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bool) -> list[str]:
+    """Return the rules of one call, or of `several`, of any of these functions; none without functions."""
+    if not functions:
+        return []
+    between = f"({_text(wording.between)} call)*" if several else ""
+    names = " | ".join(f"call_{at}" for at in range(len(functions)))
+    rules = [f"calls: call {between}", f"call: {names}"]
+    for at, function in enumerate(functions):
+        begin = f'{wording.open}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{wording.arguments}": '
+        rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
+        rules.append(f"arguments_{at}: {_json(function.parameters or ANY_OBJECT)}")
+    return rules
+
+
+def _schema(body: ChatBody) -> Mapping[str, Any] | None:
+    """Return the schema of the answer's text, None where it is free."""
+    if body.response_format is None or body.response_format.type == "text":
+        return None
+    if body.response_format.type == "json_object":
+        return ANY_OBJECT
+    key, given = "response_format.json_schema", body.response_format.json_schema
+    if given is None:
+        raise RequestError(key, given, "must be an object with a `schema`")
+    if not isinstance(given.get("schema"), dict):
+        raise RequestError(f"{key}.schema", given.get("schema"), "must be a JSON schema (an object)")
+    schema: Mapping[str, Any] = given["schema"]
+    return schema
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": ONE_LINE}, ensure_ascii=False)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,27 +1,44 @@
-"""Runs that clients drive call by call, and their forecasts.
+"""Runs that clients drive call by call: their forecasts, what their agents read, and hints for the prompts to come.
 
-A run is forgotten when its client ends it, when no call has named it for a while, or when there are too many.
+A run is forgotten when its client ends it, when no call has named it for a while, or when there are too many. An answer
+is remembered with its token ids, so that an agent that reads it later reads the same sample: the KV that decoding left
+behind is then its base KV.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kedge.engine.base import Engine
-from kedge.errors import LimitReached
+from kedge.checks import require_text
+from kedge.engine.base import Engine, Tokenizer
+from kedge.errors import LimitReached, RequestError
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
-from kedge.runner.prompts import fixed_prompts
-from kedge.server.workflows.lookahead import Lookahead
+from kedge.runner.prompts import NOTHING, Remembered, RunMemory, RunPrompts, fixed_prompts
 from kedge.server.workflows.registry import Registered
-from kedge.server.workflows.run_memory import ClientRun
-from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, ReuseMode, RunId, TenantId, Tokens
+from kedge.structures.bounded import BoundedDict
+from kedge.types import (
+    AgentId,
+    Completion,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SampleId,
+    TenantId,
+    Tokens,
+    ValueKind,
+)
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
+from kedge.workflow.template import CompiledAgent, Placeholder, Value
 
 MAX_RUNS = 1024
 """Runs of a tenant."""
@@ -38,7 +55,7 @@ class ClientRuns:
         """`default` and `withdraw` are those of `Lookahead`."""
         self.board = ForecastBoard(TTL)
         self._engine = engine
-        self._lookahead = Lookahead(engine, default, withdraw)
+        self.lookahead = Lookahead(engine, default, withdraw)
         self._runs: dict[TenantId, OrderedDict[RunKey, ClientRun]] = {}
         """By tenant, so that no tenant's runs evict another's, in the order of their last calls."""
 
@@ -80,40 +97,29 @@ class ClientRuns:
         self._forget_old(runs, now)
         if key not in runs and len(runs) >= MAX_RUNS:
             raise _full("runs", len(runs), f"at most {MAX_RUNS} runs at once are kept", runs, now)
-        named = len(hints.steps or ()) + sum(self._forecast_agents(one) for one in runs if one != key)
+        forecasts = [self.board.forecast(one) for one in runs if one != key]
+        named = len(hints.steps or ()) + sum(len(one.next_runs) for one in forecasts if one)
         if hints.steps and named > MAX_FORECAST_AGENTS:
             why = f"the forecasts of all runs have at most {MAX_FORECAST_AGENTS} agents"
             raise _full("agents", named, why, runs, now)
 
-    def started(self, run: ClientRun, agent: AgentId) -> None:
-        """Record the start of an agent's call."""
+    def moved(self, run: ClientRun, agent: AgentId, *, has_ended: bool) -> None:
+        """Record the start of an agent's call, or its end."""
         if run.progress is not None:
-            self._publish(run.progress.started(agent, time.monotonic()))
+            move = run.progress.finished if has_ended else run.progress.started
+            self._publish(move(agent, time.monotonic()))
             run.called.clear()
         self.look_ahead(run)
-
-    def finished(self, run: ClientRun, agent: AgentId) -> None:
-        """Record the end of an agent's call."""
-        if run.progress is not None:
-            self._publish(run.progress.finished(agent, time.monotonic()))
-            run.called.clear()
-        self.look_ahead(run)
-
-    def filled(
-        self, run: ClientRun, registered: Registered, step: Step, request: GenerateRequest, asked: ReuseMode | None
-    ) -> None:
-        """Record a registered agent's call with its filled template; `asked` is the mode that the call names."""
-        self._lookahead.called(run, registered, step, request, asked)
 
     def look_ahead(self, run: ClientRun) -> None:
         """Send the prompts of the upcoming agents to the engine."""
         if forecast := self.board.forecast(run.key):
-            self._lookahead.expect(run, forecast.next_runs)
+            self.lookahead.expect(run, forecast.next_runs)
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
         if self._of(run.key.namespace).pop(run.key, None) is not None:
-            self._lookahead.end_run(run.key)
+            self.lookahead.end_run(run.key)
             self._publish(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key)
 
@@ -141,10 +147,6 @@ class ClientRuns:
         while (oldest := next(iter(runs.values()), None)) and (len(runs) > MAX_RUNS or oldest.heard + TTL <= now):
             self.end(oldest)
 
-    def _forecast_agents(self, key: RunKey) -> int:
-        forecast = self.board.forecast(key)
-        return len(forecast.next_runs) if forecast else 0
-
 
 def _key(namespace: Namespace, hints: Hints) -> RunKey:
     return RunKey(namespace, hints.client, RunId(hints.run))
@@ -155,3 +157,183 @@ def _full(key: str, value: int, why: str, runs: Mapping[RunKey, ClientRun], now:
     error = LimitReached(key, value, why)
     error.retry_after = next(iter(runs.values())).heard + TTL - now
     return error
+
+
+MAX_ANSWERS = 1024
+"""Answers of a run that are remembered."""
+
+
+@dataclass
+class ClientRun:
+    """Run that a client drives."""
+
+    key: RunKey
+    heard: float
+    progress: RunProgress | None = None
+    """None where no registered workflow has a forecast for the run, or the client sends its own."""
+    turns: Counter[AgentId] = field(default_factory=Counter)
+    answers: RunMemory = field(default_factory=lambda: RunMemory(MAX_ANSWERS))
+    running: Counter[AgentId] = field(default_factory=Counter)
+    """Calls in flight by agent."""
+    called: set[AgentId] = field(default_factory=set)
+    """Agents that have called since the forecast was made."""
+
+    @property
+    def acting(self) -> Set[AgentId]:
+        """Agents whose expected call has come, so that the forecast does not yet cover their next one."""
+        return self.running.keys() | self.called
+
+    def call(self, agent: AgentId) -> None:
+        """Count a call of `agent` as in flight."""
+        self.running[agent] += 1
+        self.called.add(agent)
+
+    def end_call(self, agent: AgentId) -> None:
+        """Count a call of `agent` as ended, or as one that could not begin."""
+        self.running -= Counter({agent: 1})
+
+    def begin(self, agent: AgentId) -> Step:
+        """Begin the next turn of `agent`."""
+        self.turns[agent] += 1
+        return Step(agent, self.turns[agent] - 1)
+
+    def give_back(self, step: Step) -> None:
+        """Take back a turn that could not begin, if it is the agent's newest."""
+        if self.turns[step.agent] == step.turn + 1:
+            self.turns[step.agent] -= 1
+
+    def keep(self, step: Step, completion: Completion) -> None:
+        """Remember an answer that is not empty."""
+        if completion.tokens:
+            self.answers.put(step.sample(), Value(completion.tokens, step.sample()), completion.text)
+
+
+def values_for(
+    prompt: CompiledAgent,
+    bindings: Mapping[str, str],
+    tokenizer: Tokenizer,
+    registered: Registered,
+    run: ClientRun | None,
+    step: Step,
+) -> dict[Placeholder, Value]:
+    """Return what fills an agent's placeholders: the client's bindings, and the answers of its run.
+
+    Raises `RequestError` for a binding that the agent does not read, or a placeholder without a value.
+    """
+    names = {placeholder.name for placeholder in prompt.placeholders}
+    for name in bindings:
+        if name not in names:
+            raise RequestError("kedge.bindings", name, f"the agent reads only {', '.join(sorted(names)) or 'nothing'}")
+    values: dict[Placeholder, Value] = {}
+    for placeholder in prompt.placeholders:
+        text, known = bindings.get(placeholder.name), None
+        if run is not None and placeholder.kind is ValueKind.AGENT:
+            sample = registered.workflow.sample(step, placeholder)
+            known = Remembered(NOTHING, "") if sample is None else run.answers.find(sample)
+        if text is None and known is None:
+            raise RequestError("kedge.bindings", placeholder.name, "has no value")
+        if known is not None and text in (None, known.text):
+            values[placeholder] = known.value
+        else:
+            values[placeholder] = value_of(tokenizer, placeholder, text or "")
+    return values
+
+
+PREPARED_STEPS = 1.0
+"""Steps-to-execution up to which an agent's prompt is given to the engine."""
+PREPARED_RUNS, PREPARED_AGENTS, MAX_VALUES = 16, 4, 64
+"""Runs of a tenant that get hints; hints of a run; values that are remembered of a run."""
+
+
+class Lookahead:
+    """The engine's hints for upcoming prompts. Belongs to the event loop.
+
+    This is for runs whose templates the server fills. What a call has bound is remembered, and so are the answers: from
+    them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess costs
+    idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. Hints that are no longer valid are
+    withdrawn: by the engine itself where the forecast does not expect the agent any more or the run has ended, and from
+    here where there are too many.
+    """
+
+    def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
+        """`default`: the reuse mode where neither agent nor workflow has one. `withdraw` cancels hints, soon."""
+        self._engine, self._default, self._withdraw = engine, default, withdraw
+        self._runs: dict[TenantId, BoundedDict[RunKey, _KnownRun]] = {}
+        """By tenant, and by the time of the last call."""
+
+    def called(
+        self, run: ClientRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
+    ) -> None:
+        """Take in the call of a registered agent, with `filled` for its template.
+
+        `asked` is the reuse mode that the call names; the run's other calls are expected to name it, too.
+        """
+        known = self._of(run.key).use(run.key, lambda: _KnownRun(registered))
+        known.registered, known.asked = registered, asked
+        known.read(filled, step)
+
+    def expect(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> None:
+        """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
+        known = self._of(run.key).get(run.key)
+        if known is None:
+            return
+        requests = [known.request(run, agent, self._default) for agent in known.near(run, next_runs)]
+        for request in requests:
+            self._engine.prepare(request)
+        hints = {request.agent: request.request_id for request in requests}
+        self._withdraw([hint for agent, hint in known.hints.items() if agent not in hints])
+        known.hints = hints
+
+    def end_run(self, key: RunKey) -> None:
+        """Forget a run that has ended. The engine drops its hints by itself."""
+        self._of(key).pop(key, None)
+
+    def _of(self, key: RunKey) -> BoundedDict[RunKey, _KnownRun]:
+        return self._runs.setdefault(key.namespace.tenant, BoundedDict(PREPARED_RUNS, self._evicted))
+
+    def _evicted(self, _: RunKey, oldest: _KnownRun) -> None:
+        self._withdraw([*oldest.hints.values()])
+
+
+@dataclass
+class _KnownRun:
+    """What one run's calls have bound, and the hints that the engine has of it."""
+
+    registered: Registered
+    asked: ReuseMode | None = None
+    values: RunMemory = field(default_factory=lambda: RunMemory(MAX_VALUES))
+    """What was read last. A client may have bound another text than the answer, so these go before the answers."""
+    hints: dict[AgentId, RequestId] = field(default_factory=dict)
+    """Expected agents with the ids of their hints."""
+
+    def read(self, filled: GenerateRequest, step: Step) -> None:
+        """Remember the values that a step has read. What is left out of its prompt is empty."""
+        self.hints.pop(step.agent, None)
+        values = {one.name: Value(one.tokens, one.sample) for one in filled.segments if one.is_placeholder}
+        for placeholder in self.registered.prompts[step.agent].placeholders:
+            if sample := self.registered.workflow.sample(step, placeholder):
+                self.values.put(sample, values.get(placeholder.name, NOTHING))
+
+    def near(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
+        """Return the agents that run next, soonest first, without those whose expected call has come already."""
+        known = [agent for agent in self.registered.workflow.ids if agent in next_runs and agent not in run.acting]
+        soon = [agent for agent in known if next_runs[agent].steps <= PREPARED_STEPS]
+        return sorted(soon, key=lambda agent: next_runs[agent].steps)[:PREPARED_AGENTS]
+
+    def request(self, run: ClientRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
+        """Return the agent's next call."""
+        registered = self.registered
+        prompts = RunPrompts(run.key, registered.workflow, registered.prompts, (self.values, run.answers))
+        reuse = self.asked or registered.mode(registered.agent(agent), default)
+        return prompts.request(Step(agent, run.turns[agent]), reuse)
+
+
+def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value:
+    """Return the value that `text` is. Its sample is named by its tokens, so that equal texts are one sample.
+
+    Special tokens that are spelled out in `text` are read as plain text. Raises `RequestError` for invalid Unicode.
+    """
+    require_text(f"kedge.bindings.{placeholder.name}", text, may_be_empty=True)
+    tokens = tokenizer.encode(text, special=False) if text else ()
+    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=12).hexdigest()
+    return Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, digest))

@@ -107,8 +107,10 @@ class WorkflowRegistry:
 
 def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *, tools: bool) -> Registered:
     """Return a checked workflow of parsed YAML or JSON. Raises `WorkflowError`, and `NotFound` for an unknown judge."""
-    if not tools:
-        _refuse_tools(data)
+    agents = data.get("agents") if isinstance(data, dict) and not tools else None
+    for agent in agents if isinstance(agents, list) else ():
+        if isinstance(agent, dict) and agent.get("tool") is not None:
+            raise SpecError("tool", agent["tool"], "this server runs no tools (`kedge serve --tools` allows them)")
     workflow = build_workflow(data)
     if not workflow.name.strip() or len(workflow.name) > 128 or "/" in workflow.name or not workflow.name.isprintable():
         raise SpecError("name", workflow.name, "must have 1 to 128 printable characters without '/'")
@@ -118,10 +120,3 @@ def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *,
     for judge in judges:
         new.agent(judge)
     return new
-
-
-def _refuse_tools(data: object) -> None:
-    agents = data.get("agents") if isinstance(data, dict) else None
-    for agent in agents if isinstance(agents, list) else ():
-        if isinstance(agent, dict) and agent.get("tool") is not None:
-            raise SpecError("tool", agent["tool"], "this server runs no tools (`kedge serve --tools` allows them)")

@@ -9,21 +9,48 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from kedge.errors import RequestError, SpecError
-from kedge.hints import Hints
+from kedge.guard import GuardMode
 from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
-from kedge.server.http import media_types
-from kedge.server.http.errors import BODY_ERRORS, ERRORS, EVENTS, answers
-from kedge.server.http.media_types import TypedRoute
-from kedge.server.http.sse import EventStream, JSONAnswer, event
+from kedge.server.http import (
+    BODY_ERRORS,
+    ERRORS,
+    EVENTS,
+    JSON_TYPE,
+    YAML,
+    Body,
+    EventStream,
+    JSONAnswer,
+    TypedRoute,
+    accepted,
+    answers,
+    event,
+)
 from kedge.server.service import TheService, TheTenant
-from kedge.server.workflows.protocol import ReuseChoice, RunBody
 from kedge.server.workflows.registry import Registered, registered
-from kedge.server.workflows.server_runs import ServerRun
-from kedge.server.workflows.workflows import TheWorkflows
+from kedge.server.workflows.server_runs import ServerRun, TheWorkflows
 from kedge.types import ReuseMode
 from kedge.workflow.export import export
 from kedge.workflow.spec import parse_text
+
+ReuseChoice = Literal["off", "exact", "translate"]
+GuardChoice = Literal["off", "shadow", "on"]
+RunReuse = Annotated[
+    ReuseChoice | dict[str, ReuseChoice],
+    accepted("'off', 'exact' or 'translate', or an object with one of these for each agent that it names"),
+]
+
+
+class RunBody(Body):
+    """Request to start a run of a registered workflow."""
+
+    inputs: dict[str, str]
+    reuse: RunReuse | None = None
+    """One mode for all agents without a mode of their own, or modes by agent, which override everything else."""
+    guard: GuardChoice | None = None
+    """Mode of the quality guard for all agents without one of their own."""
+    stream: bool = False
+
 
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
@@ -33,7 +60,7 @@ KEEP_ALIVE = b": still there\n\n"
 FILE = {
     "requestBody": {
         "required": True,
-        "content": {kind: {"schema": {"type": "object"}} for kind in (media_types.JSON, *media_types.YAML)},
+        "content": {kind: {"schema": {"type": "object"}} for kind in (JSON_TYPE, *YAML)},
     }
 }
 
@@ -59,7 +86,14 @@ async def register(
     mode = ReuseMode(reuse) if reuse else None
 
     def build() -> Registered:
-        new = registered(_parsed(content, kind), mode, frozenset(judge), tools=service.settings.tools)
+        if len(content) > MAX_FILE_BYTES:
+            raise SpecError("body", f"{len(content)} bytes", f"a workflow file has at most {MAX_FILE_BYTES}")
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
+        data = parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
+        new = registered(data, mode, frozenset(judge), tools=service.settings.tools)
         prompts = compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         return replace(new, prompts=prompts)
 
@@ -101,16 +135,6 @@ async def delete(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     return JSONAnswer({"id": name, "object": "workflow", "deleted": True})
 
 
-def _parsed(content: bytes, kind: str) -> object:
-    if len(content) > MAX_FILE_BYTES:
-        raise SpecError("body", f"{len(content)} bytes", f"a workflow file has at most {MAX_FILE_BYTES}")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
-    return parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
-
-
 def _described(one: Registered) -> dict[str, Any]:
     flow = one.workflow
     agents = [
@@ -144,9 +168,12 @@ def _described(one: Registered) -> dict[str, Any]:
 async def start(name: str, body: RunBody, service: TheService, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
     found, default = known.registry.get(tenant.id, name), service.default_mode(ReuseMode.TRANSLATE)
-    _refuse_unknown(body)
-    runs = known.server_runs
-    served = runs.start(tenant, found.for_run(default, body.mode, body.modes, body.guard_mode), body.inputs)
+    for unknown in body.model_extra or {}:
+        raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
+    mode = ReuseMode(body.reuse) if isinstance(body.reuse, str) else None
+    modes = {agent: ReuseMode(one) for agent, one in body.reuse.items()} if isinstance(body.reuse, dict) else {}
+    runs, guard = known.server_runs, GuardMode(body.guard) if body.guard else None
+    served = runs.start(tenant, found.for_run(default, mode, modes, guard), body.inputs)
     if body.stream:
         return EventStream(_events(served, 0), lambda: runs.cancel(served))
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
@@ -188,11 +215,6 @@ async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
         yield KEEP_ALIVE if item is None else event(item[1].data, name=item[1].name, number=item[0])
 
 
-def _refuse_unknown(body: RunBody) -> None:
-    for name in body.model_extra or {}:
-        raise RequestError(name, "…", "must be one of inputs, reuse, guard, stream")
-
-
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
@@ -211,12 +233,9 @@ async def hints(
     allowed.use(1 + len(given.steps or ()) + len(given.expects or ()))
     namespace = tenant.namespace(given.salt)
     found = known.registry.find(tenant.id, given.workflow)
-    taken = [] if _is_of_session_only(given) else known.client_runs.hint(namespace, given, found)
+    # The run that hints name may be their session alone, of which they bring no forecast.
+    is_session = given.run == given.session and not (given.workflow or given.steps is not None or given.final)
+    taken = [] if is_session else known.client_runs.hint(namespace, given, found)
     taken += await service.advise(namespace, given.turn)
     data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
     return JSONAnswer(data)
-
-
-def _is_of_session_only(hints: Hints) -> bool:
-    """Return whether the run that hints name is their session, of which they bring no forecast."""
-    return hints.run == hints.session and not (hints.workflow or hints.steps is not None or hints.final)

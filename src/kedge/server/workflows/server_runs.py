@@ -1,4 +1,4 @@
-"""Runs of registered workflows that the server drives, and their events."""
+"""Runs of registered workflows that the server drives, with their events, and all the workflows of a server."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
 
 from kedge.errors import KedgeError, NotFound, RequestError
-from kedge.runner.results import EventKind, RunEvent, RunResult
-from kedge.runner.run import check_inputs, run
-from kedge.server.failures import CallFailure
-from kedge.server.http.errors import BUG, INTERNAL, error_body, problem_body, problem_of
-from kedge.server.meters import Ticket
-from kedge.server.receipts import receipt
+from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
+from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, problem_body, problem_of, receipt
+from kedge.server.metrics import InFlight
 from kedge.server.service import Service
-from kedge.server.telemetry.in_flight import InFlight
-from kedge.server.telemetry.tracing import RunSpan
-from kedge.server.tenancy import Tenant
+from kedge.server.tenancy import Tenant, Ticket
+from kedge.server.tracing import RunSpan
+from kedge.server.workflows.client_runs import ClientRuns
+from kedge.server.workflows.registry import WorkflowRegistry
 from kedge.types import RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Workflow
 
@@ -112,7 +112,9 @@ class ServerRuns:
         started = ServerRun(tenant.id, workflow.name)
         mine = self._of.setdefault(tenant.id, {})
         mine[started.id] = started
-        self._forget_old(mine)
+        ended = [name for name, served in mine.items() if served.status is not RunStatus.RUNNING]
+        for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
+            del mine[name]
         self._service.metrics.runs.labels(tenant.id).inc()
         span = self._service.tracing.run(tenant.id, started.id, workflow)
         in_flight = InFlight(self._service.metrics, tenant.id)
@@ -148,11 +150,6 @@ class ServerRuns:
         for mine in self._of.values():
             for served in mine.values():
                 self.cancel(served)
-
-    def _forget_old(self, mine: dict[str, ServerRun]) -> None:
-        ended = [name for name, served in mine.items() if served.status is not RunStatus.RUNNING]
-        for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
-            del mine[name]
 
 
 @dataclass(frozen=True)
@@ -205,48 +202,40 @@ class _Execution:
             self.served.in_flight.discard(event.request_id)
             self.service.finished(self.tenant, event.completion)
         if event.kind is not EventKind.TEXT or event.text:
-            self.served.add_event(event.kind, _data(event))
+            data: dict[str, Any] = {"agent": event.agent, "turn": event.turn}
+            if event.kind is not EventKind.SUBMITTED:
+                data["text"] = event.text
+            if event.completion:
+                data |= {"finish_reason": event.completion.finish_reason, "receipt": receipt(event.completion)}
+            self.served.add_event(event.kind, data)
 
     def _end(self, ticket: Ticket, ended: Future[RunResult]) -> None:
         ticket.release()
         self.in_flight.clear()
-        status, data = self._outcome(ended)
-        self.span.ended(status.value, ended.exception() if status is RunStatus.FAILED else None)
+        error, died = ended.exception(), self.service.engine_error
+        status, data = RunStatus.FAILED, dict[str, Any]()
+        if error is None:
+            status, data = RunStatus.FINISHED, _result(ended.result())
+        elif died:
+            data = error_body(died)
+        elif self.served.is_cancelled:
+            status = RunStatus.CANCELLED
+        elif isinstance(error, KedgeError):
+            data = error_body(error)
+        else:
+            logger.error("a run failed", exc_info=error)
+            data = problem_body(BUG, INTERNAL)
+        self.span.ended(status.value, error if status is RunStatus.FAILED else None)
         self.served.status = status
         self.service.metrics.runs.labels(self.tenant.id).dec()
         self.service.metrics.run_ended(self.tenant.id, status)
         self.served.add_event(status, data)
         if status is RunStatus.FAILED:
-            self._report(self.service.engine_error or ended.exception(), data["error"])
-
-    def _report(self, error: BaseException | None, body: Mapping[str, Any]) -> None:
-        status = problem_of(error).status if isinstance(error, KedgeError) else INTERNAL.status
-        place = {"workflow": self.workflow.name, "run": self.served.id}
-        failure = CallFailure(status, body["code"] or body["type"], body["message"], **place)
-        self.service.report_failure(self.tenant.id, failure)
-
-    def _outcome(self, ended: Future[RunResult]) -> tuple[RunStatus, dict[str, Any]]:
-        error = ended.exception()
-        if error is None:
-            return RunStatus.FINISHED, _result(ended.result())
-        if died := self.service.engine_error:
-            return RunStatus.FAILED, error_body(died)
-        if self.served.is_cancelled:
-            return RunStatus.CANCELLED, {}
-        if isinstance(error, KedgeError):
-            return RunStatus.FAILED, error_body(error)
-        logger.error("a run failed", exc_info=error)
-        return RunStatus.FAILED, problem_body(BUG, INTERNAL)
-
-
-def _data(event: RunEvent) -> dict[str, Any]:
-    data: dict[str, Any] = {"agent": event.agent, "turn": event.turn}
-    if event.kind is not EventKind.SUBMITTED:
-        data["text"] = event.text
-    if event.completion:
-        data["finish_reason"] = event.completion.finish_reason
-        data["receipt"] = receipt(event.completion)
-    return data
+            cause, body = died or error, data["error"]
+            code = problem_of(cause).status if isinstance(cause, KedgeError) else INTERNAL.status
+            place = {"workflow": self.workflow.name, "run": self.served.id}
+            failure = CallFailure(code, body["code"] or body["type"], body["message"], **place)
+            self.service.report_failure(self.tenant.id, failure)
 
 
 def _result(result: RunResult) -> dict[str, Any]:
@@ -262,3 +251,22 @@ def _result(result: RunResult) -> dict[str, Any]:
         for one in result.results
     ]
     return {"answer": result.text, "total_ms": result.total_ms, "agents": agents}
+
+
+class Workflows:
+    """Registered workflows and their runs, driven by clients or by the server. Belongs to the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = WorkflowRegistry()
+        mode = service.default_mode(ReuseMode.TRANSLATE)
+        self.client_runs = ClientRuns(service.engine, mode, service.threads.cancel)
+        self.server_runs = ServerRuns(service)
+        service.metrics.expose_ignored_forecasts(self.client_runs.board.ignored)
+
+
+async def _workflows(request: Request) -> Workflows:
+    workflows: Workflows = request.app.state.workflows
+    return workflows
+
+
+TheWorkflows = Annotated[Workflows, Depends(_workflows)]

@@ -129,12 +129,12 @@ class FakeEngine:
         """Serve a request and carry out its checks."""
         done = self.submit(request).result(10)
         if not self.holds_checks:
-            assert self.calls.wait_idle(10)
+            assert self.calls.checks.drain(10)
         return done
 
     def end_run(self, run: str) -> None:
         """End a run, as `LocalEngine.end_run` does."""
-        self.calls.end_run(request(run=run).run_key, lambda: self.events.append(f"end {run}"))
+        self.calls.checks.end_run(request(run=run).run_key, lambda: self.events.append(f"end {run}"))
 
     def state(self, placeholder: str = "a") -> dict[str, object]:
         """The record of a placeholder."""
@@ -143,8 +143,8 @@ class FakeEngine:
 
     def close(self) -> None:
         """Close as `LocalEngine` does."""
-        self.calls.stop()
+        self.calls.checks.stop()
         while self.held:
             stream, served = self.held.pop()
             self.put(stream, served, FinishReason.CANCELLED)
-        self.calls.join()
+        self.calls.checks.join()

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kedge.engine.common.guarding import check_thread
+from kedge.engine.common.guarding import guarded_calls
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.check_thread import GRACE, MAX_CREDIT, MAX_WAITING, PATIENCE, CheckThread
+from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_CREDIT, MAX_WAITING, PATIENCE, CheckThread
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, Overloaded
 from kedge.settings import GuardSettings
@@ -109,7 +109,7 @@ def test_a_pause_shorter_than_a_check_is_not_idle_time(
     took: float, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(check_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with bench() as one:
         one.add()
         now[0] += GRACE
@@ -128,7 +128,7 @@ def test_a_pause_shorter_than_a_check_is_not_idle_time(
 
 def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(check_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with bench() as one:
         one.checks.arrived()
         one.add()

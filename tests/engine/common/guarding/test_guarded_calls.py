@@ -113,7 +113,7 @@ def test_a_client_sees_the_log_probabilities_that_it_asked_for(
     seen = [one for item in items for one in item.logprobs]
     assert tuple(seen) == done.logprobs and len(done.logprobs) == (0 if logprobs is None else size)
     assert all(len(one.top) == min(2, logprobs or 0) for one in seen)
-    assert engine.calls.wait_idle(10)
+    assert engine.calls.checks.drain(10)
     engine.close()
 
 
@@ -122,7 +122,7 @@ def test_a_guard_that_fails_changes_no_answer(method: str) -> None:
     engine = FakeEngine()
     with patch.object(QualityGuard, method, side_effect=ValueError("a bug")):
         items = list(engine.submit(request()))
-        assert engine.calls.wait_idle(10)
+        assert engine.calls.checks.drain(10)
     assert [item.completion is not None for item in items] == [False, True]
     assert items[-1].completion is not None and items[-1].completion.logprobs == ()
     engine.close()
@@ -147,11 +147,11 @@ def test_errors_and_cancelled_answers_are_passed_on_once_and_not_checked() -> No
         item = TokenDelta("", (), engine.completion(served, reason)) if reason else error
         heard.append(tap(item))
     assert heard[1] is error and heard[0].completion.finish_reason is FinishReason.CANCELLED
-    assert engine.calls.wait_idle(1) and engine.checks == []
+    assert engine.calls.checks.drain(1) and engine.checks == []
     engine.ask(request())
     engine.translatable = frozenset("a")
     engine.submit(request()).result(10)
-    assert engine.calls.wait_idle(10) and len(engine.checks) == 1, "the engine counts as idle"
+    assert engine.calls.checks.drain(10) and len(engine.checks) == 1, "the engine counts as idle"
     engine.close()
 
 
@@ -184,7 +184,7 @@ def test_32_clients_at_once() -> None:
 
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(client, range(32)))
-    assert engine.calls.wait_idle(60)
+    assert engine.calls.checks.drain(60)
     engine.close()
     assert sum(event.startswith("end") for event in engine.events) == 32 * 20
     figures = engine.calls.stats()

@@ -25,7 +25,7 @@ def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> Gene
 
 
 def guard_of(engine: LocalEngine) -> QualityGuard:
-    return engine._guard._guard
+    return engine._guard.guard
 
 
 def engine(**guard: int) -> LocalEngine:

@@ -10,7 +10,7 @@ import pytest
 
 from kedge.engine.common.state.files import SUFFIX
 from kedge.engine.common.state.folder import StateFolder
-from kedge.engine.common.state.guard_state import GuardFolder
+from kedge.engine.common.state.snapshot import GuardFolder
 from kedge.errors import ConfigError, StateRefused
 from kedge.guard import GuardState
 from kedge.reuse.guard.guard import QualityGuard

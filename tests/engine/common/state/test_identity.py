@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.engine.common.state.identity import differences, identity_of
+from kedge.engine.common.state.files import differences, identity_of
 
 OURS = identity_of({"model": "a", "rank": 0, "ranks": 1})
 

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention import paged, written_out
+from kedge.engine.local.attention import paged
 from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import (
     FEW,
     Scoring,
+    SequenceSlice,
     _attend,
     _attend_causal,
     _attend_latents,
     _attend_lower_right,
     _attend_written_out,
+    attend_plainly,
 )
-from kedge.engine.local.attention.sequence_slice import SequenceSlice
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
 RUNS = [
@@ -116,7 +117,7 @@ def test_scores_that_are_written_out_are_capped_masked_and_joined_by_sinks_in_th
     sinks = torch.randn(HEADS).to(dtype) if beside_sinks else None
     mask = torch.where(torch.arange(400) <= torch.arange(400 - queries, 400)[:, None], 0.0, -torch.inf)
 
-    out = written_out.attend(query, key, value, mask, SCALE, cap, sinks)
+    out = attend_plainly(query, key, value, mask, SCALE, cap, sinks)
 
     key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
     scores = query.double() @ key.transpose(1, 2) * SCALE
@@ -163,7 +164,7 @@ def test_attention_to_rows_is_that_to_keys_and_values_for_few_queries_and_for_ma
         )
         mask = one.mask(how.window, torch.float32)
         key, value = (x.transpose(0, 1) for x in context)
-        wanted = written_out.attend(mine, key, value, mask, SCALE, how.softcap, how.sinks).transpose(0, 1)
+        wanted = attend_plainly(mine, key, value, mask, SCALE, how.softcap, how.sinks).transpose(0, 1)
         torch.testing.assert_close(out[one.start : one.stop], wanted[..., :VALUE], atol=1e-5, rtol=1e-4)
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.numpy import load, save_file
 
 from kedge.cache.copies import BlockFiles, FileDone, FileRead, FileWrite
-from kedge.cache.stored_runs import run_name
-from kedge.engine.local.disk.disk_files import DiskFiles
+from kedge.cache.disk import run_name
+from kedge.engine.local.disk_files import DiskFiles
 from kedge.errors import ConfigError
 from kedge.kv.checksums import Seals
 from kedge.kv.copy import HostStorage
@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_nothing_and_the_next_write_is_tried(
 ) -> None:
     with opened(tmp_path) as disk:
         with monkeypatch.context() as patch:
-            patch.setattr("kedge.engine.local.disk.run_files.save_file", full)
+            patch.setattr("kedge.engine.local.disk_files.save_file", full)
             order = FileWrite("a" * 64, "", 0, NS, b"", (1,))
             disk.files.write(order)
             assert disk.done() == FileDone(order, 0)
@@ -235,7 +235,7 @@ import sys
 from pathlib import Path
 from tests.engine.local.disk.test_disk_files import Disk, NS, SIZE
 from kedge.cache.copies import FileWrite
-from kedge.cache.stored_runs import run_name
+from kedge.cache.disk import run_name
 disk, number = Disk(Path(sys.argv[1])), 0
 while True:
     number += 1

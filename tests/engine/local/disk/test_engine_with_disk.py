@@ -29,7 +29,7 @@ def ask(engine: LocalEngine, number: int, tenant: str = "default", check: bool =
 
 def written(engine: LocalEngine) -> dict[str, float]:
     """Waits until nothing is to be written; what the disk tier counts."""
-    while engine.query(lambda parts: parts.cache.tiers.disk.writes.busy):
+    while engine.query(lambda parts: parts.cache.tiers.disk.writing):
         engine.wait_idle(60)
     return figures(engine)["cache"]["disk"]
 

@@ -184,7 +184,7 @@ class Study:
                 assert item.sequence.table is not None
                 piece = real.slice(at, at + 1)
                 nothing = KVSegment(torch.zeros_like(piece.keys[1:]), torch.zeros_like(piece.values[1:]))
-                driver.core.inspection.storage.write(item.sequence.table, at, piece, nothing)
+                driver.core.parts.storage.write(item.sequence.table, at, piece, nothing)
 
         choices.before_pass = put
         yield

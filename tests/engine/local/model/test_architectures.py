@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.model.architectures import ARCHITECTURES, Architecture, verdict
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.replica import random_model
+from kedge.engine.local.model.replica import ARCHITECTURES, Architecture, random_model, verdict
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import RequestSequence, Sequence
@@ -28,6 +27,7 @@ from tests.engine.local.conftest import engine_of
 from tests.engine.local.test_engine import greedy, prompt
 from tests.engine.local.test_engine import request as plain
 from tests.engine.local.test_translation import Driver, relative, request, tokens
+from tests.marks import on_push
 
 BY_NAME = {one.name: one for one in ARCHITECTURES}
 REFUSED = {
@@ -46,6 +46,13 @@ HYBRID = [one.name for one in ARCHITECTURES if recurrent_types(one.config()) and
 NOT_TRANSLATED |= dict.fromkeys(HYBRID, "keep one state of all tokens before, which cannot be translated")
 SERVED = [name for name in BY_NAME if name not in REFUSED]
 TRANSLATED = [name for name in SERVED if name not in NOT_TRANSLATED]
+ON_PUSH = {
+    "Llama", "Llama, YaRN", "Qwen3 MoE", "GLM-4, partial rotary", "Cohere, neighbours paired",
+    "SmolLM3, layers without RoPE", "Mistral, sliding window", "Gemma 2", "Gemma 4, layers that share KV",
+    "gpt-oss, attention sinks", "MiniCPM3, MLA", "HunYuan, keys scaled after rotation", "Phi-3, LongRoPE",
+    "Qwen3-Next, linear attention", "Jamba, state space", "LFM2, short convolutions",
+}  # fmt: skip
+"""One of each kind of attention, rotation, cache and state"""
 ANSWER = 64
 
 
@@ -70,7 +77,7 @@ def test_the_verdict_is_the_expected_one(architecture: Architecture) -> None:
     assert (found.translation_refusal is None) if expected is None else (expected in str(found.translation_refusal))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", on_push(SERVED, ON_PUSH))
 def test_answers_are_those_of_transformers_with_and_without_exact_reuse(name: str) -> None:
     """Prompts of several lengths in one batch, longer than the windows; then again, beginning with cached blocks, and
     parts of blocks where no recurrent state has to fit them.
@@ -91,7 +98,7 @@ def test_answers_are_those_of_transformers_with_and_without_exact_reuse(name: st
             assert reused is None or [one.receipt.exact for one in done] == reused
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", on_push(SERVED, ON_PUSH))
 def test_a_hostile_and_a_cancelled_request_change_no_other(name: str) -> None:
     model = model_of(name)
     expected = greedy(model, prompt(1, 70), 16)
@@ -127,7 +134,7 @@ def test_kv_of_a_prompt_is_the_same_wherever_it_begins(name: str) -> None:
         assert relative(there.values[layer], here.values[layer]) < 1e-3
 
 
-@pytest.mark.parametrize("name", TRANSLATED)
+@pytest.mark.parametrize("name", on_push(TRANSLATED, ON_PUSH))
 def test_an_exact_repeat_of_an_anchor_reproduces_its_kv(name: str) -> None:
     driver = Driver(model_of(name))
     asked = request(tokens(50, 30), tokens(51, 12))
@@ -200,7 +207,7 @@ LIKE_LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LIKE_LLAMA)
+@pytest.mark.parametrize("name", on_push(LIKE_LLAMA, ON_PUSH))
 def test_translation_is_as_good_as_on_llama(name: str) -> None:
     """Compared with a Llama with as many KV heads, over the same values."""
     heads = 4 if "MLA" in name or name in ("Phi, partial rotary", "MiMo V2, sinks and narrow values") else 2

@@ -1,5 +1,5 @@
 """A choice between experts adds to the error of the first token: the last token, computed from translated KV, goes to
-other experts than in dense prefill. `python -m scripts.expert_choice` has the figures of `docs/limits.md`.
+other experts than in dense prefill. The figures of `docs/limits.md` are of more models (tag `studies-0.1`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.local.model.expert_choice import Study
 from tests.engine.local.model.test_architectures import errors
+from tests.marks import on_push
 
 MODELS = 4
 BEYOND = "DeepSeek-V2, MLA"
@@ -18,7 +19,7 @@ MIXTURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", on_push(MIXTURES, {"DeepSeek-V2, MLA", "Qwen3 MoE"}))
 def test_with_the_experts_of_dense_prefill_the_error_is_smaller(name: str) -> None:
     own, forced = Study(name).run(MODELS), Study(name, forced=True).run(MODELS)
     _, as_token = errors("Llama", num_key_value_heads=2 if name in ("Qwen3 MoE", "gpt-oss, attention sinks") else 4)

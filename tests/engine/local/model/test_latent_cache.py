@@ -14,13 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.inspection import Inspection
-from kedge.engine.local.model import masks
-from kedge.engine.local.model.architectures import Architecture
+from kedge.engine.local.build import EngineParts
+from kedge.engine.local.model import loading
 from kedge.engine.local.model.comparing import attention
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.replica import random_model
+from kedge.engine.local.model.replica import Architecture, random_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
@@ -187,7 +186,7 @@ def test_answers_stay_right_in_a_full_pool_beside_cancelled_requests(name: str) 
             assert all(engine.cancel(stream.request_id) for stream in lost)
             assert [stream.result(120).tokens for stream in streams] == wanted
             engine.wait_idle(60)
-            engine.query(Inspection.check_integrity)
+            engine.query(EngineParts.check_integrity)
             assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
@@ -256,7 +255,7 @@ def test_a_model_that_is_refused_is_left_as_it_was(monkeypatch: pytest.MonkeyPat
         assert runner.spec.latent or not any(map(latent_of, runner.model.modules()))
         raise UnsupportedModel("model_type", "deepseek_v3", "no")
 
-    monkeypatch.setattr(masks, "require_same", refuse)
+    monkeypatch.setattr(loading, "require_causal_masks", refuse)
     one = model_of("DeepSeek-V3 and Kimi K2, MLA")
     with pytest.raises(UnsupportedModel, match="no"):
         checked_runner(one)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kedge.engine.local.model.layout import Recording, measured
+from kedge.engine.local.model.layout import Candidates, Recording, cos_and_sin, measured, recorded
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model
-from kedge.engine.local.model.rotations import Candidates, cos_and_sin, recorded
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import HALVES, Pairing, Rotary, RotaryByLayer
 from kedge.kv.spec import KVSpec, LayerShape

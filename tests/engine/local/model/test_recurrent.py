@@ -16,11 +16,12 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.recurrent import MARK
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
-from kedge.engine.local.stacked_states import StackedStates
+from kedge.engine.local.states import StackedStates
 from kedge.types import GenerateRequest, ReuseMode, TenantId, Tokens
-from tests.engine.local.model.test_architectures import HYBRID, model_of
+from tests.engine.local.model.test_architectures import HYBRID, ON_PUSH, model_of
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_engine import greedy, prompt, request
+from tests.marks import on_push
 
 NAME = "Qwen3-Next, linear attention"
 JAMBA = "Jamba, state space"
@@ -77,7 +78,7 @@ def decoding(engine: Stepped) -> list[RequestSequence]:
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", on_push(HYBRID, ON_PUSH))
 def test_64_tokens_are_those_of_transformers_however_many_decode_at_once(name: str, at_once: int) -> None:
     engine, sequences = stepped(name, max_batch_tokens=1024), []
     with calls(runner(name)) as rows:
@@ -127,7 +128,7 @@ def test_what_decodes_beside_a_long_prompt_decodes_together() -> None:
     require_right(NAME, *short, long)
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", on_push(HYBRID, ON_PUSH))
 def test_cancelled_rows_change_no_other_and_leave_no_memory(name: str) -> None:
     engine = stepped(name)
     sequences = [engine.submit(ask(one)) for one in PROMPTS]
@@ -152,7 +153,7 @@ def test_cancelled_rows_change_no_other_and_leave_no_memory(name: str) -> None:
     assert [one.states for one in sequences] == [None] * 8
 
 
-@pytest.mark.parametrize("name", [NAME, JAMBA, "Falcon-H1, state space", "LFM2, short convolutions"])
+@pytest.mark.parametrize("name", on_push([NAME, JAMBA, "Falcon-H1, state space", "LFM2, short convolutions"], ON_PUSH))
 def test_a_full_pool_and_preempted_requests(name: str) -> None:
     engine = stepped(name, num_blocks=26)
     mine = [engine.submit(ask(prompt(seed, 40 + 7 * seed))) for seed in range(3)]
@@ -163,7 +164,7 @@ def test_a_full_pool_and_preempted_requests(name: str) -> None:
     require_right(name, *mine, *others)
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", on_push(HYBRID, ON_PUSH))
 def test_snapshots_taken_of_rows_are_gone_on_from(name: str) -> None:
     """All turns end while others decode; the next ones go on from what was copied out of the stack."""
     engine = stepped(name)
@@ -171,7 +172,7 @@ def test_snapshots_taken_of_rows_are_gone_on_from(name: str) -> None:
     first = [engine.submit(ask(one, 40 - n)) for n, one in enumerate(asked)]
     engine.rest()
     require_right(name, *first)
-    kept = engine.core.inspection.snapshots._kept.values()
+    kept = engine.core.parts.snapshots._kept.values()
     assert len(kept) == 8
     for one in kept:
         tensors = [t for layer in one.states.layers for d in vars(layer).values() if isinstance(d, dict)

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.probe import stacking_refusal
 from kedge.engine.local.model.replica import random_model, trial
-from kedge.engine.local.model.stacking import stacking_refusal
 from tests.engine.local.conftest import engine_of
-from tests.engine.local.model.test_architectures import BY_NAME, HYBRID, model_of
+from tests.engine.local.model.test_architectures import BY_NAME, HYBRID, ON_PUSH, model_of
 from tests.engine.local.test_engine import greedy, prompt, request
+from tests.marks import on_push
 
 NAME = "Qwen3-Next, linear attention"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", on_push(HYBRID, ON_PUSH))
 def test_every_family_decodes_together(name: str, dtype: torch.dtype) -> None:
     assert checked_runner(model_of(name).to(dtype)).recurrent.stacking_refusal is None
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kedge.integrations.vllm.engine import base_prefills as bases
-from kedge.integrations.vllm.engine.base_prefills import BasePrefills
+from kedge.integrations.vllm.engine import requests as bases
+from kedge.integrations.vllm.engine.requests import BasePrefills
 from kedge.types import Namespace, TenantId, Tokens
 
 SPACE = Namespace(TenantId("t"))

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.register_assert_rewrite("kedge.engine.conformance")
+pytest.register_assert_rewrite("tests.engine.conformance")
 
 from kedge.engine.common.model_folder import model_path  # noqa: E402
-from kedge.engine.conformance import EngineConformance  # noqa: E402
 from kedge.errors import ConfigError, ForwardFailed, PromptTooLong, RequestError  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
 from kedge.integrations.vllm.engine.response import StreamedResponse  # noqa: E402
@@ -38,9 +37,8 @@ from kedge.types import (  # noqa: E402
 )
 from kedge.workflow.forecast import AgentKey  # noqa: E402
 from kedge.workflow.steps import NextRun  # noqa: E402
+from tests.engine.conformance import EngineConformance  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_llama  # noqa: E402
-
-pytestmark = pytest.mark.slow
 
 NANO_SHAPE = {"vocab_size": 1152, "bos_token_id": 0, "eos_token_id": 1}
 PATIENCE = 120.0

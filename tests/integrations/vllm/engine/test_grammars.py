@@ -20,8 +20,6 @@ from tests.server.conftest import Served, serving  # noqa: E402
 from tests.server.openai.test_tool_calls import TEMPLATE  # noqa: E402
 from tests.server.test_structured_output import ASK, LOOK_AHEAD, MODEL, NAMES, TOOLS, Order, Part  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:

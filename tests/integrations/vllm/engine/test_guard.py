@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.utils.system_utils import get_mp_context  # noqa: E402
+
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.guard import GuardState  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
@@ -30,9 +32,7 @@ from kedge.types import (  # noqa: E402
     WorkflowId,
     new_request_id,
 )
-from tests.integrations.vllm.conftest import prompt, save_tiny_llama  # noqa: E402
-
-pytestmark = pytest.mark.slow
+from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_llama  # noqa: E402
 
 PATIENCE = 120.0
 FAULT = "KEDGE_TEST_FAULT"
@@ -54,19 +54,25 @@ VALUES = [tuple(prompt(60, 100 + number)) for number in range(5)]
 TOP = 5
 
 
-@pytest.fixture
-def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file that makes the workers' translations wrong, once it exists."""
-    (tmp_path / "sitecustomize.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv(FAULT, str(tmp_path / "fault"))
-    return tmp_path / "fault"
+    folder = tmp_path_factory.mktemp("fault")
+    (folder / "sitecustomize.py").write_text(WORKER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv(FAULT, str(folder / "fault"))
+        patch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)  # else they are forked
+        yield folder / "fault"
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path, fault: Path) -> Iterator[VLLMEngine]:  # noqa: ARG001
+@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fault: Path
+) -> Iterator[VLLMEngine]:
     """An engine whose workers obey the fault, and that gives few log-probabilities."""
-    folder = save_tiny_llama(tmp_path / "model", vocab_size=1152, bos_token_id=0, eos_token_id=1)
+    fault.unlink(missing_ok=True)
+    folder = save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=1152, bos_token_id=0, eos_token_id=1)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_path(None) / name, folder)
     own = {
@@ -120,6 +126,11 @@ def is_at_rest(engine: VLLMEngine) -> bool:
     return not any(figures["requests"].values()) and not figures["cache"]["leased_blocks"]
 
 
+def test_no_log_probabilities_no_guard(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_max_logprobs", 0)
+    assert ask(engine, 0).receipt.guard == () and guard(engine)["agents"] == []
+
+
 def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path) -> None:
     def is_translated(number: int) -> bool:
         done = ask(engine, number)
@@ -141,8 +152,3 @@ def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path)
     assert ("q", WITHHELD) in {(miss.segment, miss.reason) for one in receipts for miss in one.misses}
     assert all(note.state is GuardState.SHADOW for one in receipts for note in one.guard)
     wait_until(lambda: is_at_rest(engine))
-
-
-def test_no_log_probabilities_no_guard(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_max_logprobs", 0)
-    assert ask(engine, 0).receipt.guard == () and guard(engine)["agents"] == []

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.engine.held_forecasts import HOLD_S, HeldForecasts
-from kedge.integrations.vllm.engine.requests import PluginMessage
+from kedge.integrations.vllm.engine.requests import HOLD_S, HeldForecasts, PluginMessage
 from kedge.types import Namespace, TenantId
 
 MINE, OTHERS = Namespace(TenantId("mine")), Namespace(TenantId("others"))

@@ -11,14 +11,14 @@ import pytest
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import ForwardFailed
-from kedge.integrations.vllm.engine.receipts import (
+from kedge.integrations.vllm.engine.response import (
     NO_RECEIPT,
+    StreamedResponse,
     answer_logprobs,
     fallback_receipt,
     plugin_receipt,
     prompt_logprobs,
 )
-from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.plugin.receipts import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.engine.base import Limiting, Quota, SelfSaving  # noqa: E402
+from kedge.engine.base import Quota  # noqa: E402
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.errors import ConfigError  # noqa: E402
 from kedge.guard import DecisionKind  # noqa: E402
@@ -33,8 +33,6 @@ from kedge.types import (  # noqa: E402
     WorkflowId,
 )
 from tests.integrations.vllm.conftest import prompt, save_tiny_llama  # noqa: E402
-
-pytestmark = pytest.mark.slow
 
 PATIENCE = 120.0
 HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
@@ -95,19 +93,18 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_path(None) / name, model)
     with engine(model, state) as built:
-        assert isinstance(built, SelfSaving) and built.state == state
+        assert built.state == state
         teach(built)
         before = ask(built, 12, "before")
         assert before.translated > 100
         for _ in range(40):
-            built._guard._guard.observe(question(12, "before"), ("q",), CHANGED)
+            built._guard.guard.observe(question(12, "before"), ("q",), CHANGED)
         known = guard_of(built)
         assert known[0]["breaches"] > 0
     with engine(model, state) as built:
         after = ask(built, 12, "after")
         assert (after.computed, after.translated) == (before.computed, before.translated + before.exact)
         assert guard_of(built) == known, "the evidence against an agent outlives a restart"
-        assert isinstance(built, Limiting)
         built.limit(ACME, Quota(anchors=3))
         built.limit(TenantId("other"), Quota())
         with pytest.raises(ConfigError, match="takes quotas at its start only"):

@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin.answer_tails import TOKEN_SHARE, AnswerTails, EndedAnswer
-from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
+from kedge.integrations.vllm.plugin.held_lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Segment, Tokens

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.backups import HostBackups
+from kedge.integrations.vllm.plugin.host_loads import HostBackups
 
 
 def test_what_two_device_blocks_held_is_given_up_on_the_host_once() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.base_share import GRACE, PATIENCE, BaseShare
-from kedge.policies.active_runs import StepTimes
+from kedge.integrations.vllm.plugin.learning_budget import GRACE, PATIENCE, BaseShare
+from kedge.policies.service import StepTimes
 
 
 def times() -> StepTimes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kedge.integrations.vllm.plugin.block_axes import BlockAxis, find_block_axis, memory_order
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.integrations.vllm.plugin.block_layout import BlockAxis, KVLayer, find_block_axis, memory_order
 from tests.integrations.vllm.fake_layers import Layout, fake_layer
 
 

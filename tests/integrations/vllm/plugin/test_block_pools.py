@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 
 from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.block_pools import (
+    NeededBlocks,
     cached_block,
     cached_prefix,
     free_blocks,
@@ -26,7 +27,6 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
     take_blocks,
 )
-from kedge.integrations.vllm.plugin.cache_groups import NeededBlocks
 from kedge.policies.eviction import steps_to_execution
 
 SIZE, BLOCKS, GROUP = 16, 10, 0

@@ -27,8 +27,14 @@ from vllm.v1.kv_cache_interface import (
 
 from kedge.cache.copies import Purpose
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_pools import cached_prefix, has_end, replace_queue
-from kedge.integrations.vllm.plugin.cache_groups import CacheGroup, CacheGroups, groups_of
+from kedge.integrations.vllm.plugin.block_pools import (
+    CacheGroup,
+    CacheGroups,
+    cached_prefix,
+    groups_of,
+    has_end,
+    replace_queue,
+)
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution

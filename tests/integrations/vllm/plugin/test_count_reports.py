@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.count_reports import BUSY_SECONDS, CountReports
+from kedge.integrations.vllm.plugin.metrics import COUNTS_SECONDS, CountReports
 
 
 class Engine:
@@ -44,7 +44,7 @@ def test_while_requests_run_it_is_looked_now_and_then() -> None:
     for _ in range(50):
         assert engine.reports.take() == {}
     assert engine.looks == 1
-    engine.now += BUSY_SECONDS
+    engine.now += COUNTS_SECONDS
     assert engine.reports.take() == {"a": 1} and engine.looks == 2
 
 

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.declined_agents import SKIPS, DeclinedAgents
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.integrations.vllm.plugin.translations import SKIPS, DeclinedAgents
 from kedge.types import AgentId, GenerateRequest, Miss, Segment
 
 MISSES = (Miss("q", "too dear"),)

@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         self.queue = StepFreeQueue(self.blocks, BLOCKS, self.policy, self.whole)
         self.twin = Twin(self.policy, list(range(BLOCKS)))
         if self.whole:
-            self.twin = WholeTwin(self.policy, list(range(BLOCKS)), set_of=lambda i: self.queue._owners.set_of[i])
+            self.twin = WholeTwin(self.policy, list(range(BLOCKS)), set_of=lambda i: self.queue.set_of[i])
         self.held: list[int] = []
 
     @rule(n=st.integers(0, BLOCKS))

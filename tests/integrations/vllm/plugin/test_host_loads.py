@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin import host_loads
 from kedge.integrations.vllm.plugin.host_loads import MAX_LOADS, HostLoads
-from kedge.integrations.vllm.plugin.tracked_request import RequestLoad
+from kedge.integrations.vllm.plugin.receipts import RequestLoad
 from kedge.settings import TierSettings
 
 SIZE = 16

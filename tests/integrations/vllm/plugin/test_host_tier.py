@@ -18,8 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from kedge.cache import Copy, Direction
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
-from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
-from kedge.integrations.vllm.plugin.host_tier import HostTier
+from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution
 from kedge.policies.sessions import SessionKey

@@ -16,8 +16,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kedge.cache import Copy
 from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.host_loads import IdleSessions
 from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution
 from kedge.policies.prefetch import is_within

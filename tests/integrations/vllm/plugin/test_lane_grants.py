@@ -12,12 +12,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin.answer_tails import AnswerTails
-from kedge.integrations.vllm.plugin.base_jobs import BaseJobs, PassLimits
 from kedge.integrations.vllm.plugin.candidates import NEAR, TranslationCandidate
-from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
+from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
+from kedge.integrations.vllm.plugin.lanes import AdmittedLanes, LaneGrants
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget

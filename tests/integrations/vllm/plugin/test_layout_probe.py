@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import BlockLayout
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer
-from kedge.integrations.vllm.plugin.layout_probe import find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, find_block_axes, find_layouts
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer, truncated
 
 SHAPE = Shape()

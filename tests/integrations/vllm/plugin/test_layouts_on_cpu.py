@@ -20,9 +20,13 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl  # noqa:
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl  # noqa: E402
 
 from kedge.errors import LayoutUnknown  # noqa: E402
-from kedge.integrations.vllm.plugin.block_axes import BlockAxis, find_block_axis  # noqa: E402
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer  # noqa: E402
-from kedge.integrations.vllm.plugin.layout_probe import find_block_axes, find_layouts  # noqa: E402
+from kedge.integrations.vllm.plugin.block_layout import (  # noqa: E402
+    BlockAxis,
+    KVLayer,
+    find_block_axes,
+    find_block_axis,
+    find_layouts,
+)
 
 BLOCKS, SIZE, HEADS, DIM = 5, 32, 2, 64
 HAS_AMX, HAS_AVX512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()

@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompt, ExpectedPrompts
-from kedge.integrations.vllm.plugin.learner import Learner
+from kedge.integrations.vllm.plugin.learner import MAX_WRITTEN, Learner, PlannedWrite, PlannedWrites
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
-from kedge.integrations.vllm.plugin.planned_writes import MAX_WRITTEN, PlannedWrite, PlannedWrites
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts

@@ -12,11 +12,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kedge.integrations.vllm.plugin import lessons as module
+from kedge.integrations.vllm.plugin import translations as module
 from kedge.integrations.vllm.plugin.candidates import TranslationCandidate
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.lessons import MAX_LESSON_WAITS, Lessons
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.integrations.vllm.plugin.translations import MAX_LESSON_WAITS, Lessons
 from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, Segment, TenantId, Tokens
 
 HERE = Namespace(TenantId("default"))

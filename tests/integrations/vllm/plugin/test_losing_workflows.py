@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.losing_workflows import MAX_TRIED, TRIED, LosingWorkflows
+from kedge.integrations.vllm.plugin.translations import MAX_TRIED, TRIED, LosingWorkflows
 from kedge.types import GenerateRequest, RunId, Segment, WorkflowId
 
 

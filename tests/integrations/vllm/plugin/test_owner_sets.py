@@ -20,8 +20,8 @@ def blocks(*ids: int) -> list[Any]:
 def owners() -> BlockOwners:
     built = BlockOwners(6)
     built.update_steps({"a": (3.0, 1.0), "b": (1.0, 1.0)})
-    built.add([0, 1], "a")
-    built.add([1, 2], "b")
+    built.own([0, 1], "a")
+    built.own([1, 2], "b")
     return built
 
 
@@ -41,7 +41,7 @@ def test_a_removed_owner_leaves_its_blocks_to_the_others(owners: BlockOwners) ->
     owners.update_steps({"b": None})
     assert owners.set_of[1].owners == owners.set_of[0].owners == {"a"} and not owners.set_of[2].owners
     assert step_name(owners.set_of[2]) == "unlabelled"
-    owners.add([3], "a")
+    owners.own([3], "a")
     assert owners.set_of[3].owners == {"a"}
     owners.check_integrity()
 
@@ -59,7 +59,7 @@ def test_a_suffix_is_not_taken_from_its_owner(owners: BlockOwners) -> None:
 
 def test_an_owner_without_a_step_is_refused(owners: BlockOwners) -> None:
     with pytest.raises(PlanError, match="has no step"):
-        owners.add([4], "c")
+        owners.own([4], "c")
 
 
 def test_many_owners_of_one_head_share_a_set_that_grows_in_place() -> None:
@@ -67,7 +67,7 @@ def test_many_owners_of_one_head_share_a_set_that_grows_in_place() -> None:
     sessions = [f"s{i}" for i in range(3 * MAX_NAMED)]
     for step, session in enumerate(sessions):
         owners.update_steps({session: (float(step), 1.0)})
-        owners.add([0, 1], session)
+        owners.own([0, 1], session)
         owners.check_integrity()
     assert owners.set_of[0] is owners.set_of[1] and owners.set_of[0].owners == set(sessions)
     assert len(list(owners.sets())) == 3, "the head, and the two sets without owners"
@@ -82,8 +82,8 @@ def test_part_of_a_head_with_many_owners_is_split_off() -> None:
     sessions = [f"s{i}" for i in range(2 * MAX_NAMED)]
     owners.update_steps(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
     for session in sessions:
-        owners.add([0, 1, 2], session)
-    owners.add([0], "new")
+        owners.own([0, 1, 2], session)
+    owners.own([0], "new")
     assert owners.set_of[0].owners == {*sessions, "new"} and owners.set_of[1].owners == set(sessions)
     owners.check_integrity()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.page_views import BlockMemory, distinct, pool_views
+from kedge.integrations.vllm.plugin.worker_side import BlockMemory, distinct, pool_views
 
 BLOCKS, PAGE = 6, 32
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import Places
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer
-from kedge.integrations.vllm.plugin.layout_probe import find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_block_axes, find_layouts
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment

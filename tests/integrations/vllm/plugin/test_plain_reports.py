@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.discovery import PlainRequests
-from kedge.integrations.vllm.plugin.plain_reports import BUSY_SECONDS, IDLE_SECONDS, IDLE_SHARE, PlainReports
+from kedge.integrations.vllm.plugin.metrics import BUSY_SECONDS, IDLE_SECONDS, IDLE_SHARE, PlainReports
 from kedge.settings import DiscoverySettings
 from kedge.types import GenerateRequest, Namespace, RequestId, Segment
 

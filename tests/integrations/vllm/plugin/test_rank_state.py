@@ -17,11 +17,16 @@ from kedge.anchors.store import AnchorStore  # noqa: E402
 from kedge.engine.common.state import files  # noqa: E402
 from kedge.engine.common.state.snapshot import EngineState, SavedState  # noqa: E402
 from kedge.errors import ConfigError, StateRefused  # noqa: E402
-from kedge.integrations.vllm.plugin import model_identity  # noqa: E402
+from kedge.integrations.vllm.plugin import rank_state as model_identity  # noqa: E402
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget  # noqa: E402
 from kedge.integrations.vllm.plugin.messages import Orders, Reports  # noqa: E402
-from kedge.integrations.vllm.plugin.model_identity import SAMPLE_BYTES, SAMPLES, model_digest, samples  # noqa: E402
-from kedge.integrations.vllm.plugin.rank_state import RankState  # noqa: E402
+from kedge.integrations.vllm.plugin.rank_state import (  # noqa: E402
+    SAMPLE_BYTES,
+    SAMPLES,
+    RankState,
+    model_digest,
+    samples,
+)
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.settings import AnchorSettings  # noqa: E402

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
-from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
+from kedge.integrations.vllm.plugin.receipts import TrackedRequest, receipt_of, receipt_to_dict
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, ReuseMode, Source
 

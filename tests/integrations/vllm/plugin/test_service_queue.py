@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.service_queue import CachedFirstQueue, RequestContexts, missing_of
+from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, RequestContexts, missing_of
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 
@@ -261,7 +261,7 @@ TestWithoutRoom = WithoutRoom.TestCase
 SESSIONS, TURNS, FIRST = 6, 6, 6 * BLOCK
 
 
-@pytest.fixture(scope="module", params=["make_scheduler", "AsyncStepScheduler"])
+@pytest.fixture(scope="module", params=[pytest.param("make_scheduler", marks=pytest.mark.slow), "AsyncStepScheduler"])
 def flow(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[Driver]:
     """Room for about three of six sessions, one of which runs at a time."""
     scheduler = f"kedge.integrations.vllm.plugin.scheduler.{request.param}"

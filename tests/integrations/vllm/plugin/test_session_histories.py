@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.scheduler_side import Upkeep
 from kedge.integrations.vllm.plugin.session_histories import SessionHistories
-from kedge.integrations.vllm.plugin.upkeep import Upkeep
 from kedge.policies.eviction import steps_to_execution
 
 SIZE = 16
@@ -91,7 +91,7 @@ class Engine:
 
     def owned(self) -> int:
         """Return how many blocks have an owner."""
-        return sum(bool(self.queue._owners.set_of[block.block_id].owners) for block in self.pool.blocks)
+        return sum(bool(self.queue.set_of[block.block_id].owners) for block in self.pool.blocks)
 
 
 def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
@@ -150,7 +150,7 @@ def test_blocks_of_all_groups_are_owned() -> None:
     asked.num_computed_tokens, asked.status = 2 * SIZE, STOPPED
     _, blocks = engine.running.pop(asked.request_id)
     engine.sessions.finish(asked, [block.block_id for block in blocks], [block.block_id for block in others])
-    assert engine.owned() == 4 and not engine.queue._owners.set_of[0].owners, "vLLM's null block has no owner"
+    assert engine.owned() == 4 and not engine.queue.set_of[0].owners, "vLLM's null block has no owner"
 
 
 def test_before_it_is_bound_it_does_nothing() -> None:
@@ -207,7 +207,7 @@ class Turns(RuleBasedStateMachine):
         engine = self.engine
         engine.queue.check_integrity()
         assert len(engine.sessions._turns) == len(self.waiting) + len(engine.running)
-        assert len(engine.queue._owners._steps) <= len(engine.sessions.ledger.steps.tracker)
+        assert len(engine.queue._steps) <= len(engine.sessions.ledger.steps.tracker)
 
 
 TestTurns = Turns.TestCase

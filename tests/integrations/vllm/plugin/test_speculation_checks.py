@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from transformers import DeepseekV3Config, LlamaConfig
 
-from kedge.integrations.vllm.plugin.speculation_checks import speculation_refusal
+from kedge.integrations.vllm.plugin.feature_checks import speculation_refusal
 
 MODEL = LlamaConfig()
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import leading_blocks
-from kedge.integrations.vllm.plugin.upkeep import Upkeep
+from kedge.integrations.vllm.plugin.scheduler_side import Upkeep
 from tests.integrations.vllm.plugin.test_session_histories import ABORTED, STOPPED, Engine, chain
 
 NAMES = ("a", "ab", "abc", "b", "c", "cd")
@@ -45,7 +45,7 @@ def test_blocks_with_kv_are_not_handed_out_before_what_was_put_off() -> None:
 
 def owners(engine: Engine) -> list[Any]:
     """Return the owners of each block."""
-    return [engine.queue._owners.set_of[block.block_id].owners for block in engine.pool.blocks]
+    return [engine.queue.set_of[block.block_id].owners for block in engine.pool.blocks]
 
 
 class Twins(RuleBasedStateMachine):

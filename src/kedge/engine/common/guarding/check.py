@@ -25,7 +25,6 @@ from kedge.types import (
     RunId,
     RunKey,
     Source,
-    Span,
     TurnHints,
     WorkflowId,
     new_request_id,
@@ -67,20 +66,14 @@ class Check:
         is_translated = self.tried in names if self.tried else bool(names)
         if seen is None or not is_translated:
             return None
-        changes = {DecisionKind.WORDING: seen.changed} | ({} if sampled else self._changes(again))
+        changes = {DecisionKind.WORDING: seen.changed}
+        if not sampled:  # neither text is, so that what is read from them can be compared
+            is_shortened = self.request.sampling.max_tokens < self.of.sampling.max_tokens
+            is_whole = again.finish_reason is FinishReason.STOP or not is_shortened
+            read = AnswerDecisions.of(again.text, self.of.guard.pick, is_whole=is_whole)
+            mine = self.decisions if is_whole else replace(self.decisions, pick=None)
+            changes |= compare_decisions(mine, read, None if is_whole else len(again.text))
         return names, DecisionComparison(changes, seen.kl)
-
-    def _changes(self, again: Completion) -> dict[DecisionKind, bool]:
-        """Return of each decision that is read from the texts whether it differs: neither is sampled."""
-        is_whole = again.finish_reason is FinishReason.STOP or not self._is_shortened
-        read = AnswerDecisions.of(again.text, self.of.guard.pick, is_whole=is_whole)
-        mine = self.decisions if is_whole else replace(self.decisions, pick=None)
-        return compare_decisions(mine, read, None if is_whole else len(again.text))
-
-    @property
-    def _is_shortened(self) -> bool:
-        """Whether the second answer may have fewer tokens than the first."""
-        return self.request.sampling.max_tokens < self.of.sampling.max_tokens
 
 
 def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings) -> Check:
@@ -136,7 +129,11 @@ def _again(request: GenerateRequest, served: Completion, settings: GuardSettings
 def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple[str, ...]:
     """Return the names of the placeholders of which a receipt lists translated tokens, each once."""
     spans = [span for span in receipt.spans if span.source is Source.TRANSLATED]
-    names = (here.segment.name for here in _values(request) if any(_overlap(here, span) for span in spans))
+    names = (
+        here.segment.name
+        for here in _values(request)
+        if any(span.start < here.stop and span.stop > here.start for span in spans)
+    )
     return tuple(dict.fromkeys(names))
 
 
@@ -151,7 +148,3 @@ def by_placeholder(request: GenerateRequest, errors: Mapping[int, float]) -> dic
 
 def _values(request: GenerateRequest) -> list[Placed]:
     return [here for here in layout(request) if here.segment.is_placeholder]
-
-
-def _overlap(here: Placed, span: Span) -> bool:
-    return span.start < here.stop and span.stop > here.start

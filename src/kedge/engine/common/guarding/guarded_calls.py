@@ -1,20 +1,28 @@
-"""The guard between an engine and its callers: it changes requests as they arrive and reads their completions."""
+"""The guard between an engine and its callers: it changes requests as they arrive and reads their completions.
+
+A thread carries out checks one by one: freely while the engine is idle, else within a token budget. An engine is idle
+once no request has come for as long as a check takes, so that what such checks delay is at most as much as was waited
+for. Ends of runs wait until no check needs what the run shared.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
-from kedge.engine.common.guarding.check_thread import CheckThread
 from kedge.engine.common.stream import Tap
+from kedge.errors import EngineClosed, KedgeError
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
-from kedge.reuse.guard.sentinel_errors import SentinelFinding
+from kedge.reuse.guard.record import SentinelFinding
 from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
 from kedge.types import (
@@ -26,9 +34,247 @@ from kedge.types import (
     RunKey,
     TokenDelta,
     TokenLogprob,
+    WorkflowAgent,
 )
 
+End = Callable[[], None]
+GRACE, PATIENCE = 0.02, 5.0
+"""Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
+milliseconds, and what a check took beside many requests says nothing of an idle engine"""
+MAX_WAITING = 2
+"""Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
+MAX_CREDIT = 16384
+"""Most tokens of checks that requests may save up"""
 logger = logging.getLogger(__name__)
+
+
+class DeferredEnds:
+    """The runs that checks need, and the ends that wait for these checks. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holds: Counter[RunKey] = Counter()
+        self._ends: dict[RunKey, End] = {}
+
+    def hold(self, run: RunKey | None) -> None:
+        """Note that one more check needs a run; None: it needs none."""
+        if run is not None:
+            with self._lock:
+                self._holds[run] += 1
+
+    def release(self, run: RunKey | None) -> None:
+        """Note that a check is over. The last one of a run carries out its end."""
+        if run is None:
+            return
+        with self._lock:
+            self._holds[run] -= 1
+            is_free = self._holds[run] <= 0
+            if is_free:
+                del self._holds[run]
+            end = self._ends.pop(run, None) if is_free else None
+        _carry_out(end)
+
+    def end(self, run: RunKey, end: End) -> None:
+        """Call `end` as soon as no check needs the run, usually at once. Raises what it raises then."""
+        with self._lock:
+            if is_held := run in self._holds:
+                self._ends[run] = end
+        if not is_held:
+            end()
+
+    def take(self, run: RunKey) -> bool:
+        """Carry out an end that waits, at once. Returns whether there was one."""
+        with self._lock:
+            end = self._ends.pop(run, None)
+        _carry_out(end)
+        return end is not None
+
+    def close(self) -> None:
+        """Carry out all ends that wait."""
+        with self._lock:
+            ends, self._ends = list(self._ends.values()), {}
+            self._holds.clear()
+        for end in ends:
+            _carry_out(end)
+
+
+def _carry_out(end: End | None) -> None:
+    try:
+        if end is not None:
+            end()
+    except EngineClosed:
+        pass  # with all that any run shared
+    except Exception:  # the thread that ends a check is not the one that asked for it
+        logger.exception("a run could not be ended after its checks")
+
+
+class CheckThread:
+    """The checks of one engine, bounded: beyond `max_pending` the oldest one of the agent with the most is dropped.
+    Any thread may call.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[GenerateRequest], Stream],
+        judged: Callable[[Check, Completion], None],
+        settings: GuardSettings,
+    ) -> None:
+        """`judged` is called with every check and its answer, on this thread."""
+        self._submit, self._judged, self._settings = submit, judged, settings
+        self._changed = threading.Condition()
+        self._waiting: deque[Check] = deque()
+        self._current: Check | None = None
+        self._in_flight, self._idle_since, self._credit = 0, time.monotonic(), 0.0
+        self._pause = GRACE
+        """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
+        self._draining, self._closed = 0, False
+        self._ends = DeferredEnds()
+        self._thread: threading.Thread | None = None
+        self.done = self.dropped = 0
+
+    # requests that are served ------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Note that a request is being served."""
+        with self._changed:
+            self._in_flight += 1
+
+    def left(self, tokens: int) -> None:
+        """Note that a request has ended, for which `tokens` tokens were computed."""
+        with self._changed:
+            self._in_flight -= 1
+            self._idle_since = time.monotonic()
+            self._credit = min(MAX_CREDIT, self._credit + self._settings.budget * tokens)
+            self._changed.notify_all()
+
+    # checks ------------------------------------------------------------------------------------------------------
+
+    def add(self, check: Check) -> None:
+        """Queue a check."""
+        with self._changed:
+            if self._closed:
+                return
+            self._waiting.append(check)
+            self._ends.hold(check.run)
+            dropped = []
+            if len(self._waiting) > self._settings.max_pending:
+                counts = Counter(check.of.workflow_agent for check in self._waiting)
+                dropped.append(max(self._waiting, key=lambda check: counts[check.of.workflow_agent]))
+            self._drop(dropped)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        self._release(dropped)
+
+    def wants(self, agent: WorkflowAgent) -> bool:
+        """Return whether another check of an agent would be carried out soon."""
+        with self._changed:
+            return sum(check.of.workflow_agent == agent for check in self._waiting) < MAX_WAITING
+
+    def _drop(self, checks: Sequence[Check]) -> None:
+        for check in checks:
+            self._waiting.remove(check)
+            self.dropped += 1
+
+    def _release(self, checks: Sequence[Check]) -> None:
+        for check in checks:
+            self._ends.release(check.run)
+
+    def is_under_way(self, request_id: RequestId) -> bool:
+        """Return whether a request is the check that is being carried out."""
+        current = self._current
+        return current is not None and current.request.request_id == request_id
+
+    # runs --------------------------------------------------------------------------------------------------------
+
+    def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
+        """Call `end` as soon as no check needs what the run shared, usually at once."""
+        self._ends.end(run, end)
+
+    def begin_run(self, run: RunKey) -> None:
+        """Note that a request of a run is about to be submitted. If the end of an earlier run with its id still waits,
+        that happens now, so that it does not hit the new one, and its checks are dropped.
+        """
+        if self._ends.take(run):
+            with self._changed:
+                stale = [check for check in self._waiting if check.run == run]
+                self._drop(stale)
+                self._changed.notify_all()
+            self._release(stale)
+
+    def drain(self, timeout: float) -> bool:
+        """Carry out all checks as if the engine were idle. Returns False if some are left after `timeout` seconds."""
+        with self._changed:
+            self._draining += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not (self._waiting or self._current), timeout)
+            finally:
+                self._draining -= 1
+
+    def stop(self) -> None:
+        """Drop what waits, and carry out the ends of runs; the check under way ends with its engine."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._ends.close()
+
+    def join(self) -> None:
+        """Wait for the thread's end, after `stop` and the engine's end."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # its thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (check := self._next()) is not None:
+            self._carry_out(check)
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+            self._ends.release(check.run)
+
+    def _next(self) -> Check | None:
+        with self._changed:
+            while not self._closed:
+                wait = self._seconds_to_wait()
+                if wait == 0:
+                    self._current = self._waiting.popleft()
+                    return self._current
+                self._changed.wait(wait)
+            return None
+
+    def _seconds_to_wait(self) -> float | None:
+        """Return 0 if the first check may start, else the time until it may; None: until something changes."""
+        if not self._waiting:
+            return None
+        if self._draining:
+            return 0
+        if self._in_flight == 0:
+            return max(0.0, self._idle_since + self._pause - time.monotonic())
+        if self._credit >= (cost := min(MAX_CREDIT, self._waiting[0].cost)):  # a longer one would wait for ever
+            self._credit -= cost
+            return 0
+        return None
+
+    def _carry_out(self, check: Check) -> None:
+        is_done, began = False, time.monotonic()
+        try:
+            again = self._submit(check.request).result()
+            if is_done := again.finish_reason is not FinishReason.CANCELLED:
+                self._judged(check, again)
+        except KedgeError as error:  # the engine was closed, or has no room for it
+            logger.debug("a check was not carried out: %s", error)
+        except Exception:  # whatever happens to a check is no request's concern
+            is_done = False
+            logger.exception("a check failed")
+        with self._changed:
+            if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
+                self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
+            self.done += is_done
+            self.dropped += not is_done
 
 
 @dataclass(slots=True)
@@ -47,10 +293,10 @@ class GuardedCalls:
 
     def __init__(self, submit: Callable[[GenerateRequest], Stream], settings: GuardSettings) -> None:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
-        self._settings, self._guard = settings, QualityGuard(settings)
-        self.saved, self.restore = self._guard.saved, self._guard.restore
+        self._settings, self.guard = settings, QualityGuard(settings)
         self._calls: dict[RequestId, GuardedCall] = {}
-        self._checks = CheckThread(submit, self._judged, settings)
+        self.checks = CheckThread(submit, self._judged, settings)
+        """To be stopped before the engine ends, and joined once it has ended the stream of the check under way"""
 
     def ordered(self, request: GenerateRequest) -> GenerateRequest:
         """Return an expected request as it will be served."""
@@ -58,18 +304,18 @@ class GuardedCalls:
 
     def arriving(self, request: GenerateRequest) -> None:
         """Note that a request is about to be submitted. To be called before anything of it is queued."""
-        if not self._checks.is_under_way(request.request_id):
-            self._checks.begin_run(request.run_key)
+        if not self.checks.is_under_way(request.request_id):
+            self.checks.begin_run(request.run_key)
 
     def begin(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
         """Return the request to serve, and what its stream's items have to pass through: exactly one end of it."""
-        if self._checks.is_under_way(request.request_id):
+        if self.checks.is_under_way(request.request_id):
             return request, None
         verdict = self._verdict(request)
         call = GuardedCall(request, replace(request, guard=verdict.orders), verdict.tried, is_checked=False)
-        if verdict.is_checked and self._checks.wants(request.workflow_agent):
+        if verdict.is_checked and self.checks.wants(request.workflow_agent):
             self._check(call)
-        self._checks.arrived()
+        self.checks.arrived()
         self._calls[request.request_id] = call
         return call.served, partial(self._pass_on, call)
 
@@ -91,20 +337,17 @@ class GuardedCalls:
         call = self._calls.get(request.request_id)
         if call is None:
             return request, False
-        found = {self._sentinels_read(request, errors, weak=weak) for weak in (False, True)}
+        found = set()
+        for weak in (False, True):
+            of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
+            found.add(self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak))
         if SentinelFinding.UNUSUAL in found and not call.is_checked:
             self._check(call)
         return call.served, SentinelFinding.REFUTED in found
 
-    def _sentinels_read(
-        self, request: GenerateRequest, errors: Mapping[Sentinel, float], *, weak: bool
-    ) -> SentinelFinding:
-        of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
-        return self._guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak)
-
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:
-            return self._guard.verdict(request)
+            return self.guard.verdict(request)
         except Exception:  # nothing is translated while nothing is known
             logger.exception("the guard failed on request %s", request.request_id)
             return GuardVerdict(replace(request.guard, withheld=frozenset((EVERYTHING,))))
@@ -113,36 +356,16 @@ class GuardedCalls:
         """Return of how many tokens of a checked answer log-probabilities are needed; None: of all."""
         return self._settings.tokens if asked.logprobs is None else None
 
-    def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
-        """Call `end`, which forgets what the run shared, once no check needs that any more."""
-        self._checks.end_run(run, end)
-
-    def wait_idle(self, timeout: float) -> bool:
-        """Carry out all checks that wait. Returns False if some are left after `timeout` seconds."""
-        return self._checks.drain(timeout)
-
-    def clear(self) -> None:
-        """Forget what is known of all agents."""
-        self._guard.clear()
-
-    def stop(self) -> None:
-        """Begin no more checks."""
-        self._checks.stop()
-
-    def join(self) -> None:
-        """Wait for the check under way, once the engine has ended its stream."""
-        self._checks.join()
-
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
         """Return the agents' states with their evidence, of the namespaces that `owns` picks, and counts of checks."""
         return {
             "mode": self._settings.mode.value,
             "max_changed": self._settings.max_changed,
-            "checks_done": self._checks.done,
-            "checks_dropped": self._checks.dropped,
-            "suspicions": self._guard.suspicions,
-            "breaches": self._guard.breaches,
-            "agents": self._guard.stats(owns),
+            "checks_done": self.checks.done,
+            "checks_dropped": self.checks.dropped,
+            "suspicions": self.guard.suspicions,
+            "breaches": self.guard.breaches,
+            "agents": self.guard.stats(owns),
         }
 
     # streams -----------------------------------------------------------------------------------------------------
@@ -150,20 +373,27 @@ class GuardedCalls:
     def _pass_on(self, call: GuardedCall, item: Item) -> Item:
         if isinstance(item, BaseException):
             self._calls.pop(call.asked.request_id, None)
-            self._checks.left(0)
+            self.checks.left(0)
             return item
         if item.completion is None:
             return self._stripped(call, item)
         done = item.completion
         self._calls.pop(call.asked.request_id, None)
-        self._checks.left(done.receipt.computed + len(done.tokens))
+        self.checks.left(done.receipt.computed + len(done.tokens))
         return self._stripped(call, replace(item, completion=self._noted(call, done)))
 
     def _noted(self, call: GuardedCall, done: Completion) -> Completion:
         """Return a completion with the guard's notes, having queued its check."""
+        served = call.served
         try:
-            self._completed(call, done)
-            return replace(done, receipt=replace(done.receipt, guard=self._guard.notes(call.served)))
+            if done.finish_reason is not FinishReason.CANCELLED and self.guard.mode(served) is not GuardMode.OFF:
+                names = translated_placeholders(served, done.receipt)
+                self.guard.translated(served, names)
+                if call.is_checked and call.tried:
+                    self.checks.add(trial(served, done, self._settings, call.tried))
+                elif call.is_checked and names:
+                    self.checks.add(dense_check(served, done, self._settings))
+            return replace(done, receipt=replace(done.receipt, guard=self.guard.notes(served)))
         except Exception:  # an answer is not lost for what the guard makes of it
             logger.exception("the guard failed on request %s", call.asked.request_id)
             return done
@@ -181,20 +411,7 @@ class GuardedCalls:
             return ()
         return tuple(replace(one, top=one.top[: call.asked.logprobs]) for one in logprobs)
 
-    def _completed(self, call: GuardedCall, done: Completion) -> None:
-        served = call.served
-        if done.finish_reason is FinishReason.CANCELLED or self._guard.mode(served) is GuardMode.OFF:
-            return
-        names = translated_placeholders(served, done.receipt)
-        self._guard.translated(served, names)
-        if not call.is_checked:
-            return
-        if call.tried:
-            self._checks.add(trial(served, done, self._settings, call.tried))
-        elif names:
-            self._checks.add(dense_check(served, done, self._settings))
-
     def _judged(self, check: Check, again: Completion) -> None:
         if (judged := check.judge(again, self._settings.margin)) is not None:
             names, seen = judged
-            self._guard.observe(check.of, (check.tried,) if check.tried else names, seen)
+            self.guard.observe(check.of, (check.tried,) if check.tried else names, seen)

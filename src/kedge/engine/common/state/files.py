@@ -20,8 +20,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kedge.anchors.saving.records import Record
-from kedge.engine.common.state.identity import differences
+from kedge.anchors.saving import Record
 from kedge.errors import StateDamaged, StateRefused
 
 FORMAT = 2
@@ -32,6 +31,30 @@ Name = tuple[str, ...]
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _DAMAGED_DISK = frozenset({errno.ENOENT, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.ELOOP})
 """Errors that mean a damaged file, as opposed to a problem of this process or its permissions"""
+
+
+def identity_of(parts: Mapping[str, object]) -> str:
+    """Return an identity of named parts, plain data each, so that a refusal can name those that differ."""
+    return json.dumps(parts, sort_keys=True)
+
+
+def differences(theirs: object, ours: str) -> tuple[str, object, object]:
+    """Return the names of the parts in which two identities differ, with both values of each. Identities without parts
+    differ as a whole.
+    """
+    saved, own = _parts(theirs), _parts(ours)
+    names = sorted(name for name in own.keys() | saved.keys() if saved.get(name) != own.get(name))
+    if not (saved and own and names):
+        return "identity", theirs, ours
+    return ", ".join(names), [saved.get(name) for name in names], [own.get(name) for name in names]
+
+
+def _parts(identity: object) -> Mapping[str, object]:
+    try:
+        parts = json.loads(identity) if isinstance(identity, str) else None
+    except ValueError:
+        return {}
+    return parts if isinstance(parts, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +134,11 @@ def read_record(folder: Path, entry: Entry, identity: str) -> Record:
         raise StateDamaged("state", str(path), f"has {size} bytes of {entry.nbytes}")
     with making_sense(path):
         _check_content(path)
-        return _parsed(path, entry.name, identity)
+        with safe_open(path, "pt") as file:
+            head, name = _head(file.metadata(), path, identity), entry.name
+            if tuple(head["name"]) != name:
+                raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {name}")
+            return Record(name, head["data"], {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
 
 
 def _check_content(path: Path) -> None:
@@ -119,14 +146,6 @@ def _check_content(path: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if path.name != digest + SUFFIX:
         raise StateDamaged("state", str(path), "has another content than its name says")
-
-
-def _parsed(path: Path, name: Name, identity: str) -> Record:
-    with safe_open(path, "pt") as file:
-        head = _head(file.metadata(), path, identity)
-        if tuple(head["name"]) != name:
-            raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {name}")
-        return Record(name, head["data"], {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
 
 
 def _head(metadata: Mapping[str, str], path: Path, identity: str) -> Mapping[str, Any]:

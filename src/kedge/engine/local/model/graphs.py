@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,18 +31,10 @@ WARMUPS = 2
 
 Kind = tuple[int, bool]
 """A graph's rows, and whether those of one sequence attend together"""
+Attend = Callable[..., Tensor]
+"""Attention of few tokens, with the arguments of `kedge.kv.attention_kernel.attend`"""
 Captured = tuple[Callable[[], object], Tensor]
 """A replay function, and the tensor that holds its result"""
-
-
-class Attend(Protocol):
-    """The signature of attention of few tokens, as `kedge.kv.attention_kernel.attend`."""
-
-    def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, owners: Tensor, lengths: Tensor,
-        block_size: int, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None, /,
-        *, together: bool,
-    ) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,24 +175,18 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
         with torch.cuda.device(self._device):
-            self._warm(work)
+            # Before, on a stream of its own, as PyTorch requires, so that one-time initialisation is not captured.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARMUPS):
+                    work()
+            torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Only this thread's calls are captured: the copier goes on meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = work()
         return graph.replay, result
-
-    @staticmethod
-    def _warm(work: Callable[[], Tensor]) -> None:
-        """Run the work on a separate stream before the capture, as PyTorch requires, so that one-time initialisation is
-        not captured.
-        """
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUPS):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
 
 
 def on_gpu(run: Callable[[ForwardBatch], Tensor], storage: PagedStorage, longest: int) -> StepGraphs | None:

@@ -1,14 +1,19 @@
 """The shape of a model's KV and the rotation of its keys, found by an experiment at load.
 
 One token runs through the model at several positions at once, with an attention function that records keys and values
-and lets every token attend to itself only. So the keys of one layer differ by their rotation, and by nothing else.
+and lets every token attend to itself only. So the keys of one layer differ by their rotation, and by nothing else. The
+model's own rotary modules are recorded meanwhile, with whatever they are called with: a kind of layer, for example.
+Their tables are combined with all known pairings of dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +21,129 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
-from kedge.engine.local.attention.latent import LatentProjection, latent_of
+from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.recurrent import RecurrentLayers
-from kedge.engine.local.model.rotations import Candidates, RotaryCall, recorded, spread
 from kedge.errors import UnsupportedModel
-from kedge.kv.rotary import Rotary, Rotation, by_layer
+from kedge.kv.rotary import Pairing, Rotary, Rotation, by_layer
 from kedge.kv.spec import KVSpec, LayerShape
 from kedge.kv.storage import halves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+AS_GOOD, ROUNDING = 2.0, 1e-5
+"""A rotation that leaves at most so many times the least error, or no more than rounding, is as good as the best. The
+first such is taken, so that layers with the same rotation get the same object.
+"""
 NAME = "kedge-layout"
 PLACES = (0, 1, 5, 100)
 """Positions at which keys are compared, besides the last one that the model supports"""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryCall:
+    """A call of a rotary module, which can be repeated for other positions."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: tuple[Tensor, Tensor]
+    """cos and sin at the recorded positions, each [positions, pairs]"""
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [1, positions, 2 * pairs], in the dtype of `x` [1], as Transformers' modules mostly do."""
+        swap = partial(_swapped, x=x, positions=position_ids)
+        found = cos_and_sin(
+            self.module(*map(swap, self.args), **{name: swap(value) for name, value in self.kwargs.items()})
+        )
+        assert found is not None, "it returned cos and sin before"
+        cos, sin = (torch.cat((table, table), dim=-1).float()[None] for table in found)
+        return cos, sin
+
+
+def _swapped(value: object, x: Tensor, positions: Tensor) -> object:
+    """Return an argument of a rotary module for other positions: integers are positions, the rest gives a dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    return x if value.is_floating_point() else positions.expand(*value.shape[:-1], -1)
+
+
+def cos_and_sin(output: object) -> tuple[Tensor, Tensor] | None:
+    """Return what a rotary module returned as cos and sin [positions, pairs]; None for any other output.
+
+    Modules return each number once, twice in halves or twice in neighbours, or cos and sin as one complex number.
+    """
+    if isinstance(output, Tensor) and output.is_complex():
+        output = (output.real, output.imag)
+    if not isinstance(output, tuple | list) or len(output) != 2 or not all(isinstance(x, Tensor) for x in output):
+        return None
+    cos, sin = output
+    if cos.shape != sin.shape or cos.ndim < 2 or not cos.is_floating_point():
+        return None
+    cos, sin = (x.reshape(-1, *x.shape[-2:])[0] for x in (cos, sin))
+    half = cos.shape[-1] // 2
+    if cos.shape[-1] == 2 * half:
+        for pick in (slice(half), slice(None, None, 2)):
+            other = slice(half, None) if pick == slice(half) else slice(1, None, 2)
+            if torch.equal(cos[:, pick], cos[:, other]) and torch.equal(sin[:, pick], sin[:, other]):
+                return cos[:, pick], sin[:, pick]
+    return cos, sin
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[RotaryCall]]:
+    """Record the calls of rotary modules, which have no weights, as long as their results differ."""
+    calls: list[RotaryCall] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        found = cos_and_sin(output)
+        if found and not any(all(map(torch.equal, found, call.result)) for call in calls):
+            calls.append(RotaryCall(module, args, kwargs, found))
+
+    bare = [module for module in model.modules() if next(module.parameters(), None) is None]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in bare]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The rotations that may be those of a layer."""
+
+    rotaries: list[Rotary]
+    _paired: dict[tuple[int, Pairing], Rotary] = field(default_factory=dict)
+
+    def best(self, keys: Tensor, places: Tensor) -> tuple[Rotary | None, float]:
+        """Return the rotation of a layer's keys [places, kv_heads, key_dim], which are equal but for their rotation to
+        `places`, and the relative error; None if they are not rotated.
+        """
+        options: list[Rotary | None] = [*self._of(keys.shape[2]), None]
+        errors = [spread(one.unrotate(keys[None], places)[0] if one else keys) for one in options]
+        good = next(n for n, error in enumerate(errors) if not error > AS_GOOD * min(errors) + ROUNDING)
+        return options[good], errors[good]
+
+    def _of(self, key_dim: int) -> Iterator[Rotary]:
+        """Yield all rotations of keys with so many dimensions, the most usual first."""
+        for number, rotary in enumerate(self.rotaries):
+            rest = key_dim - 2 * rotary.pairs
+            starts = sorted({0, rest}) if rest >= 0 else []
+            for start, backwards, neighbours in product(starts, (False, True), (False, True)):
+                pairing = Pairing(start, neighbours, backwards)
+                key = (number, pairing)
+                if key not in self._paired:
+                    self._paired[key] = rotary.paired(pairing)
+                yield self._paired[key]
+
+
+def spread(rows: Tensor) -> float:
+    """Return by how much rows [places, heads, dim] differ from the first, relative to their size, at most."""
+    rows = rows.float().flatten(1)
+    return float(((rows - rows[:1]).norm(dim=1) / rows.norm(dim=1).clamp(min=1e-9)).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +175,7 @@ class Recording:
             heads, dims = ((key.shape[n], value.shape[n]) for n in (1, 3))
             raise unsupported(module, f"its keys and values have {heads} heads and {dims} dimensions")
         self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        self._add_rows(layer, latent_of(module), key, value)
-
-    def _add_rows(self, layer: int, latent: LatentProjection | None, key: Tensor, value: Tensor) -> None:
+        latent = latent_of(module)
         rows = None if latent is None else latent.rows(key, value)
         limit = TOLERANCE.get(precision(key.dtype), 0.0)
         if latent is not None and rows is not None and latent.explains(rows, key, value, limit):
@@ -98,14 +209,36 @@ def find(
     """
     places = sorted({at for at in (*PLACES, max_positions - 1) if at < max_positions})
     positions = torch.tensor(places, device=model.device)
-    recording, calls, rank = _recorded(model, recurrent, positions, latent)
-    numbers = sorted(recording.keys)
-    _require_every_layer(model, spec, list(range(len(numbers))) if recurrent else numbers)
-    rotaries = [Rotary(call, max_positions, model.device) for call in calls]
-    candidates = Candidates(rotaries)
-    fits = [candidates.best(recording.keys[n], positions) for n in sorted(recording.keys)]
-    refusal = _refusal(spec, [error for _, error in fits], [spread(v) for _, v in sorted(recording.values.items())])
-    spec = measured(replace(spec, numbers=_unusual(numbers), latent=rank), recording.shapes)
+    rank = 0
+    if latent:
+        latents.watch(model)
+    try:
+        recording, calls = _record(model, recurrent, positions)
+        rank = recording.as_rows() if latent else 0
+    finally:
+        if latent and not rank:
+            latents.unwatch(model)
+
+    numbers, in_order = sorted(recording.keys), list(range(len(recording.keys)))
+    attending = in_order if recurrent else numbers
+    if attending != in_order or len(attending) < spec.layers:
+        known = len([layer for layer in attending if layer < spec.layers])
+        counts = f"{len(attending)} times, in {known} of {spec.layers} layers"
+        why = f"Kedge's attention is not called once by every layer, but {counts}"
+        raise UnsupportedModel("model_type", model.config.model_type, why)
+
+    candidates = Candidates([Rotary(call, max_positions, model.device) for call in calls])
+    fits = [candidates.best(recording.keys[n], positions) for n in numbers]
+    refusal, limit = None, TOLERANCE.get(precision(spec.dtype), 0.0)
+    for layer, (n, (_, error)) in enumerate(zip(numbers, fits, strict=True)):
+        if not error <= limit:
+            refusal = f"the keys of layer {layer} are rotated in none of the known ways"
+        elif not spread(recording.values[n]) <= limit:
+            refusal = f"the values of layer {layer} depend on their position"
+        if refusal:
+            break
+    unusual = () if numbers == in_order else tuple(numbers)
+    spec = measured(replace(spec, numbers=unusual, latent=rank), recording.shapes)
     return Layout(spec, by_layer([rotary for rotary, _ in fits]), refusal)
 
 
@@ -115,30 +248,6 @@ def measured(spec: KVSpec, shapes: tuple[LayerShape, ...]) -> KVSpec:
     whole = LayerShape(kv_heads, head_dim, head_dim)
     kept = () if all(shape == whole for shape in shapes) else shapes
     return replace(spec, layers=len(shapes), kv_heads=kv_heads, head_dim=head_dim, shapes=kept)
-
-
-def _unusual(numbers: list[int]) -> tuple[int, ...]:
-    """Return the numbers of layers, or nothing where they are those of their rows in the pool."""
-    return () if numbers == list(range(len(numbers))) else tuple(numbers)
-
-
-def _recorded(
-    model: PreTrainedModel, recurrent: RecurrentLayers, positions: Tensor, latent: bool
-) -> tuple[Recording, list[RotaryCall], int]:
-    """Run one token at all positions, and turn its KV into rows where a latent is to be kept. Returns the dimensions of
-    the latent too, or 0.
-    """
-    if not latent:
-        return *_record(model, recurrent, positions), 0
-    latents.watch(model)
-    rank = 0
-    try:
-        recording, calls = _record(model, recurrent, positions)
-        rank = recording.as_rows()
-    finally:
-        if not rank:
-            latents.unwatch(model)
-    return recording, calls, rank
 
 
 @torch.inference_mode()
@@ -152,25 +261,6 @@ def _record(
         states = recurrent.fresh([1] * len(positions))
         model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording, **states)
     return recording, calls
-
-
-def _require_every_layer(model: PreTrainedModel, spec: KVSpec, layers: Sequence[int]) -> None:
-    if layers != list(range(len(layers))) or len(layers) < spec.layers:
-        known = len([layer for layer in layers if layer < spec.layers])
-        counts = f"{len(layers)} times, in {known} of {spec.layers} layers"
-        why = f"Kedge's attention is not called once by every layer, but {counts}"
-        raise UnsupportedModel("model_type", model.config.model_type, why)
-
-
-def _refusal(spec: KVSpec, keys: Sequence[float], values: Sequence[float]) -> str | None:
-    """Return why KV cannot be moved to another position, by the relative errors of each layer's keys and values."""
-    limit = TOLERANCE.get(precision(spec.dtype), 0.0)
-    for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
-        if not of_keys <= limit:
-            return f"the keys of layer {layer} are rotated in none of the known ways"
-        if not of_values <= limit:
-            return f"the values of layer {layer} depend on their position"
-    return None
 
 
 def _record_layer(

@@ -22,9 +22,9 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from kedge.engine.common.model_folder import read_config
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.latent import unwatch
-from kedge.engine.local.model import masks, probe
+from kedge.engine.local.model import probe
+from kedge.engine.local.model.probe import require_causal_masks, stacking_refusal
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.model.stacking import stacking_refusal
 from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec
 
@@ -81,54 +81,44 @@ def require_buildable(config: PretrainedConfig) -> None:
 def checked_runner(model: PreTrainedModel) -> ModelRunner:
     """Return a runner of `model`, which uses Kedge's attention from now on.
 
-    Raises `UnsupportedModel`, leaving the model as it was, if its results change by that.
+    The latent of a token is kept, if the results are right with it. Raises `UnsupportedModel`, leaving the model as it
+    was, if its results change by Kedge's attention.
     """
     KVSpec.from_config(model.config)  # it has the most telling reasons
     probe.require_interface(type(model))
     own_attention: str = model.config.get_text_config()._attn_implementation
     try:
         with probe.refusing(model.config.model_type):
-            return _checked_of(model)
+            runner = ModelRunner(model)
+            try:
+                return _checked(runner)
+            except UnsupportedModel as error:
+                if not runner.spec.latent:
+                    raise
+                logger.warning("keys and values of all heads are kept: with the latent alone, %s", error.why)
+            unwatch(model)
+            return _checked(ModelRunner(model, latent=False))
     except BaseException:
         unwatch(model)
         model.set_attn_implementation(own_attention)
         raise
 
 
-def _checked_of(model: PreTrainedModel) -> ModelRunner:
-    """Return a checked runner: with the latent of a token, if its results are right with it."""
-    runner = ModelRunner(model)
-    try:
-        return _checked(runner)
-    except UnsupportedModel as error:
-        if not runner.spec.latent:
-            raise
-        logger.warning("keys and values of all heads are kept: with the latent alone, %s", error.why)
-    unwatch(model)
-    return _checked(ModelRunner(model, latent=False))
-
-
 def _checked(runner: ModelRunner) -> ModelRunner:
-    _require_same(runner)
-    masks.require_same(runner)
-    if runner.recurrent:
-        runner.recurrent.stacking_refusal = refusal = stacking_refusal(runner)
-        if refusal:
-            logger.warning("requests decode one by one in recurrent layers: %s", refusal)
-    return runner
-
-
-def _require_same(runner: ModelRunner) -> None:
-    """Raise `UnsupportedModel` unless results are right; where recurrent layers go on with one token at a time only,
-    they get one at a time from now on.
-    """
     try:
         probe.require_same(runner)
     except UnsupportedModel as first:
         if not runner.recurrent:
             raise
+        # Where recurrent layers go on with one token at a time only, they get one at a time from now on.
         runner.recurrent.goes_on_by_token = True
         try:
             probe.require_same(runner)
         except UnsupportedModel:
             raise first from None
+    require_causal_masks(runner)
+    if runner.recurrent:
+        runner.recurrent.stacking_refusal = refusal = stacking_refusal(runner)
+        if refusal:
+            logger.warning("requests decode one by one in recurrent layers: %s", refusal)
+    return runner

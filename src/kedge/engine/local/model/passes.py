@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.local.attention.latent import LatentWeights
-from kedge.engine.local.attention.paged import Batch, Scoring
-from kedge.engine.local.attention.sequence_slice import SequenceSlice
+from kedge.engine.local.attention.paged import Batch, Scoring, SequenceSlice
 from kedge.engine.local.states import States
 from kedge.errors import UnsupportedModel
 from kedge.kv.storage import PagedStorage

@@ -1,19 +1,30 @@
-"""A check at load: with Kedge's attention a model computes what it computes with its own.
+"""Checks at load: with Kedge's attention a model computes what it computes with its own.
 
-Two short prompts run through the model's own eager attention, whole and without a cache, and through the paged one,
-side by side and in two pieces each. What differs by more than the rounding of the dtype is refused, and so is whatever
-the model's code raises on the way. That is three forward passes of at most 32 tokens.
+**Logits.** Two short prompts run through the model's own eager attention, whole and without a cache, and through the
+paged one, side by side and in two pieces each. What differs by more than the rounding of the dtype is refused, and so
+is whatever the model's code raises on the way. That is three forward passes of at most 32 tokens.
+
+**Masks.** A window is larger than any prompt that could be tried. But Transformers makes masks from functions of two
+positions, which can be evaluated for positions far apart. For that, one token runs through the model, with an attention
+function that inspects its mask and passes the values on: a single token attends only to itself.
+
+**Stacked states** of recurrent layers: sequences that decode together get the logits that they get one by one. Where
+they do not, they decode one by one from then on. The model's own pass over a whole prompt is no measure here: single
+steps of some families differ from it more than rounding does (Nemotron-H, by 0.004 of their size after five tokens).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from kedge.engine.local.attention.arguments import unsupported
 from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.engine.local.model.passes import PromptPiece, one_pass, refusal, run, storage_for
 from kedge.errors import KedgeError, UnsupportedModel
@@ -23,10 +34,18 @@ if TYPE_CHECKING:
 
     from kedge.engine.local.model.runner import ModelRunner
 
+
 LENGTH = 16
 """Tokens of a prompt"""
 SPLITS = (5, 11)
 """Positions at which the prompts are cut in two: the second pieces read cached keys, at positions of their own"""
+MASKS = "kedge-masks"
+Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query position, key position) -> whether the query sees the key"""
+BEGUN = 13
+"""Tokens of a prompt that are computed before the two decode"""
+ALONE = LENGTH - 1
+"""The last token, which each computes alone: it sees whether the pass before has written the sequence's own states"""
 
 
 @contextmanager
@@ -61,8 +80,9 @@ def require_same(runner: ModelRunner) -> None:
         raise refusal(runner, f"it gives logits of shape {tuple(ours.shape)}, and {tuple(theirs.shape)} by itself")
     if not theirs.isfinite().all():
         raise refusal(runner, "its own logits are not finite")
-    error, most = _difference(ours, theirs, precision(runner.spec.dtype))
-    if not error <= most:
+    dtype, errors = precision(runner.spec.dtype), relative_errors(ours, theirs)
+    error = float(errors.max() if dtype is torch.float32 else _usual(errors.cpu()))
+    if not error <= TOLERANCE[dtype]:
         raise refusal(runner, f"its logits differ from those of its own attention by {error:.2g} of their size")
 
 
@@ -92,13 +112,6 @@ def eager_logits(model: PreTrainedModel, prompts: Tensor) -> Tensor:
         return model(input_ids=prompts, use_cache=False).logits.float()
 
 
-def _difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the relative difference of logits [prompts, tokens, vocab], and its limit."""
-    errors = relative_errors(ours, theirs)
-    worst = errors.max() if dtype is torch.float32 else _usual(errors.cpu())
-    return float(worst), TOLERANCE[dtype]
-
-
 def relative_errors(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the relative difference of the logits of every row, [prompts, tokens]. A constant added to all logits of
     a row does not count.
@@ -117,3 +130,110 @@ def _usual(errors: Tensor) -> Tensor:
     cached = torch.arange(LENGTH) >= splits
     seams = errors.gather(1, splits)
     return torch.stack([errors[cached].median(), errors[~cached].median(), seams.min()]).max()
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A stand-in for a mask: it holds the function that the mask is made from."""
+
+    sees: Sees
+
+
+@dataclass(slots=True)
+class Look:
+    """The object passed through the model: positions up to which its masks are evaluated."""
+
+    longest: int
+    layers: int = field(default=0)
+
+    def require_same(self, module: nn.Module, mask: object, window: int | None) -> None:
+        """Raise `UnsupportedModel` unless a mask is that of causal attention within a window."""
+        self.layers += 1
+        if not isinstance(mask, Mask):
+            raise unsupported(module, "its mask is not made by Transformers' functions, and cannot be checked")
+        query, key = _pairs(self.longest, window)
+        zero = torch.zeros_like(query)
+        theirs = mask.sees(zero, zero, query, key)
+        ours = (key <= query) & (key > query - (window or self.longest))
+        if (odd := (theirs != ours).nonzero().flatten()).numel():
+            q, k = int(query[odd[0]]), int(key[odd[0]])
+            handed = f"a window of {window}" if window else "no window"
+            raise unsupported(module, f"it hands over {handed}, and masks position {k} from {q} otherwise")
+
+
+def require_causal_masks(runner: ModelRunner) -> None:
+    """Raise `UnsupportedModel` unless every layer's mask fits the window passed to its attention function."""
+    look = Look(runner.max_positions)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
+    with attention(runner.model, MASKS), torch.inference_mode():
+        runner.model(input_ids=token, position_ids=token, use_cache=False, kedge=look, **runner.recurrent.fresh([1]))
+
+
+def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return positions of queries and keys at which different masks differ: near, at a window's edge, far."""
+    edges = (0, 1, 2, longest // 2) if window is None else (0, 1, 2, window - 1, window, window + 1, longest // 2)
+    points = sorted({at for edge in edges for at in (edge, longest - 1 - edge) if 0 <= at < longest})
+    query, key = torch.meshgrid(torch.tensor(points), torch.tensor(points), indexing="ij")
+    return query.flatten(), key.flatten()
+
+
+def _make(mask_function: Sees, **_: Any) -> Mask:
+    """Return a stand-in for a mask, with the signature of Transformers' mask functions."""
+    return Mask(mask_function)
+
+
+def _look(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,  # noqa: ARG001 (Transformers passes it)
+    value: Tensor,
+    attention_mask: object = None,
+    *,
+    kedge: Look,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Check the mask and return the values: value [1, kv_heads, 1, head_dim] -> [1, 1, heads, head_dim]."""
+    kedge.require_same(module, attention_mask, sliding_window)
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(MASKS, _look)
+AttentionMaskInterface.register(MASKS, _make)
+
+
+def stacking_refusal(runner: ModelRunner) -> str | None:
+    """Return why sequences cannot decode together in the recurrent layers of a model, or None."""
+    one_by_one = _decoded(runner, 1)
+    try:
+        together = _decoded(runner, len(one_by_one))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the code of any family
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"its code fails with the states of two sequences stacked: {words}"
+    dtype, errors = precision(runner.spec.dtype), relative_errors(together, one_by_one)
+    if dtype is torch.float32:
+        difference = float(errors.max())
+    else:
+        # Single rows go to other experts: most rows of the prompt that is worse off decide, and the better one of those
+        # computed alone.
+        difference = float(torch.maximum(errors.median(dim=1).values.max(), errors[:, -1].min()))
+    if difference <= TOLERANCE[dtype]:
+        return None
+    return f"with the states of two sequences stacked its logits differ by {difference:.2g} of their size"
+
+
+def _decoded(runner: ModelRunner, at_once: int) -> Tensor:
+    """Return float32 [prompts, tokens, vocab] of the tokens from `BEGUN` on, so many sequences in a pass."""
+    prompts = random_prompts(runner)
+    storage, states = storage_for(runner, prompts.numel()), [runner.recurrent.new() for _ in prompts]
+
+    def logits(start: int, stop: int, most: int) -> Tensor:
+        pieces = [PromptPiece(p, n * LENGTH, start, stop, states[n]) for n, p in enumerate(prompts)]
+        passes = [one_pass(pieces[n : n + most], storage) for n in range(0, len(pieces), most)]
+        return torch.cat([run(runner, one) for one in passes])
+
+    logits(0, BEGUN, len(prompts))
+    steps = [logits(at, at + 1, at_once if at < ALONE else 1) for at in range(BEGUN, LENGTH)]
+    return torch.stack(steps, dim=1)

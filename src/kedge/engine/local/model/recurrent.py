@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from kedge.engine.local.model.comparing import attention
-from kedge.engine.local.stacked_states import StackedStates, StateStack
-from kedge.engine.local.states import States
+from kedge.engine.local.states import StackedStates, States, StateStack
 from kedge.kv.spec import recurrent_types
 
 if TYPE_CHECKING:

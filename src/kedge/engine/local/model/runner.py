@@ -52,6 +52,14 @@ class ModelRunner:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Run a pass of any kind as `forward` does, launching kernel by kernel."""
+        states: dict[str, Cache] = {}
+        if self.recurrent:  # sequences without states begin with this pass
+            assert isinstance(batch, Batch), "only whole batches run on a model with recurrent layers"
+            assert all(one.states or one.context == one.stop - one.start for one in batch.sequences), (
+                "states are missing"
+            )
+            pieces = [(one.stop - one.start, one.states or self.recurrent.new()) for one in batch.sequences]
+            states = self.recurrent.going_on(pieces)
         with attention.kernels_of(self.device):
             out = self.model(
                 input_ids=batch.tokens[None],
@@ -59,15 +67,6 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=batch.logits_rows,
                 kedge=batch,
-                **self._states(batch),
+                **states,
             )
         return out.logits[0].float()
-
-    def _states(self, batch: ForwardBatch) -> dict[str, Cache]:
-        """Return the argument with the states of the sequences; those without any begin with this pass."""
-        if not self.recurrent:
-            return {}
-        assert isinstance(batch, Batch), "only whole batches run on a model with recurrent layers"
-        assert all(one.states or one.context == one.stop - one.start for one in batch.sequences), "states are missing"
-        pieces = [(one.stop - one.start, one.states or self.recurrent.new()) for one in batch.sequences]
-        return self.recurrent.going_on(pieces)

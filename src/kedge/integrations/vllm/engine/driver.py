@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +20,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kedge.engine.validation import require_new_id
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
-from kedge.integrations.vllm.engine.base_prefills import BasePrefills
-from kedge.integrations.vllm.engine.held_forecasts import HeldForecasts
-from kedge.integrations.vllm.engine.requests import PluginMessage
+from kedge.integrations.vllm.engine.requests import BasePrefills, HeldForecasts, PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.plugin.advice_calls import AdviceCalls, hinted_params, message
-from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT
+from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT, AdviceCalls, hinted_params, message
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
 
@@ -101,7 +99,10 @@ class Driver:
     # requests -------------------------------------------------------------------------------------------------------
 
     def begin(self, response: StreamedResponse) -> None:
-        """Submit a request. Its stream always ends, with a completion or an error."""
+        """Submit a request. Its stream always ends, with a completion or an error. Raises `RequestError` for an id that
+        is in flight.
+        """
+        require_new_id(response.request.request_id, self._generating)
         self.bases.pause()
         if self._plugged:
             hints = response.params.extra_args["kv_transfer_params"]["kedge"]
@@ -112,11 +113,6 @@ class Driver:
         serving = asyncio.create_task(self._serve(response, generating))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
-
-    @property
-    def in_flight(self) -> Container[RequestId]:
-        """Requests whose streams have not ended."""
-        return self._generating.keys()
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request at the next step. Returns False for one that is not in flight."""
@@ -153,24 +149,21 @@ class Driver:
         later = self._receipts[request_id] = asyncio.get_running_loop().create_future()
         await asyncio.wait([generating])
         error = None if generating.cancelled() else generating.exception()
-        receipt = None if error else await self._receipt(response, generating, later)
+        receipt = None if error or generating.cancelled() else generating.result()
+        if error is None and receipt is None and self._plugged and response.has_begun and not self.is_dead:
+            # an aborted request's comes with vLLM's statistics, not with an output
+            done, _ = await asyncio.wait([later], timeout=RECEIPT_TIMEOUT)
+            receipt = later.result() if done else None
         if receipt:
             self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
         del self._receipts[request_id], self._generating[request_id]
-        _end(response, error, receipt)
+        try:
+            if error is not None:
+                raise error
+            response.end(receipt)
+        except Exception as failure:  # also of the text's end or the receipt: its reader must not wait for ever
+            response.stream.put(_kedge_error(failure, request_id))
         self._stop_waiting(request_id)
-
-    async def _receipt(
-        self,
-        response: StreamedResponse,
-        generating: asyncio.Task[ReceiptData | None],
-        later: asyncio.Future[ReceiptData],
-    ) -> ReceiptData | None:
-        """Return the plug-in's receipt. For an aborted request it comes with vLLM's statistics, not with an output."""
-        receipt = None if generating.cancelled() else generating.result()
-        if receipt is None and self._plugged and response.has_begun and not self.is_dead:
-            return await _within(later, RECEIPT_TIMEOUT)
-        return receipt
 
     def translates(self, request: GenerateRequest) -> bool:
         """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
@@ -267,25 +260,6 @@ class _StatsListener(StatLoggerBase):
 def as_request(sent: PluginMessage, number: int) -> EngineCoreRequest:
     """Return a message as a request that vLLM aborts at once."""
     return message(f"kedge-message-{number}", sent.namespace, sent.hints, sent.tokens)
-
-
-async def _within(future: asyncio.Future[ReceiptData], seconds: float) -> ReceiptData | None:
-    done, _ = await asyncio.wait([future], timeout=seconds)
-    return future.result() if done else None
-
-
-def _end(response: StreamedResponse, error: BaseException | None, receipt: ReceiptData | None) -> None:
-    """Put the last item into a stream: a completion, or an error of Kedge's.
-
-    An error while the completion is built (the text's end, the receipt) is the request's own: its reader must not wait
-    for ever.
-    """
-    try:
-        if error is not None:
-            raise error
-        response.end(receipt)
-    except Exception as failure:
-        response.fail(_kedge_error(failure, response.request.request_id))
 
 
 def _died() -> EngineClosed:

@@ -20,18 +20,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kedge.engine.base import Quota
+from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.common.stream import Tap, TokenStream
+from kedge.engine.common.state.snapshot import GuardFolder
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.common.validation import require_advice, require_new_id, require_sensible, sensible_hints
+from kedge.engine.validation import require_advice, require_sensible, sensible_hints
 from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
-from kedge.integrations.vllm.engine.guard_keeping import keep_guard
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -49,23 +49,37 @@ from kedge.integrations.vllm.engine.requests import (
     sampling_arguments,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.engine.warm_up import warm_up_checks
 from kedge.policies.sessions import NO_SESSIONS, refused
+from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
+from kedge.types import (
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    SamplingParams,
+    Segment,
+    TenantId,
+    Tokens,
+    TurnHints,
+)
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kedge.integrations.vllm.engine.driver import Driver
     from kedge.integrations.vllm.plugin.rank_state import RankState
+
 
 T = TypeVar("T")
 STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
 
     Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out. `keeping`
@@ -74,6 +88,8 @@ class VLLMEngine:
     Raises `ConfigError` where vLLM is not installed or a setting has no meaning for it, `ModelNotFound` or
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
     """
+
+    tokenizer: HFTokenizer
 
     def __init__(
         self,
@@ -86,7 +102,6 @@ class VLLMEngine:
         self.config, self._plugged = config or EngineSettings(backend="vllm"), plugged
         self._keeping = keeping if plugged else NOTHING_KEPT
         self.state = self._keeping.state
-        """The folder in which the plug-in keeps what it learns, see `kedge.engine.base.SelfSaving`"""
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model)
@@ -133,13 +148,39 @@ class VLLMEngine:
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
-            warm_up_checks(self._submit_check)
-        if self._is_guarded:
+            self._warm_up_checks()
+        if self._is_guarded and self._keeping.state is not None:
             try:
-                self._guard_state = keep_guard(self._guard, config, self.config.anchors, self._keeping)
+                self._keep_guard(self._keeping.state.absolute() / "guard", config)
             except ConfigError:
                 self.close()
                 raise
+
+    def _warm_up_checks(self) -> None:
+        """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need for
+        one row and for several, which takes seconds, and the quality guard asks for them beside any request.
+        """
+        for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
+            drawn = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
+            for stream in [self._submit_check(one) for one in drawn]:
+                stream.result()
+
+    def _keep_guard(self, folder: Path, config: VllmConfig) -> None:
+        """Load what the guard knew before, and begin to save what it learns beside the folders of the ranks.
+
+        Damaged records and those of another model or of other settings of the anchors are left out, with a line in the
+        log. Raises `ConfigError` where the folder cannot be used.
+        """
+        from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
+
+        try:
+            state = GuardFolder(folder, guard_identity(config, self.config.anchors), self._guard.guard)
+        except OSError as error:
+            raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+        kept = RankState(state, self._keeping.snapshot_interval, lambda: True)
+        kept.load()
+        kept.start()
+        self._guard_state = kept
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -156,32 +197,25 @@ class VLLMEngine:
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar)  # vLLM says less of what is wrong
-        request, tap = self._guarded(self._with_trails(request))
+        request, tap = self._with_trails(request), None
+        if self._is_guarded:
+            request, tap = self._guard.begin(request)
+            request = _within_top(request, self._max_logprobs)
         try:
-            response = self._response(request)
+            room = self._max_model_len - request.prompt_tokens
+            params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
+            response = StreamedResponse(request, self.tokenizer, params, room)
             response.stream.tap = tap
-            self._call(partial(_begin, self._driver, response))
+            self._call(partial(self._driver.begin, response))
         except BaseException as error:
             if tap:
                 tap(error)
             raise
         return response.stream
 
-    def _guarded(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
-        """Return the request as the guard has it served."""
-        if not self._is_guarded:
-            return request, None
-        request, tap = self._guard.begin(request)
-        return _within_top(request, self._max_logprobs), tap
-
     def _submit_check(self, check: GenerateRequest) -> TokenStream:
         """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
         return self.submit(_within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
-
-    def _response(self, request: GenerateRequest) -> StreamedResponse:
-        room = self._max_model_len - request.prompt_tokens
-        params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
-        return StreamedResponse(request, self.tokenizer, params, room)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, of an agent whose last prompt was translated.
@@ -214,7 +248,7 @@ class VLLMEngine:
         return self._call(lambda: self._driver.cancel(request_id))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Check a quota, see `kedge.engine.base.Limiting`: vLLM's processes got all when they started. Raises
+        """Check a quota, see `kedge.engine.base.Engine`: vLLM's processes got all when they started. Raises
         `ConfigError` for another one.
         """
         if quota != (known := self._keeping.quotas.get(tenant, Quota())):
@@ -222,7 +256,7 @@ class VLLMEngine:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
+        self._guard.checks.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
@@ -230,7 +264,7 @@ class VLLMEngine:
         self._send(lambda: list(self._forecasts.messages(changes, prompts)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says of its sessions, see `kedge.engine.base.Advisable`.
+        """Take what a client says of its sessions, see `kedge.engine.base.Engine`.
 
         Where vLLM does not report within a few seconds what became of it, every hint is deferred.
         """
@@ -253,20 +287,14 @@ class VLLMEngine:
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
-            self._guard.stop()
+            self._guard.checks.stop()
             grace = STATE_GRACE if self._keeping.state else None
             asyncio.run_coroutine_threadsafe(self._driver.close(grace), self._loop).result()
             self._end_loop()
         self._thread.join()
-        self._guard.join()
+        self._guard.checks.join()
         if is_first and self._guard_state is not None:
             self._guard_state.close()
-
-    def __enter__(self) -> VLLMEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # the event loop ---------------------------------------------------------------------------------------------------
 
@@ -330,11 +358,6 @@ def _within_top(request: GenerateRequest, most: int) -> GenerateRequest:
     if request.logprobs is None or not 0 <= most < request.logprobs:
         return request
     return replace(request, logprobs=most)
-
-
-def _begin(driver: Driver, response: StreamedResponse) -> None:
-    require_new_id(response.request.request_id, driver.in_flight)
-    driver.begin(response)
 
 
 def _died() -> EngineClosed:

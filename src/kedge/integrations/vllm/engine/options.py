@@ -64,16 +64,15 @@ class KeepingOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the plug-in's settings for this as plain data."""
-        quotas = {str(tenant): _limits(quota) for tenant, quota in self.quotas.items()}
+        quotas = {
+            str(tenant): {"anchors": one.anchors, "anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
+            for tenant, one in self.quotas.items()
+        }
         folder = None if self.state is None else str(self.state.absolute())
         return {"state": folder, "snapshot_interval": self.snapshot_interval, "quotas": quotas}
 
 
 NOTHING_KEPT = KeepingOptions()
-
-
-def _limits(quota: Quota) -> dict[str, int | None]:
-    return {"anchors": quota.anchors, "anchor_bytes": quota.anchor_bytes, "host_memory": quota.host_bytes}
 
 
 def require_vllm() -> None:

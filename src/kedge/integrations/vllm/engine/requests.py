@@ -1,13 +1,20 @@
-"""Sampling arguments, hints and messages for vLLM and the plug-in, from requests and forecasts. No vLLM is needed."""
+"""Sampling arguments, hints and messages for vLLM and the plug-in, and when they go. No vLLM is needed.
+
+Forecasts wait for a request of their run to go with it: for vLLM's engine core a message is a request of its own, and
+an agent's forecast is nearly always followed by the next agent's request. Base prefills that the plug-in asks for are
+sent one at a time, while no request waits for its first token, the latest first: the plug-in keeps captured KV of a few
+prompts only. In the order of asking, an engine with a backlog would never learn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
@@ -24,6 +31,14 @@ MAX_FIXED = 1024
 """Agents of which is remembered what fixed prompt was sent; the one that was sent longest ago is dropped"""
 RESENT = 64
 """Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
+GRACE = 0.02
+"""Seconds of idleness before the first one starts: the next agent of a workflow comes within milliseconds."""
+MAX_PROMPTS = 1024
+"""Prompts that may wait; the one that was asked for longest ago is dropped."""
+HOLD_S = 0.005
+"""Seconds that a forecast waits for a request"""
+CARRIED = ("steps", "seq")
+"""Hints of a forecast, which a request of its run may have as well"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,11 @@ class PluginMessage:
 
 def request_hints(request: GenerateRequest) -> Hints:
     """Return the hints for a request: its run and agent, and the parts of its prompt. Empty values are left out."""
+    segments: list[Hints] = []
+    if request.reuse is ReuseMode.TRANSLATE and not request.is_plain:
+        segments = segment_hints(request)
+        for one in segments:
+            one["sample"] = None if one["sample"] is None else short(one["sample"])
     hints = {
         "reuse": None if request.is_plain else request.reuse.value,
         "plain": request.is_plain or None,
@@ -56,7 +76,7 @@ def request_hints(request: GenerateRequest) -> Hints:
         "withheld": sorted(request.guard.withheld),
         "epoch": request.guard.epoch or None,
         "pick": request.guard.pick,
-        "segments": _segments(request) if request.reuse is ReuseMode.TRANSLATE and not request.is_plain else None,
+        "segments": segments,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}
 
@@ -74,11 +94,6 @@ def _fixed(request: GenerateRequest) -> int | None:
         return request.fixed
     first, *others = request.segments
     return len(first.tokens) if others and not first.is_placeholder else None
-
-
-def _segments(request: GenerateRequest) -> list[Hints]:
-    hints = segment_hints(request)
-    return [{**one, "sample": short(one["sample"])} if one["sample"] is not None else one for one in hints]
 
 
 def sampling_arguments(
@@ -127,17 +142,12 @@ class Forecasts:
         for key, next_run in changes.items():
             by_run.setdefault(key.run, {})[key.agent] = next_run
         for run, changed in by_run.items():
-            yield PluginMessage(
-                run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": self._steps(run, changed)}
-            )
-
-    def _steps(self, run: RunKey, changed: Mapping[AgentId, NextRun | None]) -> dict[str, float | None]:
-        """Return the steps of all agents of a run; None, as JSON has no infinity, for one that is never reached."""
-        merged = {**self._runs.pop(run, {}), **changed}
-        known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
-        if known:
-            self._runs[run] = known
-        return {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+            merged = {**self._runs.pop(run, {}), **changed}
+            known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
+            if known:
+                self._runs[run] = known
+            steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+            yield PluginMessage(run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": steps})
 
 
 @dataclass(slots=True)
@@ -190,3 +200,93 @@ def end_of_run(run: RunKey) -> PluginMessage:
 def _run_hints(run: RunKey) -> Hints:
     client = {"client": short(run.client_id)} if run.client_id else {}
     return {"run": short(run.run_id), **client}
+
+
+class BasePrefills:
+    """A stack of prompts to prefill. Owned by the engine's event loop."""
+
+    def __init__(self, prefill: Callable[[Namespace, Tokens], Awaitable[None]]) -> None:
+        """`prefill` computes a prompt, and stops at the next step when it is cancelled."""
+        self._prefill = prefill
+        self._wanted: BoundedDict[tuple[Namespace, Tokens], None] = BoundedDict(MAX_PROMPTS)
+        self._work: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Put a prompt on top of the stack."""
+        self._wanted[namespace, tokens] = None
+
+    def pause(self) -> None:
+        """Cancel the prefill that runs; it starts again after `resume`."""
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    async def close(self) -> None:
+        """Drop all prompts, and wait until the prefill that runs has been cancelled."""
+        work, self._work = self._work, None
+        self._wanted.clear()
+        if work is not None:
+            work.cancel()
+            await asyncio.wait([work])
+
+    def resume(self) -> None:
+        """Prefill while the engine is idle."""
+        if self._work is None and self._wanted:
+            self._work = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        await asyncio.sleep(GRACE)
+        while self._wanted:
+            one = next(reversed(self._wanted))
+            await self._prefill(*one)
+            self._wanted.pop(one, None)
+        self._work = None
+
+
+class _Run(NamedTuple):
+    namespace: Namespace
+    run: str
+    client: str
+
+
+class HeldForecasts:
+    """The latest forecast of each run, for a few milliseconds. Owned by one thread."""
+
+    def __init__(
+        self, send: Callable[[PluginMessage], None], later: Callable[[float, Callable[[], None]], Any]
+    ) -> None:
+        """`send` sends a message to the plug-in, `later` calls a function after some seconds."""
+        self._send, self._later = send, later
+        self._held: dict[_Run, PluginMessage] = {}
+
+    def pass_on(self, message: PluginMessage) -> None:
+        """Send a message; a forecast a little later, unless it is taken, or followed by a newer one in its place."""
+        if "steps" in message.hints:
+            run = _run(message.namespace, message.hints)
+            if run not in self._held:
+                self._later(HOLD_S, lambda: self._flush(run))
+            self._held[run] = message
+        elif message.hints.get("final"):
+            self.take(message.namespace, message.hints)  # nothing of an ended run is expected
+            self._send(message)
+        elif message.hints.get("ahead"):
+            self._send(replace(message, hints={**message.hints, **self.take(message.namespace, message.hints)}))
+        else:
+            self._send(message)
+
+    def _flush(self, run: _Run) -> None:
+        forecast = self._held.pop(run, None)
+        if forecast is not None:
+            self._send(forecast)
+
+    def take(self, namespace: Namespace, hints: Hints) -> Hints:
+        """Return what a message of the run of `hints` has to carry; empty where no forecast waits."""
+        forecast = self._held.pop(_run(namespace, hints), None)
+        return {name: forecast.hints[name] for name in CARRIED} if forecast else {}
+
+
+def _run(namespace: Namespace, hints: Hints) -> _Run:
+    return _Run(namespace, hints.get("run", ""), hints.get("client", ""))

@@ -1,20 +1,88 @@
-"""The stream of one request, from vLLM's outputs to deltas of text, tokens and log-probabilities."""
+"""The stream of one request, from vLLM's outputs to deltas of text, tokens and log-probabilities, and its receipt."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-from kedge.engine.common.detokenizer import TextStream
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.common.tokenizer import HFTokenizer, TextStream
 from kedge.errors import ForwardFailed
-from kedge.integrations.vllm.engine.receipts import answer_logprobs, fallback_receipt, plugin_receipt, prompt_logprobs
-from kedge.types import Completion, FinishReason, GenerateRequest, Receipt, TokenDelta, TokenLogprob
+from kedge.reuse.plan import ALL_COMPUTED
+from kedge.reuse.reasons import with_reasons
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    Receipt,
+    ReuseMode,
+    Source,
+    Span,
+    TokenDelta,
+    TokenLogprob,
+    Tokens,
+)
 
+NO_RECEIPT = Miss("*", "the request ended before vLLM reported where its prompt came from")
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
 """vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
+
+
+class RankedLogprob(Protocol):
+    """vLLM's `Logprob`: of one token in one place, with its rank from 1."""
+
+    logprob: float
+    rank: int | None
+
+
+def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
+    """Return the receipt that the plug-in sent for a request as `data`."""
+    misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
+    if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
+        misses = (ALL_COMPUTED,)
+    spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
+    reasons = with_reasons(request, spans, misses)
+    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
+
+
+def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
+    """Return the receipt of an aborted request, for which the plug-in sent none.
+
+    vLLM reports only the number of prompt tokens that it did not compute: `cached`, None where it had not begun.
+    Whether they are exact is known only where nothing could be translated.
+    """
+    mode = request.reuse
+    if cached is None:
+        return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
+    if cached and mode is ReuseMode.TRANSLATE:
+        return Receipt(request.request_id, mode, (), (NO_RECEIPT,), parts_ms)
+    both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
+    spans = tuple(span for span in both if len(span))
+    return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
+
+
+def answer_logprobs(
+    tokens: Iterable[int], positions: Iterable[Mapping[int, RankedLogprob]], top: int
+) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities of drawn tokens, each with those of the `top` likeliest in its place."""
+    return tuple(_logprob(token, ranked, top) for token, ranked in zip(tokens, positions, strict=True))
+
+
+def prompt_logprobs(
+    tokens: Tokens, positions: Iterable[Mapping[int, RankedLogprob] | None], top: int
+) -> tuple[TokenLogprob | None, ...]:
+    """Return the log-probabilities of a prompt's tokens; None for the first, which has no context."""
+    pairs = zip(tokens, positions, strict=True)
+    return tuple(None if ranked is None else _logprob(token, ranked, top) for token, ranked in pairs)
+
+
+def _logprob(token: int, ranked: Mapping[int, RankedLogprob], top: int) -> TokenLogprob:
+    """Return a token's own log-probability, which vLLM gives beside the likeliest, and those of the `top` likeliest."""
+    by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
+    likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
+    return TokenLogprob(token, ranked[token].logprob, tuple(likeliest))
 
 
 class StreamedResponse:
@@ -51,52 +119,42 @@ class StreamedResponse:
     def take(self, output: Any) -> None:
         """Take a `RequestOutput` with the tokens since the one before. Raises `ForwardFailed` if vLLM gave up."""
         if self._first_token is None:
-            self._begin(output)
+            self._first_token, top = time.perf_counter(), self.request.prompt_logprobs
+            if top is not None:
+                self._prompt_logprobs = prompt_logprobs(self.request.tokens, output.prompt_logprobs, top)
+                self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
         self._cached, self._stats = output.num_cached_tokens, output.metrics
         if self.finish is None:
             self._read(output.outputs[0])
-        if not (output.finished or self.stopped):
-            self._flush()
-
-    def _begin(self, output: Any) -> None:
-        self._first_token = time.perf_counter()
-        top = self.request.prompt_logprobs
-        if top is not None:
-            self._prompt_logprobs = prompt_logprobs(self.request.tokens, output.prompt_logprobs, top)
-            self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
+        if not (output.finished or self.stopped) and self._pending != TokenDelta("", ()):
+            self.stream.put(self._pending)
+            self._pending = TokenDelta("", ())
 
     def _read(self, output: Any) -> None:
+        """Take tokens up to the end of a stop string, with their text and their log-probabilities."""
         reason = output.finish_reason
         if reason is not None and reason not in REASONS:
             raise ForwardFailed("request", self.request.request_id, f"vLLM ended it: {reason}")
         drawn = list(output.token_ids)[: self._max_tokens - len(self._tokens)]
-        ends = reason == "stop" and len(drawn) == len(output.token_ids)
-        pushed = self._push(drawn[:-1] if ends else drawn)
-        self._add_logprobs(drawn if ends and not self.stopped else drawn[:pushed], output.logprobs)
-        self.finish = self._finish(ends, reason)
-
-    def _finish(self, ends: bool, reason: str | None) -> FinishReason | None:
-        """Return the reason to finish, if there is one. `ends`: the last token drawn was an end-of-sequence token."""
-        if ends or self.stopped:
-            return FinishReason.STOP
-        if len(self._tokens) >= self._max_tokens:
-            return FinishReason.LENGTH
-        return None if reason is None else REASONS[reason]
-
-    def _push(self, tokens: Sequence[int]) -> int:
-        """Append tokens and their text. Returns how many there are up to the end of a stop string."""
-        for number, token in enumerate(tokens, 1):
+        ends = reason == "stop" and len(drawn) == len(output.token_ids)  # with an end-of-sequence token
+        pushed = 0
+        for token in drawn[:-1] if ends else drawn:
+            pushed += 1
             self._tokens.append(token)
             self._add(TokenDelta(self._text.push(token), (token,)))
             if self.stopped:
-                return number
-        return len(tokens)
-
-    def _add_logprobs(self, tokens: Sequence[int], positions: Any) -> None:
+                break
         if self.request.logprobs is not None:
-            added = answer_logprobs(tokens, list(positions)[: len(tokens)], self.request.logprobs)
+            tokens = drawn if ends and not self.stopped else drawn[:pushed]
+            added = answer_logprobs(tokens, list(output.logprobs)[: len(tokens)], self.request.logprobs)
             self._logprobs += added
             self._add(TokenDelta("", (), logprobs=added))
+        if ends or self.stopped:
+            self.finish = FinishReason.STOP
+        elif len(self._tokens) >= self._max_tokens:
+            self.finish = FinishReason.LENGTH
+        else:
+            self.finish = None if reason is None else REASONS[reason]
 
     def _add(self, more: TokenDelta) -> None:
         pending = self._pending
@@ -107,23 +165,26 @@ class StreamedResponse:
             prompt_logprobs=pending.prompt_logprobs + more.prompt_logprobs,
         )
 
-    def _flush(self) -> None:
-        if self._pending != TokenDelta("", ()):
-            self.stream.put(self._pending)
-        self._pending = TokenDelta("", ())
-
     def end(self, receipt: Mapping[str, Any] | None) -> None:
         """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
         now = time.perf_counter()
         self._add(TokenDelta(self._text.flush(), ()))
         ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
-        parts = self._parts_ms(ttft_ms)
+        parts = {"queue": ttft_ms}
+        if self._stats is not None and self._stats.first_token_ts:  # by the clock of vLLM's process
+            queue = 1e3 * (self._stats.scheduled_ts - self._stats.queued_ts)
+            compute = 1e3 * (self._stats.first_token_ts - self._stats.scheduled_ts)
+            parts = {"queue": queue, "compute": compute, "other": max(0.0, ttft_ms - queue - compute)}
+        if receipt:
+            whole = plugin_receipt(self.request, receipt, parts)
+        else:
+            whole = fallback_receipt(self.request, self._cached, parts)
         done = Completion(
             request_id=self.request.request_id,
             text=self._text.text,
             tokens=tuple(self._tokens),
             finish_reason=self.finish or FinishReason.CANCELLED,
-            receipt=self._receipt(receipt, parts),
+            receipt=whole,
             ttft_ms=ttft_ms,
             total_ms=1e3 * (now - self._arrived),
             logprobs=tuple(self._logprobs),
@@ -131,20 +192,3 @@ class StreamedResponse:
         )
         last = self._pending
         self.stream.put(TokenDelta(last.text, last.tokens, done, last.logprobs, last.prompt_logprobs))
-
-    def _receipt(self, receipt: Mapping[str, Any] | None, parts: Mapping[str, float]) -> Receipt:
-        if receipt:
-            return plugin_receipt(self.request, receipt, parts)
-        return fallback_receipt(self.request, self._cached, parts)
-
-    def _parts_ms(self, ttft_ms: float) -> dict[str, float]:
-        """Return the parts of the TTFT: queue and compute by the clock of vLLM's process, the rest as `other`."""
-        if self._stats is None or not self._stats.first_token_ts:
-            return {"queue": ttft_ms}
-        queue = 1e3 * (self._stats.scheduled_ts - self._stats.queued_ts)
-        compute = 1e3 * (self._stats.first_token_ts - self._stats.scheduled_ts)
-        return {"queue": queue, "compute": compute, "other": max(0.0, ttft_ms - queue - compute)}
-
-    def fail(self, error: BaseException) -> None:
-        """End the stream with an error."""
-        self.stream.put(error)

@@ -106,19 +106,14 @@ class AgentPrompts:
         for pool in self._pools:
             pool.free_block_queue.on_forecast(changes)
         for key in changes:
-            if key in self.steps and key not in self.prompts:
-                self._adopt(key)
+            if key in self.steps and key not in self.prompts and self._pools:
+                template = self._template_of.get(key)
+                hashes = self._templates.get(template) if template else None
+                if hashes is not None:  # one that has not called in this run has the fixed prompt of other runs
+                    self.prompts[key] = hashes
+                    for pool in self._pools:
+                        own_prefix(pool, hashes, key)
         self.changed = True
-
-    def _adopt(self, key: AgentKey) -> None:
-        """Give an agent that has not called in this run the fixed prompt that it had in other runs."""
-        template = self._template_of.get(key)
-        hashes = self._templates.get(template) if template else None
-        if hashes is None or not self._pools:
-            return
-        self.prompts[key] = hashes
-        for pool in self._pools:
-            own_prefix(pool, hashes, key)
 
     # prompts --------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,162 @@
-"""Where the keys and values of a block are, and how they are read."""
+"""Where the keys and values of a block are: found by writing with vLLM's own op, and assumed of no attention backend.
+
+A block is found first, then the places of numbered keys and values in it. What was found is tried with random numbers
+in random order, layer by layer, and anything that is not clear is refused with its reason. It happens once, when vLLM
+registers the pages and no request has any; what was in the blocks is put back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kedge.integrations.vllm.plugin.block_axes import BlockAxis
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.errors import LayoutUnknown
+
+_FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+class KVLayer(NamedTuple):
+    """An attention layer (`Attention` or `MLAAttention` of vLLM's `model_executor.layers.attention`) and its pages."""
+
+    layer: Any
+    pages: Tensor
+    """As vLLM registers them with a connector"""
+    dtype: torch.dtype
+    """Of the keys and values that the model computes"""
+
+    @property
+    def bound(self) -> Tensor:
+        """The pages as vLLM passes them to the layer's op: another view of the same memory where blocks are split."""
+        bound = getattr(self.layer, "kv_cache", None)
+        return bound if isinstance(bound, Tensor) and _memory(bound) == _memory(self.pages) else self.pages
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(kv_heads, head_dim)"""
+        return self.layer.num_kv_heads, self.layer.head_size
+
+    @property
+    def codes(self) -> Tensor:
+        """The pages; bytes where a number has 8 bits, since PyTorch does little with float8."""
+        return self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
+
+    @property
+    def scales(self) -> tuple[Any, Any]:
+        """What vLLM divides keys and values by before it keeps them in 8 bits, as they are now."""
+        return self.layer._k_scale, self.layer._v_scale
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens] with the model's own op."""
+        self.layer.impl.do_kv_cache_update(self.layer, keys, values, self.bound, slots)
+
+    def fill(self, slots: Tensor) -> None:
+        """Write numbers other than zero to `slots` [tokens] with the model's own op."""
+        layer = self.layer
+        if (latent := getattr(layer, "kv_lora_rank", None)) is None:
+            size, heads = layer.head_size, layer.num_kv_heads
+            values = self._numbers(len(slots), heads, getattr(layer, "head_size_v", size))
+            self.store(self._numbers(len(slots), heads, size), values, slots)
+        else:  # MLA has no keys and values by head
+            latents, rope = self._numbers(len(slots), latent), self._numbers(len(slots), 1, layer.qk_rope_head_dim)
+            layer.impl.do_kv_cache_update(latents, rope, self.bound, slots, layer.kv_cache_dtype, layer._k_scale)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        count = torch.Size(shape).numel()
+        return (torch.arange(count, device=self.pages.device) % 7 + 1).to(self.dtype).view(shape)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class BlockAxis(NamedTuple):
+    """The dimension of pages that counts blocks, and how many of its places are one block."""
+
+    axis: int
+    parts: int
+    """Above 1 where the attention backend works on smaller blocks than vLLM's scheduler"""
+
+    def blocks(self, pages: Tensor) -> Tensor:
+        """Return a view of `pages` as [blocks, …]."""
+        blocks = pages.movedim(self.axis, 0)
+        return blocks.unflatten(0, (-1, self.parts)) if self.parts > 1 else blocks
+
+
+def find_block_axis(layer: KVLayer, num_blocks: int, block_size: int) -> BlockAxis:
+    """Find the blocks of a layer: the slots of a block, `block_size` tokens, are to be in that block and in no other.
+
+    Raises `LayoutUnknown` where they are not, or where the layer has no op that writes.
+    """
+    shape = tuple(layer.pages.shape)
+    axes = [BlockAxis(axis, size // num_blocks) for axis, size in enumerate(shape) if size % num_blocks == 0]
+    if not axes or num_blocks < 2:
+        raise LayoutUnknown("pages", shape, f"no dimension counts {num_blocks} blocks")
+    probed = probed_blocks(num_blocks)
+    with restored([axis.blocks(layer.codes) for axis in axes], probed) as views, own_errors(layer):
+        for block in probed:
+            clear(views, probed)
+            layer.fill(slots_of(block, block_size, layer.pages.device))
+            axes = [axis for axis in axes if _written(axis.blocks(layer.codes), probed) == [block]]
+    if len(axes) != 1:
+        raise LayoutUnknown("pages", shape, "what is written to the slots of a block is not in one block")
+    return axes[0]
+
+
+def probed_blocks(num_blocks: int) -> list[int]:
+    """Return the blocks into which probes write: the first two and the last."""
+    return sorted({0, 1, num_blocks - 1})
+
+
+def slots_of(block: int, block_size: int, device: torch.device) -> Tensor:
+    """Return the slots of a block, int64 [block_size]."""
+    return torch.arange(block * block_size, (block + 1) * block_size, device=device)
+
+
+def _written(view: Tensor, blocks: Sequence[int]) -> list[int]:
+    return [block for block in blocks if (view[block] != 0).any()]
+
+
+def clear(views: Sequence[Tensor], blocks: Sequence[int]) -> None:
+    """Set all of some blocks to zero. `views` are pages as [blocks, …]."""
+    for view in views:
+        for block in blocks:
+            view[block].zero_()
+
+
+@contextmanager
+def restored(views: list[Tensor], blocks: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Put back what some blocks held. `views` are pages as [blocks, …]."""
+    before = [[view[block].clone() for block in blocks] for view in views]
+    try:
+        yield views
+    finally:
+        for view, contents in zip(views, before, strict=True):
+            for block, content in zip(blocks, contents, strict=True):
+                view[block].copy_(content)
+
+
+@contextmanager
+def own_errors(layer: KVLayer) -> Iterator[None]:
+    """Turn whatever a backend's op raises into a `LayoutUnknown`: the rest of the plug-in goes on."""
+    try:
+        yield
+    except LayoutUnknown:
+        raise
+    except Exception as error:
+        why = f"writing KV with the op of {type(layer.layer.impl).__name__} failed: {error!r}"
+        raise LayoutUnknown("pages", tuple(layer.pages.shape), why) from error
+
+
+def memory_order(blocks: Tensor) -> Tensor:
+    """Return a view of [blocks, …] with its other dimensions in the order of their strides."""
+    strides = blocks.stride()
+    inner = sorted(range(1, blocks.ndim), key=strides.__getitem__, reverse=True)
+    return blocks.permute(0, *inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +220,12 @@ class NumberFormat:
 
     def _nearest(self, given: Tensor, scale: Any) -> Tensor:
         assert self.float8 is not None
-        most = self._most(scale, given)
-        return (given.float() / scale).clamp(-most, most).to(self.float8).float()
-
-    def _most(self, scale: Any, like: Tensor) -> Tensor:
-        """Return the largest number that the dtype of `like` holds, before it rounds, once multiplied by the scale."""
-        assert self.float8 is not None
-        finite = torch.full((), torch.finfo(like.dtype).max, device=like.device, dtype=torch.float32)
+        # the largest number that the dtype of `given` holds, before it rounds, once multiplied by the scale
+        finite = torch.full((), torch.finfo(given.dtype).max, device=given.device, dtype=torch.float32)
         most = (finite / scale).clamp(max=torch.finfo(self.float8).max).to(self.float8)
         one_less = (most.view(torch.uint8) - 1).view(self.float8)
-        return torch.where(most.float() * scale <= finite, most.float(), one_less.float())
+        most = torch.where(most.float() * scale <= finite, most.float(), one_less.float())
+        return (given.float() / scale).clamp(-most, most).to(self.float8).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +252,125 @@ class BlockLayout:
     def scales(self, layer: KVLayer) -> tuple[Any, Any]:
         """Return what a layer's kept keys and values are multiplied by, where they are."""
         return layer.scales if self.numbers.float8 else (1.0, 1.0)
+
+
+def find_block_axes(layers: Sequence[KVLayer], num_blocks: int, block_size: int) -> list[BlockAxis]:
+    """Find the blocks of each layer. Raises `LayoutUnknown` where that is not possible for one of them."""
+    return [find_block_axis(layer, num_blocks, block_size) for layer in layers]
+
+
+def find_layouts(
+    layers: Sequence[KVLayer], axes: Sequence[BlockAxis], num_blocks: int, block_size: int
+) -> list[BlockLayout]:
+    """Find the layout of each layer's blocks. `axes`: from `find_block_axes`, of the same layers.
+
+    Raises `LayoutUnknown` where a layer does not keep keys and values in places, and in a format, that it finds.
+    """
+    if len({layer.pages.data_ptr() for layer in layers}) < len(layers):
+        raise _unknown(layers[0], "a layer has no KV of its own: it shares another's")
+    probed, found = probed_blocks(num_blocks), list[BlockLayout]()
+    for layer, axis in zip(layers, axes, strict=True):
+        view = axis.blocks(layer.codes)
+        with restored([view], probed), own_errors(layer):
+            slots = torch.cat([slots_of(block, block_size, view.device) for block in probed])
+            if found:  # a layer may have the layout of the one before it
+                last, is_byte = found[-1], layer.pages.itemsize == 1
+                is_alike = last.axis == axis and last.keys.index.shape[1:] == layer.shape
+                if is_alike and is_byte == bool(last.numbers.float8) and _is_right(layer, last, slots):
+                    found.append(last)
+                    continue
+            for numbers in _formats(layer):
+                if (index := _index(layer, numbers, view, probed, block_size)) is not None:
+                    found.append(BlockLayout(axis, numbers, *map(Places.of, index)))
+                    break
+            else:
+                raise _unknown(layer, "the backend does not keep keys and values as given")
+            if not _is_right(layer, found[-1], slots):
+                raise _unknown(layer, "keys and values that were written are not read again")
+    return found
+
+
+def _unknown(layer: KVLayer, why: str) -> LayoutUnknown:
+    return LayoutUnknown("pages", tuple(layer.pages.shape), why)
+
+
+def _formats(layer: KVLayer) -> list[NumberFormat]:
+    """Return the formats in which the numbers of a layer may be kept."""
+    pages, size = layer.pages, layer.layer.head_size
+    if getattr(layer.layer, "head_size_v", size) != size:
+        raise _unknown(layer, "keys and values differ in size")
+    if pages.itemsize > 1:
+        if not pages.dtype.is_floating_point:
+            raise _unknown(layer, f"its numbers are {pages.dtype}")
+        return [NumberFormat()]
+    if any(not isinstance(scale, float) and scale.numel() != 1 for scale in layer.scales):
+        raise _unknown(layer, "its 8-bit numbers have a scale for each head")
+    return [NumberFormat(float8) for float8 in _FLOATS8 if pages.dtype in (torch.uint8, float8)]
+
+
+def _index(
+    layer: KVLayer, numbers: NumberFormat, view: Tensor, probed: list[int], block_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return the places of keys and values in a block, each [block_size, kv_heads, head_dim], or None.
+
+    Every number of a token is written digit by digit, and every place is to hold the digits of one number, or is never
+    written.
+    """
+    shape = torch.Size((2, block_size, *layer.shape))
+    count = shape.numel()
+    ordinals = torch.arange(count, device=view.device)
+    base = 128 if numbers.float8 is None else 8  # so many integers from 1 on are exact in every dtype
+    scales = layer.scales if numbers.float8 else (1, 1)
+    found, power = torch.zeros(len(probed), view[0].numel(), dtype=torch.int64, device=view.device), 1
+    is_used = None
+    while power < count or power == 1:
+        clear([view], probed)
+        digits = (ordinals // power % base + 1).view(shape)
+        keys, values = (
+            numbers.writable((one * scale).to(layer.dtype), scale) for one, scale in zip(digits, scales, strict=True)
+        )
+        for block in probed:
+            layer.store(keys.contiguous(), values.contiguous(), slots_of(block, block_size, view.device))
+        kept = numbers.plain(torch.stack([view[block].reshape(-1) for block in probed])).float()
+        was_used, is_used = is_used, kept != 0
+        are_digits = ((kept == kept.round()) & (kept >= 0) & (kept <= base)).all()
+        if not are_digits or (was_used is not None and not torch.equal(was_used, is_used)):
+            return None
+        found += (kept.long() - 1) * power
+        power *= base
+    assert is_used is not None
+    if not (torch.equal(found, found[:1].expand_as(found)) and torch.equal(is_used, is_used[:1].expand_as(is_used))):
+        return None  # not in the same places of all blocks
+    used = is_used[0].nonzero().flatten()
+    held = found[0, used]
+    if len(used) != count or not torch.equal(held.sort().values, ordinals):
+        return None  # not each of them once
+    keys, values = used[held.argsort()].view(shape)
+    return keys, values
+
+
+def _is_right(layer: KVLayer, layout: BlockLayout, slots: Tensor) -> bool:
+    """Write random keys and values to blocks' slots in random order, and return whether they are read again, and
+    negative zeros as zeros.
+    """
+    random = torch.Generator().manual_seed(0)  # vLLM samples with the global one
+    order = torch.randperm(len(slots), generator=random).to(slots.device)
+    drawn = torch.randn((2, len(slots), *layer.shape), generator=random).to(slots.device)
+    scales, numbers = layout.scales(layer), layout.numbers
+    keys, values = ((one * scale).to(layer.dtype) for one, scale in zip(drawn, scales, strict=True))
+    layout.store(layer, keys[order], values[order], slots[order])
+    kept = [numbers.nearest(one, scale) for one, scale in zip((keys, values), scales, strict=True)]
+    if numbers.float8 is None:
+        kept = [one.to(layer.pages.dtype).to(layer.dtype) for one in kept]
+    if not all(map(torch.equal, _read(layer, layout, slots), kept)):
+        return False
+    # some formats differ in nothing but negative zeros and a factor
+    zeros = torch.full((len(slots), *layer.shape), -0.0, dtype=layer.dtype, device=slots.device)
+    layer.store(zeros, zeros, slots)
+    return not any(one.any() for one in _read(layer, layout, slots))
+
+
+def _read(layer: KVLayer, layout: BlockLayout, slots: Tensor) -> list[Tensor]:
+    """Return the keys and values of some blocks' slots, each [tokens, kv_heads, head_dim]."""
+    size = len(layout.keys.index)
+    return [one.flatten(0, 1) for one in layout.read(layer, slots[::size] // size)]

@@ -69,11 +69,6 @@ class TranslationCandidate:
         return self.may_learn and self.has_placeholders and self.declined is None
 
     @property
-    def translated(self) -> bool:
-        """Whether some of its blocks hold translated KV, or will."""
-        return bool(self.written)
-
-    @property
     def lessons(self) -> int:
         """How many prompts of its agent have to be learned from until it can be translated; itself may be one."""
         return self.verdict.lessons if self.verdict and self.verdict.is_lesson else 0

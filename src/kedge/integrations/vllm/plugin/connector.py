@@ -8,21 +8,66 @@ vLLM creates one connector in its scheduler and one in every worker.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kedge.integrations.vllm.plugin.feature_checks import block_bytes, cache_groups, find_features
+from kedge.engine.common.state.snapshot import EngineState
+from kedge.errors import ConfigError, LayoutUnknown, TranslationRefused
+from kedge.integrations.vllm.plugin.adapters import installed
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.feature_checks import (
+    backends_refusal,
+    block_bytes,
+    cache_groups,
+    find_features,
+    tails_refusal,
+)
+from kedge.integrations.vllm.plugin.held_lanes import PassLimits
+from kedge.integrations.vllm.plugin.host_tier import HostQuotas
+from kedge.integrations.vllm.plugin.lanes import LaneGrants
+from kedge.integrations.vllm.plugin.learner import Learner
+from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
+from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
-from kedge.integrations.vllm.plugin.scheduler_calls import SchedulerCalls
+from kedge.integrations.vllm.plugin.pages import Pages
+from kedge.integrations.vllm.plugin.rank_state import RankState, rank_folder, rank_identity
+from kedge.integrations.vllm.plugin.rotations import rotation_of
+from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.worker_calls import WorkerCalls
+from kedge.integrations.vllm.plugin.translations import Translations
+from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
+from kedge.reuse.costs import EngineCosts
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 
-class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
+class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     """Kedge's connector, of which each process uses the half for its role.
 
     Raises `ConfigError` for a bad `kv_connector_extra_config`.
@@ -36,10 +81,16 @@ class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
         self._features = find_features(vllm_config, kv_cache_config, host_blocks, settings.max_lanes)
         self._groups = cache_groups(vllm_config, kv_cache_config)
         self._host_blocks = 0 if self._features.host else host_blocks
+        block_size, ranks = vllm_config.cache_config.block_size, vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER:
-            self._open_scheduler(vllm_config, settings)
+            self._features.log()
+            self._scheduler = SchedulerSide(
+                settings, block_size, ranks, Translations(self._features.translation, ranks)
+            )
         else:
-            self._open_worker(vllm_config, settings)
+            budget = LearningBudget(settings.learning.budget if ranks == 1 else None)
+            self._is_saved = False
+            self._worker = WorkerSide(block_size, settings.tiers.throttle, budget)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -51,7 +102,7 @@ class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
             self._worker.close()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None if self.role is KVConnectorRole.WORKER else self._take_stats()
+        return None if self.role is KVConnectorRole.WORKER else self._scheduler.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -66,3 +117,199 @@ class KedgeConnector(SchedulerCalls, WorkerCalls, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return KedgePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # in the scheduler, called by Kedge's own --------------------------------------------------------------------
+
+    def join(self, kv_cache_manager: KVCacheManager) -> SchedulerSide:
+        """Return the scheduler's half to the calling scheduler, which promises to run its `upkeep` in every pass: what
+        no decision needs yet is put off until then, unless loads from the host decide by it in the same step.
+        """
+        if not self._host_blocks:
+            self._scheduler.upkeep.open()
+        if not installed().binds_manager:
+            self._guard_cache(kv_cache_manager)
+        return self._scheduler
+
+    def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
+        """Let requests have lanes, which the calling scheduler adds to its steps. Returns None where they must not.
+
+        `hold_back` ends the admissions of the step under way.
+        """
+        if self._features.lanes is not None:
+            return None
+        lanes = self._scheduler.translations.lanes
+        lanes.open(self._settings.max_lanes, hold_back)
+        config = self._vllm_config
+        if tails_refusal(config, self._settings.max_lanes) is None:
+            model, learning = config.model_config, self._settings.learning
+            limits = PassLimits(model.max_model_len, model.get_vocab_size(), config.cache_config.block_size)
+            lanes.tails.open(*limits)
+            lanes.bases.open(limits, learning.max_base_prefills)
+            lanes.base_share = learning.budget
+        return lanes
+
+    # in the scheduler, called by vLLM ---------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._guard_cache(kv_cache_manager)
+
+    def _guard_cache(self, kv_cache_manager: KVCacheManager) -> None:
+        """Keep translated blocks out of vLLM's prefix cache."""
+        if self._features.translation is None:
+            coordinator: Any = kv_cache_manager.coordinator
+            guard, block_ids = self._scheduler.translations.guard, kv_cache_manager.get_block_ids
+            coordinator.cache_blocks = guard(coordinator.cache_blocks, block_ids)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.translations.held.pool = gpu_block_pool
+        if self._features.eviction is None:
+            quotas = HostQuotas.of(self._settings.quotas, self._block_bytes, self._host_blocks + 1)
+            self._scheduler.bind(gpu_block_pool, self._host_blocks, quotas, self._groups)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_arrival(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:  # noqa: ARG002
+        self._scheduler.on_admission(request, tuple(blocks.get_block_ids()[self._groups.main.number]))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.build_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, Reports):
+            self._scheduler.on_reports(reports)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        receipt = self._scheduler.on_finish(request, *self._groups.held_blocks(block_ids))
+        return False, None if receipt is None else {"kedge": receipt}
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.busy
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
+
+    def reset_cache(self) -> bool:
+        self._scheduler.clear()
+        return True
+
+    # in a worker, once: opening its parts -------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        is_synchronous = all(map(_is_on_cpu, kv_caches.values()))
+        costs = EngineCosts(by_cost=self._settings.planner.by_cost and is_synchronous)
+        if is_synchronous:
+            self._worker.measure_passes(costs)
+        if self._host_blocks:
+            dtype = self._vllm_config.model_config.dtype
+            try:
+                views = pool_views(kv_caches, self._layers, self._kv_cache_config, dtype)
+                self._worker.open_host_tier(views, self._host_blocks)
+            except LayoutUnknown as refusal:
+                logger.warning("kedge: host is off on this rank: %s", refusal)
+        if self._features.translation is None:
+            self._open_translation(kv_caches, costs)
+
+    @property
+    def _layers(self) -> dict[str, Any]:
+        """vLLM's layers by name."""
+        return self._vllm_config.compilation_config.static_forward_context
+
+    def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
+        """Let this rank translate and learn, with what it has learned before; refused beside other connectors
+        (`MultiConnector`): they save every block of a request by its tokens, and would give translated KV to requests
+        that must have computed KV.
+        """
+        try:
+            if has_kv_transfer_group() and (group := get_kv_transfer_group()) is not self:
+                why = "another KV connector would save translated KV as if it had been computed"
+                raise TranslationRefused("kv_connector", type(group).__name__, why)
+            pages = self._pages(kv_caches)
+            measure_writes(costs, pages)
+            learner = Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
+        except TranslationRefused as refusal:
+            logger.warning("kedge: translation is off: %s", refusal)
+            self._worker.open_translation(refusal)
+            return
+        self._worker.open_translation(learner)
+        if self._settings.state is not None:
+            self._keep_state(self._settings.state, pages, learner)
+
+    def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
+        """Return the pages of the model's only group, its layers in order. Raises `LayoutUnknown` where they cannot be
+        read.
+        """
+        config, num_blocks = self._vllm_config.model_config, self._kv_cache_config.num_blocks
+        block_size = self._vllm_config.cache_config.block_size
+        names = sorted(kv_caches, key=extract_layer_index)
+        layers = [KVLayer(self._layers[name], kv_caches[name], config.dtype) for name in names]
+        axes = find_block_axes(layers, num_blocks, block_size)
+        layouts = find_layouts(layers, axes, num_blocks, block_size)
+        rotation = rotation_of(config, list(map(extract_layer_index, names)), layers[0].pages.device)
+        return Pages(layers, layouts, block_size, rotation)
+
+    def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
+        """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""
+        refusal = self._features.lanes or backends_refusal(self._layers[name].attn_backend for name in kv_caches)
+        if refusal != self._features.lanes:
+            logger.warning("kedge: lanes are off: %s", refusal)
+        return refusal
+
+    def _keep_state(self, folder: Path, pages: Pages, learner: Learner) -> None:
+        """Go on from what this rank has learned before. Raises `ConfigError` where the folder cannot be used."""
+        try:
+            identity = rank_identity(self._vllm_config, pages.empty, self._settings.anchors)
+            own = rank_folder(folder, self._vllm_config)
+            state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
+        except OSError as error:
+            raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+        interval = self._settings.snapshot_interval
+        self._worker.keep_state(RankState(state, interval, lambda: learner.rotation.refusal is None))
+
+    # in a worker, in every step ---------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._is_saved = False
+        self._worker.begin_step()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
+        self._worker.before_pass(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: translations are written for all layers before the pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
+        """Do nothing: KV is read once the pass is over."""
+
+    def wait_for_save(self) -> None:
+        self._is_saved = True
+        self._worker.after_pass(self._orders())
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if not self._is_saved and not self._orders().scheduled:
+            self.wait_for_save()  # vLLM before 0.31 does not call it in a step without a pass
+        return self._worker.take_reports()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks()
+
+    def _orders(self) -> Orders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        return orders
+
+
+def _is_on_cpu(registered: Tensor | Sequence[Tensor]) -> bool:
+    parts = [registered] if isinstance(registered, Tensor) else registered
+    return all(part.device.type == "cpu" for part in parts)

@@ -139,7 +139,10 @@ class ExpectedPrompts:
             return False
         began = time.monotonic()
         try:
-            self._advance(found)
+            if found.draft is None:
+                found.draft = self._runtime.draft(found.request, (Span(0, found.exact, Source.DEVICE),))
+            for one in self._runtime.grow(found.draft, found.request, found.next_segments.stop, again=True):
+                found.ready[one.start] = translated(self._pages, one)
         except Exception:
             self._drop(found.request.agent_key)
             raise
@@ -149,12 +152,6 @@ class ExpectedPrompts:
         while self.nbytes > self._max_bytes:
             self._drop(next(iter(self._expected)))
         return True
-
-    def _advance(self, prompt: ExpectedPrompt) -> None:
-        if prompt.draft is None:
-            prompt.draft = self._runtime.draft(prompt.request, (Span(0, prompt.exact, Source.DEVICE),))
-        for translation in self._runtime.grow(prompt.draft, prompt.request, prompt.next_segments.stop, again=True):
-            prompt.ready[translation.start] = translated(self._pages, translation)
 
     def claim(self, request: GenerateRequest, exact: int) -> ExpectedPrompt | None:
         """Return the prompt of a request that has arrived, of which `exact` leading tokens have exact KV, if what was

@@ -1,15 +1,17 @@
 """Checks which parts of the plug-in fit the installed vLLM and the model that it serves.
 
 Where one of vLLM's internals differs from what the adapter for this version expects (`adapters.py`), the part that
-needs it is switched off, with a line in the log.
+needs it is switched off, with a line in the log. Translation goes along with drafts that keep no KV, since the model
+checks every token of a draft, and with a head whose layers follow the model's, over the same blocks: these are read,
+learned and translated as the model's own, and what is off about them makes drafts worse, and not answers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.config import VllmConfig
@@ -19,7 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.adapters import (
@@ -29,19 +31,43 @@ from kedge.integrations.vllm.plugin.adapters import (
     untested,
     version_refusal,
 )
-from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups, groups_of, hash_size_of
+from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, groups_of, hash_size_of
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
 from kedge.integrations.vllm.plugin.rotations import WINDOWED, layers_refusal
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.integrations.vllm.plugin.speculation_checks import speculation_refusal
-from kedge.kv.spec import translation_refusal
+from kedge.kv.spec import mixed_layers, ropes, translation_refusal
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods whose drafts have no KV"""
+LAYERS_BEHIND = ("eagle", "eagle3", "mtp")
+"""Methods whose layers follow the model's, one token for each position"""
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Formats of KV in which a number is by itself; others scale it by its neighbours"""
 NOT_CONFIGURED = "no host memory is configured"
 NO_TRANSLATION = "translation is off"
+
+
+def speculation_refusal(config: VllmConfig) -> str | None:
+    """Return the reason why nothing is translated beside this speculative decoding, or None."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in WITHOUT_KV:
+        return None
+    if speculative.method not in LAYERS_BEHIND:
+        return f"speculative decoding by {speculative.method}: the draft's KV is not translated"
+    if (lookahead := getattr(config, "num_prefill_lookahead_tokens", 0) or 0) > 1:
+        return f"speculative decoding by {lookahead} heads: what they have of a prompt's end is computed again"
+    head, model = speculative.draft_model_config.hf_text_config, config.model_config.hf_text_config
+    if reason := translation_refusal(head) or mixed_layers(head):
+        return f"speculative decoding by {speculative.method}: {reason}"
+    if ropes(head) != ropes(model):
+        return f"speculative decoding by {speculative.method}: its head rotates keys in another way than the model"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +95,13 @@ class Features:
 def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int, max_lanes: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
     too_old = version_refusal(vllm.__version__)
-    eviction = too_old or _queue_refusal() or _pool_refusal() or _prefix_cache_refusal(config)
+    eviction = too_old or _queue_refusal() or _pool_refusal()
+    if not config.cache_config.enable_prefix_caching:
+        eviction = eviction or "prefix caching is off"
     host = (eviction or _host_refusal(config, kv_cache)) if host_blocks else NOT_CONFIGURED
     translation = (
         too_old
         or _groups_refusal(config, kv_cache)
-        or _coordinator_refusal()
         or _manager_refusal(config)
         or _model_refusal(config)
         or _load_failure_refusal(config)
@@ -85,12 +112,12 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int,
 
 def block_bytes(kv_cache: KVCacheConfig) -> int:
     """Return the bytes of one block on one rank, all layers together."""
-    return max(map(_group_bytes, kv_cache.kv_cache_groups), default=0)  # a block is of one group at a time
-
-
-def _group_bytes(group: KVCacheGroupSpec) -> int:
-    spec = group.kv_cache_spec
-    return spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names))
+    sizes = [
+        spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names))
+        for group in kv_cache.kv_cache_groups
+        for spec in [group.kv_cache_spec]
+    ]
+    return max(sizes, default=0)  # a block is of one group at a time
 
 
 def cache_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
@@ -132,32 +159,30 @@ def _pool_refusal() -> str | None:
     return f"vLLM's block pool has no {', '.join(missing)}" if missing else None
 
 
-def _coordinator_refusal() -> str | None:
+def _manager_refusal(config: VllmConfig) -> str | None:
+    """Refuse where nothing keeps translated blocks out of the prefix cache."""
     found = parameters(KVCacheCoordinator.cache_blocks)
     if found != ["self", "request", "num_computed_tokens"]:
         return f"cache_blocks takes {found}"
     found = parameters(KVCacheManager.get_block_ids)
-    return None if found == ["self", "request_id"] else f"get_block_ids takes {found}"
-
-
-def _manager_refusal(config: VllmConfig) -> str | None:
-    """Refuse where nothing keeps translated blocks out of the prefix cache."""
+    if found != ["self", "request_id"]:
+        return f"get_block_ids takes {found}"
     if installed().binds_manager or _has_own_scheduler(config):
         return None
     return f"vLLM {vllm.__version__} shows a connector no KV cache manager: --scheduler-cls must be {SCHEDULER}"
-
-
-def _prefix_cache_refusal(config: VllmConfig) -> str | None:
-    return None if config.cache_config.enable_prefix_caching else "prefix caching is off"
 
 
 def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     """Refuse to translate where a request's KV is not all in one group: what a window or a state has left behind cannot
     be learned from, and is in no block that could be written. vLLM can keep what windows leave behind.
     """
-    if len(kv_cache.kv_cache_groups) != 1:
-        return _several_groups_refusal(config, kv_cache.kv_cache_groups)
-    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
+    groups, is_windowed = kv_cache.kv_cache_groups, config.model_config.hf_text_config.model_type in WINDOWED
+    if len(groups) != 1:
+        why = f"the model has {len(groups)} KV cache groups"
+        if not is_windowed or {type(one.kv_cache_spec) for one in groups} != {FullAttentionSpec, SlidingWindowSpec}:
+            return why
+        return f"{why}: what windows leave behind is kept with --disable-hybrid-kv-cache-manager only"
+    spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         return f"its KV is a {type(spec).__name__}, not full attention"
     if (hashed := hash_size_of(config, kv_cache)) != spec.block_size:
@@ -166,17 +191,7 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
         return "hashes are of a block and tokens behind it"
     if spec.attention_chunk_size:
         return "attention in chunks"
-    has_windows = spec.sliding_window and config.model_config.hf_text_config.model_type not in WINDOWED
-    return "sliding-window attention" if has_windows else None
-
-
-def _several_groups_refusal(config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> str:
-    why = f"the model has {len(groups)} KV cache groups"
-    kinds = {type(group.kv_cache_spec) for group in groups}
-    is_known = config.model_config.hf_text_config.model_type in WINDOWED
-    if not is_known or kinds != {FullAttentionSpec, SlidingWindowSpec}:
-        return why
-    return f"{why}: what windows leave behind is kept with --disable-hybrid-kv-cache-manager only"
+    return "sliding-window attention" if spec.sliding_window and not is_windowed else None
 
 
 def tails_refusal(config: VllmConfig, max_lanes: int) -> str | None:
@@ -193,27 +208,20 @@ def _lanes_refusal(config: VllmConfig, max_lanes: int) -> str | None:
         return f"--scheduler-cls is not {SCHEDULER}"
     if config.parallel_config.use_ubatching:
         return "microbatching: a part of a pass does not see what another part writes"
-    return _request_data_refusal() or _schedule_refusal()
+    found = {field.name: field for field in fields(NewRequestData)}
+    required = {name for name, field in found.items() if field.default is MISSING and field.default_factory is MISSING}
+    if unknown := sorted(LANE_FIELDS - found.keys() | required - LANE_FIELDS):
+        return f"vLLM's NewRequestData differs in {', '.join(unknown)}"
+    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
+        return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
+    missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
+    return f"vLLM's Scheduler has no {', '.join(missing)}" if missing else None
 
 
 def _has_own_scheduler(config: VllmConfig) -> bool:
     chosen: Any = config.scheduler_config.get_scheduler_cls()
     is_own = isinstance(chosen, type) and issubclass(chosen, GapLanes)
     return is_own or f"{chosen.__module__}.{chosen.__qualname__}" == SCHEDULER
-
-
-def _request_data_refusal() -> str | None:
-    found = {field.name: field for field in fields(NewRequestData)}
-    required = {name for name, field in found.items() if field.default is MISSING and field.default_factory is MISSING}
-    unknown = sorted(LANE_FIELDS - found.keys() | required - LANE_FIELDS)
-    return f"vLLM's NewRequestData differs in {', '.join(unknown)}" if unknown else None
-
-
-def _schedule_refusal() -> str | None:
-    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
-        return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
-    missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
-    return f"vLLM's Scheduler has no {', '.join(missing)}" if missing else None
 
 
 def backends_refusal(backends: Iterable[Any]) -> str | None:

@@ -7,17 +7,171 @@ a block out costs what it costs in vLLM, and evicting a run of blocks one look a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin.eviction_order import EvictionOrder
 from kedge.integrations.vllm.plugin.owner_sets import MAX_NAMED, BlockOwners, FreeBlock, Owner, OwnerSet
-from kedge.policies.eviction import StepPolicy, StepView, step_name
+from kedge.policies.eviction import EvictionKey, StepPolicy, StepView, step_name
+from kedge.structures.heaps import LazyHeap
 
 
-class StepFreeQueue:
+class EvictionOrder:
+    """A lazy heap of owner sets, each ranked by its oldest free block, and the set that is evicted from now.
+
+    Blocks freed one after another with the same owners share a stamp. While the current set is ahead of all others,
+    evicting a block costs no look at the heap.
+    """
+
+    def __init__(self, policy: StepPolicy, num_blocks: int) -> None:
+        self._policy, self._num_blocks = policy, num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sets and stamps."""
+        self._stamps = [0] * self._num_blocks
+        """When each block was freed, by block id"""
+        self._clock = 0
+        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"))
+        self._current: OwnerSet | None = None
+        """The set whose blocks go next, as far as their stamps are at most `_bound`."""
+        self._bound = math.inf
+
+    def set_policy(self, policy: StepPolicy, sets: Iterable[OwnerSet]) -> StepPolicy:
+        """Rank all `sets` by `policy` from now on. Returns the policy before."""
+        before, self._policy, self._current = self._policy, policy, None
+        for owners in sets:
+            self._push(owners)
+        return before
+
+    def append(self, blocks: Sequence[FreeBlock], set_of: Sequence[OwnerSet]) -> None:
+        """Add freed blocks to the lists of their owner sets (`set_of` by block id), in this order: to the end, or to
+        the front of a set that is evicted as a whole.
+        """
+        stamps, clock = self._stamps, self._clock
+        owners: OwnerSet | None = None
+        last: Any = None
+        after: Any = None
+        for block in blocks:
+            next_owners = set_of[block.block_id]
+            if next_owners is not owners:
+                clock += 1
+                if owners is not None:
+                    self._end_run(owners, last, after)
+                owners = next_owners
+                if owners.stamp is None:
+                    last, after = owners.tail.prev_free_block, owners.tail
+                else:
+                    last, after, owners.stamp = owners.head, owners.head.next_free_block, clock
+            stamps[block.block_id] = clock
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        self._clock = clock
+        if owners is not None:
+            self._end_run(owners, last, after)
+
+    def _end_run(self, owners: OwnerSet, last: Any, after: Any) -> None:
+        """Close the list of `owners` between `last`, the last of several added blocks, and `after`."""
+        last.next_free_block = after
+        after.prev_free_block = last
+        if not owners.queued:
+            self.enter(owners)
+
+    def take(self, n: int, taken: list[Any]) -> OwnerSet:
+        """Move blocks of the next set to `taken`, until that has `n` or another set is next. Returns the set.
+
+        Raises `PlanError` where no set has a free block.
+        """
+        owners = self._current or self._choose()
+        start = len(taken)
+        owners.take(n if math.isinf(self._bound) else start + self._within_bound(owners, n - start), taken)
+        if owners.is_empty:
+            self._current, owners.queued = None, False
+        elif len(taken) == start or self._stamp(owners, owners.head.next_free_block) > self._bound:
+            self.enter(owners)
+        return owners
+
+    def _within_bound(self, owners: OwnerSet, most: int) -> int:
+        """Count the leading blocks of `owners` that are as old as the bound, up to `most`."""
+        if owners.stamp is not None:
+            return most if owners.stamp <= self._bound else 0
+        stamps, bound = self._stamps, self._bound
+        count = 0
+        for block in owners:
+            if count >= most or stamps[block.block_id] > bound:
+                break
+            count += 1
+        return count
+
+    def _choose(self) -> OwnerSet:
+        """Make the set whose oldest block is next the current one, and set the bound up to which it stays that."""
+        chosen = self._pop()
+        if chosen is None:
+            raise PlanError("free blocks", 0, "no owner set has any")
+        self._bound = math.inf
+        if rival := self._pop():
+            if rival.key[:-1] == chosen.key[:-1]:
+                self._bound = rival.last_access
+            self._heap.push(rival)
+        self._current = chosen
+        return chosen
+
+    def _pop(self) -> OwnerSet | None:
+        """Return the set with the least key. A set whose oldest block has left since it was pushed is ranked again."""
+        while owners := self._heap.pop():
+            if owners.is_empty:
+                owners.queued = False
+                continue
+            before, owners.key = owners.key, self._key(owners)
+            if owners.key == before:
+                return owners
+            self._heap.push(owners)
+        return None
+
+    def enter(self, owners: OwnerSet) -> None:
+        """Rank a set under its present key. The current set goes back to the heap, as it may not be next any more."""
+        if self._current is not None and self._current is not owners:
+            self._push(self._current)
+        self._current = None
+        self._push(owners)
+
+    def on_steps(self, changed: Iterable[OwnerSet]) -> None:
+        """Rank sets anew whose steps have changed. One that is needed sooner now stays where it is in the heap: it is
+        ranked anew when it surfaces.
+        """
+        for owners in changed:
+            if owners.queued and (owners is self._current or self._key(owners) < owners.key):
+                self.enter(owners)
+
+    def _push(self, owners: OwnerSet) -> None:
+        owners.queued = not owners.is_empty
+        if owners.queued:
+            owners.key = self._key(owners)
+            self._heap.push(owners)
+
+    def _key(self, owners: OwnerSet) -> EvictionKey:
+        """Return the rank of a set with free blocks, which is that of its oldest one."""
+        return self._key_at(owners, owners.head.next_free_block)
+
+    def _key_at(self, owners: OwnerSet, block: FreeBlock) -> EvictionKey:
+        owners.last_access = self._stamp(owners, block)
+        return self._policy(owners)
+
+    def _stamp(self, owners: OwnerSet, block: FreeBlock) -> int:
+        return self._stamps[block.block_id] if owners.stamp is None else owners.stamp
+
+    def sort(self, sets: Iterable[OwnerSet]) -> list[Any]:
+        """Return the free blocks of `sets` in the order of their eviction. O(n log n) in the number of blocks."""
+        ranked = [(self._key_at(owners, block), block) for owners in sets for block in owners]
+        ranked.sort(key=lambda pair: pair[0])
+        return [block for _, block in ranked]
+
+
+class StepFreeQueue(BlockOwners):
     """A drop-in for `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Without owners it has the same order.
 
     The owners of a block are set while a request holds it, and forgotten when its KV is evicted.
@@ -43,7 +197,7 @@ class StepFreeQueue:
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
         self._empty = OwnerSet()
         """Free blocks without KV worth keeping"""
-        self._owners = BlockOwners(num_blocks, whole_sets)
+        super().__init__(num_blocks, whole_sets)
         self._order = EvictionOrder(policy, num_blocks)
         self.prepend_n(blocks)
 
@@ -73,8 +227,8 @@ class StepFreeQueue:
         start = len(taken)
         owners = self._order.take(n, taken)
         self.evicted[step_name(owners)] += len(taken) - start
-        if owners is not self._owners.unowned:
-            self._owners.release(owners, taken[start:])
+        if owners is not self.unowned:
+            self.release(owners, taken[start:])
             if len(owners.owners) <= MAX_NAMED:
                 self.on_evicted(owners.owners)
 
@@ -99,15 +253,15 @@ class StepFreeQueue:
 
     def append_n(self, blocks: Sequence[FreeBlock]) -> None:
         """Add free blocks whose KV is worth keeping; of those with the same owners the first is evicted first."""
-        self._order.append(blocks, self._owners.set_of)
+        self._order.append(blocks, self.set_of)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[FreeBlock]) -> None:
         """Add free blocks without KV worth keeping; the first of them is used before all others."""
-        set_of, unowned = self._owners.set_of, self._owners.unowned
+        set_of, unowned = self.set_of, self.unowned
         for block in blocks:
             if set_of[block.block_id] is not unowned:
-                self._owners.release(set_of[block.block_id], [block])
+                self.release(set_of[block.block_id], [block])
         self._empty.prepend(blocks)
         self.num_free_blocks += len(blocks)
 
@@ -117,26 +271,11 @@ class StepFreeQueue:
 
     def iter_blocks_after(self, cursor: FreeBlock | None) -> Iterator[Any]:
         """Yield the free blocks that are used after `cursor` (None: all), in that order."""
-        order = [*self._empty, *self._order.sort(self._owners.sets())]
+        order = [*self._empty, *self._order.sort(self.sets())]
         start = 0 if cursor is None else order.index(cursor) + 1
         yield from order[start:]
 
     # owners ---------------------------------------------------------------------------------------------------
-
-    def has_step(self, owner: Owner) -> bool:
-        """Return whether the step of `owner` is known."""
-        return self._owners.has_step(owner)
-
-    def step_of(self, owner: Owner) -> float:
-        """Return the step of an owner that has one."""
-        return self._owners.step_of(owner)
-
-    def own(self, block_ids: Iterable[int], owner: Owner) -> None:
-        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
-
-        Raises `PlanError` for an owner without a step.
-        """
-        self._owners.add(block_ids, owner)
 
     def own_history(self, block_ids: Sequence[int], owner: Owner) -> list[Any]:
         """Make `owner` own these blocks, all of a prompt that is in use, and no free block.
@@ -144,52 +283,40 @@ class StepFreeQueue:
         Returns the free blocks that it had owned: it has left them behind. O(blocks that change their owners + log n)
         for a prompt that continues the one before; else O(n). Raises `PlanError` for an owner without a step.
         """
-        left = [block for owners in self._owners.sets_of(owner) for block in owners]
+        left = [block for owners in self.sets_of(owner) for block in owners]
         if left:
             self.leave(left, owner)
-        known = self._owners.owned_prefix(block_ids, owner)
-        if self._owners.members_of(owner) < known:
+        known = self.owned_prefix(block_ids, owner)
+        if self.members_of(owner) < known:
             known = 0  # some of the blocks before are not its own
-        self._owners.add(block_ids[known:], owner)
+        self.own(block_ids[known:], owner)
         return left
 
     def leave(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
         """Remove `owner` from the owners of free blocks. O(blocks)."""
         self.remove_n(blocks)
-        self._owners.take_away(blocks, owner)
+        self.take_away(blocks, owner)
         self.append_n(blocks)
-
-    def owns(self, block_id: int, owner: Owner) -> bool:
-        """Return whether a block belongs to `owner`."""
-        return self._owners.owns(block_id, owner)
-
-    def members_of(self, owner: Owner) -> int:
-        """Return how many blocks `owner` owns. O(its owner sets)."""
-        return self._owners.members_of(owner)
-
-    def mark_suffix(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks that are in use as following a fixed prompt; those that have an owner stay with it."""
-        self._owners.mark_suffix(block_ids)
 
     def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
         """Take new steps (with probabilities, which are not used here); None removes an owner.
 
         O(owner sets of the changed owners).
         """
-        self._order.on_steps(self._owners.update_steps(changes))
+        self._order.on_steps(self.update_steps(changes))
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
-        free = [*self._empty, *(block for owners in self._owners.sets() for block in owners)]
+        free = [*self._empty, *(block for owners in self.sets() for block in owners)]
         self.num_free_blocks = 0
         self._empty = OwnerSet()
-        self._owners.clear()
+        self.clear_owners()
         self._order.clear()
         self.prepend_n(free)
 
     def set_policy(self, policy: StepPolicy) -> StepPolicy:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
-        return self._order.set_policy(policy, self._owners.sets())
+        return self._order.set_policy(policy, self.sets())
 
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Return how many free blocks, up to `blocks`, have no KV worth keeping, or are in sets that `may_evict` takes.
@@ -197,7 +324,7 @@ class StepFreeQueue:
         O(blocks + owner sets).
         """
         found = self._empty.count(blocks)
-        for owners in self._owners.sets():
+        for owners in self.sets():
             if found == blocks:
                 break
             if not owners.is_empty and may_evict(owners):
@@ -210,10 +337,10 @@ class StepFreeQueue:
 
         All blocks of a set with owners are alike to `is_own`.
         """
-        shared = (self._owners.unowned, self._owners.suffix)
+        shared = (self.unowned, self.suffix)
         sets = [
             owners
-            for owners in self._owners.sets()
+            for owners in self.sets()
             if not owners.is_empty
             and (owners in shared or is_own(owners.head.next_free_block.block_id))
             and may_evict(owners)
@@ -222,11 +349,11 @@ class StepFreeQueue:
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""
-        sets = list(self._owners.sets())
+        sets = list(self.sets())
         blocks = [block for owners in (self._empty, *sets) for block in owners]
         if len({block.block_id for block in blocks}) != len(blocks) or len(blocks) != self.num_free_blocks:
             raise PlanError("num_free_blocks", self.num_free_blocks, f"{len(blocks)} are in lists")
         for owners in sets:
             if not owners.is_empty and not owners.queued:
                 raise PlanError("owners", owners.owners, "has free blocks and is not in the eviction order")
-        self._owners.check_integrity()
+        super().check_integrity()

@@ -91,51 +91,50 @@ def read_hints(
     if (hints := params.get("kedge") if params else None) is None:
         return None
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
-    is_base, is_ahead = reader.take("base", _flag, False), reader.take("ahead", _flag, False)
-    final, is_run = reader.take("final", _flag, False), not is_base and not is_ahead
-    return HintedRequest(
-        _request(reader, request_id, tuple(prompt), salt, reuse, final=final, is_run=is_run),
-        steps=reader.take("steps", _steps, None),
-        seq=reader.take("seq", read_whole, None),
-        final=final,
-        is_base=is_base,
-        is_ahead=is_ahead,
-        is_advice=reader.take("advice", _flag, False),
-        actions=reader.take("actions", _actions, ()),
-        ignored=reader.ignored + len(reader.left),
-    )
-
-
-def _request(
-    reader: _Reader, request_id: str, tokens: Tokens, salt: str | None, reuse: ReuseMode, *, final: bool, is_run: bool
-) -> GenerateRequest:
-    """Return the request itself. One that is run is plain if its client says nothing of its prompt and of reuse."""
-    segments = reader.take("segments", lambda value: _segments(value, tokens), None)
-    given = reader.take("reuse", ReuseMode, None)
-    is_plain = reader.take("plain", _flag, is_run and given is None and segments is None)
-    return GenerateRequest(
+    take, tokens = reader.take, tuple(prompt)
+    is_base, is_ahead, final = take("base", _flag, False), take("ahead", _flag, False), take("final", _flag, False)
+    segments = take("segments", lambda value: _segments(value, tokens), None)
+    given = take("reuse", ReuseMode, None)
+    # one that is run is plain if its client says nothing of its prompt and of reuse
+    is_plain = not is_base and not is_ahead and given is None and segments is None
+    request = GenerateRequest(
         segments or _unnamed(tokens),
         reuse=given or reuse,
         request_id=RequestId(request_id),
         **_place(salt),
-        **_caller(reader),
-        produces=reader.take("produces", _sample, None),
-        trail=reader.take("trail", _trail, ()),
-        turn=_turn(reader, final),
-        is_plain=is_plain,
-        guard=_orders(reader),
+        client=ClientId(take("client", read_text, "")),
+        workflow=WorkflowId(take("workflow", read_text, "")),
+        run=RunId(take("run", read_text, "")),
+        agent=AgentId(take("agent", read_text, "")),
+        fixed=take("fixed_tokens", read_whole, None),
+        produces=take("produces", _sample, None),
+        trail=take("trail", _trail, ()),
+        turn=TurnHints(
+            session=take("session", read_text, ""),
+            parent=take("parent", read_text, ""),
+            returns_in=take("returns_in", read_seconds, None),
+            is_last=final,
+            keep_for=take("keep_for", read_kept, None),
+            expects=take("expects", read_expected, {}),
+        ),
+        is_plain=take("plain", _flag, is_plain),
+        guard=GuardOrders(
+            withheld=take("withheld", _names, frozenset[str]()),
+            epoch=take("epoch", read_whole, None) or 0,
+            pick=take("pick", read_text, ""),
+        ),
     )
-
-
-def _caller(reader: _Reader) -> dict[str, Any]:
-    """Return whose call it is, as arguments of `GenerateRequest`."""
-    return {
-        "client": ClientId(reader.take("client", read_text, "")),
-        "workflow": WorkflowId(reader.take("workflow", read_text, "")),
-        "run": RunId(reader.take("run", read_text, "")),
-        "agent": AgentId(reader.take("agent", read_text, "")),
-        "fixed": reader.take("fixed_tokens", read_whole, None),
-    }
+    return HintedRequest(
+        request,
+        steps=take("steps", _steps, None),
+        seq=take("seq", read_whole, None),
+        final=final,
+        is_base=is_base,
+        is_ahead=is_ahead,
+        is_advice=take("advice", _flag, False),
+        actions=take("actions", _actions, ()),
+        ignored=reader.ignored + len(reader.left),
+    )
 
 
 def plain_request(request_id: str, prompt: Sequence[int], salt: str | None, reuse: ReuseMode) -> GenerateRequest:
@@ -170,20 +169,6 @@ class _Reader:
         except ValueError:
             self.ignored += 1
             return default
-
-
-def _turn(reader: _Reader, final: bool) -> TurnHints:
-    session, parent = reader.take("session", read_text, ""), reader.take("parent", read_text, "")
-    returns_in, keep_for = reader.take("returns_in", read_seconds, None), reader.take("keep_for", read_kept, None)
-    return TurnHints(session, parent, returns_in, final, keep_for, reader.take("expects", read_expected, {}))
-
-
-def _orders(reader: _Reader) -> GuardOrders:
-    """Read what a guard orders: placeholders that are not translated, how often the agent's anchors were discarded, and
-    what stands before the agent's picks.
-    """
-    withheld, epoch = reader.take("withheld", _names, frozenset[str]()), reader.take("epoch", read_whole, None)
-    return GuardOrders(withheld=withheld, epoch=epoch or 0, pick=reader.take("pick", read_text, ""))
 
 
 def _names(value: Any) -> frozenset[str]:

@@ -4,31 +4,212 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from kedge.cache import Copy
 from kedge.cache.copies import Purpose
+from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
-from kedge.integrations.vllm.plugin.backups import FinishedHistory, HostBackups
-from kedge.integrations.vllm.plugin.block_pools import has_end
+from kedge.integrations.vllm.plugin.block_pools import has_end, own_known, own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
-from kedge.integrations.vllm.plugin.tracked_request import RequestLoad
-from kedge.policies.eviction import StepView
+from kedge.integrations.vllm.plugin.receipts import RequestLoad
+from kedge.policies.eviction import StepView, distance
 from kedge.policies.prefetch import Candidate, is_within, may_replace
+from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
+from kedge.structures.bounded import BoundedDict
+from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import first_of
 from kedge.workflow.forecast import AgentKey
 
+MAX_PENDING = 1024
+"""Sessions whose backups are not done; the one whose turn ended longest ago is given up."""
+SHARE = 2
+"""One of so many device blocks may be held by backups."""
 MAX_LOADS = 3
 """Loads on demand for one request, whose blocks may be evicted after each; then it computes what it lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedHistory:
+    """What a session has on the device at the end of a turn."""
+
+    session: SessionKey
+    hashes: Sequence[BlockHash]
+    """Of its blocks with KV"""
+    computed_from: int
+    """Index of the first block that the turn computed"""
+    left: Sequence[KVCacheBlock] = ()
+    """Blocks that were its own before the turn, and are not any more"""
+
+
+class HostBackups:
+    """Orders backups into the host tier, over blocks there that are needed no sooner. Owned by the scheduler."""
+
+    def __init__(self, tier: HostTier, unlabelled_step: float) -> None:
+        self._tier, self._unlabelled_step = tier, unlabelled_step
+        self._limit = max(1, tier.device.num_gpu_blocks // SHARE)
+        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict(MAX_PENDING)
+        """Histories, and the index from which on they are not done"""
+
+    @property
+    def busy(self) -> bool:
+        """Whether histories wait for a backup."""
+        return bool(self._pending)
+
+    def fixed_prompt(self, hashes: Sequence[BlockHash], owner: Owner, step: float) -> None:
+        """Order the backup of an agent's fixed prompt, which is needed in `step` steps."""
+        own_prefix(self._tier.host, hashes, owner)
+        self._tier.back_up(hashes, owner, partial(self._is_no_sooner, step))
+
+    def history(self, history: FinishedHistory) -> None:
+        """Order the backup of a session whose turn has ended.
+
+        O(blocks that the host lacks, or that change their owners there, + log n).
+        """
+        hashes, owner = history.hashes, history.session
+        if history.left:
+            self._leave(history.left, owner)
+        held, owned = self._tier.prefixes(hashes, owner)
+        if owned < held:
+            own_known(self._tier.host, self._tier.groups.needed(hashes[:held], owned).keys, owner)
+        self._pending[owner] = (hashes, min(held, history.computed_from))
+        self.go_on()
+
+    def _leave(self, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
+        """Give up on the host what a session has left behind on the device, where several blocks may hold the same."""
+        known = self._tier.host.cached_block_hash_to_block
+        found = [known.get_one_block(one) for one in {block.block_hash: None for block in blocks if block.block_hash}]
+        self._tier.queue.leave([block for block in found if block is not None and not block.ref_cnt], owner)
+
+    def go_on(self) -> None:
+        """Order the next backups, as far as they may hold device blocks. Call this once per step."""
+        while self._pending and (room := self._limit - self._tier.backing_up) > 0:
+            owner, (hashes, start) = self._pending.popitem(last=False)
+            if self._tier.queue.has_step(owner):
+                may_evict = partial(self._is_no_sooner, self._tier.queue.step_of(owner))
+                done = self._tier.back_up(hashes, owner, may_evict, start, room)
+                if done < self._tier.groups.count(len(hashes)):
+                    self._pending[owner] = (hashes, done)
+
+    def _is_no_sooner(self, step: float, victim: StepView) -> bool:
+        return distance(victim, self._unlabelled_step) >= step
+
+
+class IdleSessions:
+    """Idle sessions within the window whose histories have left the device, soonest first. Owned by the scheduler.
+
+    It hears of steps that change and of blocks that are evicted: O(changed sessions x log n), never O(all sessions).
+    """
+
+    def __init__(self, tier: HostTier, settings: TierSettings, is_trusted: Callable[[], bool] = lambda: True) -> None:
+        """Begin without sessions. `is_trusted` returns whether sessions, and not LRU, rule the device."""
+        self._tier, self._settings, self._is_trusted = tier, settings, is_trusted
+        self._most = tier.host.num_gpu_blocks
+        self._histories: OrderedDict[Owner, list[BlockHash]] = OrderedDict()
+        """Oldest first; as many blocks in all as the host has"""
+        self._blocks = 0
+        self._near: dict[Owner, float] = {}
+        """Steps of idle sessions within the window"""
+        self._targets: LazyHeap[Owner] = LazyHeap(lambda session: (self._near[session],), self._is_target)
+        self.changed = False
+        """Whether a session has become a target since the last look"""
+
+    def __len__(self) -> int:
+        """Return the number of blocks whose hashes are kept."""
+        return self._blocks
+
+    # what changes ---------------------------------------------------------------------------------------------
+
+    def ended(self, session: Owner, hashes: Sequence[BlockHash]) -> None:
+        """Take the history of a session whose turn has ended, which is on the device. O(blocks that it has added)."""
+        known = self._histories.pop(session, [])
+        self._blocks += len(hashes) - len(known)
+        if not known or hashes[len(known) - 1 : len(known)] != known[-1:]:
+            known = []
+        known.extend(hashes[len(known) :])
+        self._histories[session] = known
+        while self._blocks > self._most:
+            self._drop(next(iter(self._histories)))
+
+    def on_steps(self, changes: NextRuns) -> None:
+        """Take changed steps of sessions. A step below 0 is that of a session whose request waits or runs."""
+        for session, next_run in changes.items():
+            self._near.pop(session, None)
+            if next_run is None:
+                self._drop(session)
+            elif next_run[0] >= 0 and is_within(next_run[0], self._settings.prefetch_window):
+                self._near[session] = next_run[0]
+                if self._has_left(session):
+                    self._consider(session)
+
+    def on_evicted(self, owners: Iterable[Owner]) -> None:
+        """Take the owners of blocks that are leaving the device."""
+        for owner in owners:
+            self._consider(owner)
+
+    def on_reset(self) -> None:
+        """Take that the device is empty. O(sessions within the window)."""
+        self.on_evicted(tuple(self._near))
+
+    def clear(self) -> None:
+        """Forget all histories: the host is empty."""
+        self._histories.clear()
+        self._blocks = 0
+
+    def _drop(self, session: Owner) -> None:
+        self._blocks -= len(self._histories.pop(session, ()))
+
+    def _consider(self, session: Owner) -> None:
+        if self._is_target(session):
+            self._targets.push(session)
+            self.changed = True
+
+    def _is_target(self, session: Owner) -> bool:
+        return session in self._near and session in self._histories
+
+    def _has_left(self, session: Owner) -> bool:
+        """Return whether it has a history that is not on the device and not on its way: the end of it goes first."""
+        hashes = self._histories.get(session)
+        if not hashes or self._tier.loading(hashes[-1]):
+            return False
+        return not has_end(self._tier.device, hashes)
+
+    # once per step --------------------------------------------------------------------------------------------
+
+    def start(self, slots: int) -> None:
+        """Order up to `slots` loads, soonest first. Those without room are tried again in the next look."""
+        self.changed = False
+        if not self._is_trusted():
+            return
+        refused: list[Owner] = []
+        while slots > len(refused) and (session := self._targets.pop()) is not None:
+            hashes = self._histories[session]
+            first, stop = self._tier.extent(hashes)
+            if not self._has_left(session) or first == stop or not self._tier.load_pays(stop - first):
+                continue
+            settings, step = self._settings, self._near[session]
+            may_evict = partial(may_replace, step=step, virtual_step=settings.unlabelled_step)
+            if self._tier.load(hashes, Purpose.PREFETCH, session, may_evict, settings.decode_reserve):
+                slots -= 1
+            else:
+                refused.append(session)
+        for session in refused:
+            self._targets.push(session)
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless the blocks of the histories sum to what is counted and are within the bound."""
+        blocks = sum(map(len, self._histories.values()))
+        if blocks != self._blocks or blocks > self._most:
+            raise PlanError("histories", blocks, f"{self._blocks} are counted, of at most {self._most}")
 
 
 class HostLoads:
@@ -173,29 +354,23 @@ class HostLoads:
 
     def _prefetch(self) -> None:
         """Load the fixed prompts of the agents that run next, soonest first, over what is needed strictly later."""
-        settings = self.settings
-        slots = settings.prefetch_jobs - self.tier.prefetching
-        for candidate in sorted(self._candidates(), key=lambda one: one.order):
-            if slots <= 0:
-                break
-            transfer = self.tier.load(
-                self._prompts.prompts[candidate.node],
-                Purpose.PREFETCH,
-                candidate.node,
-                partial(candidate.may_replace, virtual_step=settings.unlabelled_step),
-                settings.decode_reserve,
-            )
-            slots -= transfer is not None
-
-    def _candidates(self) -> Iterator[Candidate[AgentKey]]:
+        settings, candidates = self.settings, list[Candidate[AgentKey]]()
         for key, hashes in self._prompts.prompts.items():
             next_run = self._prompts.steps.get(key)
-            if next_run is None or not is_within(next_run.steps, self.settings.prefetch_window):
+            if next_run is None or not is_within(next_run.steps, settings.prefetch_window):
                 continue
             # Tails are evicted first, so with its last block on the device all of a prompt is.
             if hashes and not has_end(self.tier.device, hashes):
                 first, stop = self.tier.extent(hashes)
-                yield Candidate(key, next_run.steps, next_run.probability, stop - first)
+                candidates.append(Candidate(key, next_run.steps, next_run.probability, stop - first))
+        slots = settings.prefetch_jobs - self.tier.prefetching
+        for candidate in sorted(candidates, key=lambda one: one.order):
+            if slots <= 0:
+                break
+            hashes = self._prompts.prompts[candidate.node]
+            may_evict = partial(candidate.may_replace, virtual_step=settings.unlabelled_step)
+            reserve = settings.decode_reserve
+            slots -= self.tier.load(hashes, Purpose.PREFETCH, candidate.node, may_evict, reserve) is not None
 
     def on_reports(self, copies: Mapping[int, CopyResult], computed: tuple[int, float]) -> None:
         """Take the workers' results of copies, and how many tokens they computed in how many seconds."""

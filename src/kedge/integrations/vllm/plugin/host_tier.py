@@ -2,42 +2,241 @@
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
 request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
+
+vLLM's events say what is stored on the host and what is loaded back, so that routers know both. An event of the host
+has `medium="CPU"` and the content that vLLM published for the same block on the device; where that is not known any
+more, it has the hash alone, as those of vLLM's own offloading have.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
 
-from kedge.cache import Direction
+from kedge.cache import Copy, Direction
 from kedge.cache.copies import Outcome, Purpose
+from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.block_pools import (
+    NeededBlocks,
+    any_of,
+    cached_block,
+    cached_prefix,
     free_blocks,
+    groups_in,
     hold_blocks,
+    known_blocks,
     name_blocks,
     own_known,
     replace_queue,
     take_blocks,
 )
-from kedge.integrations.vllm.plugin.block_transfers import BlockTransfer
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
-from kedge.integrations.vllm.plugin.kv_events import TierEvents, pool_options
 from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
-from kedge.integrations.vllm.plugin.tier_lookups import TierLookups
-from kedge.policies.cost import CostModel
+from kedge.integrations.vllm.plugin.settings import OTHERS
 from kedge.policies.eviction import StepPolicy, StepView
+from kedge.policies.prefetch import CostModel
+from kedge.policies.sessions import SessionKey
+from kedge.settings import QuotaSettings
+from kedge.structures.bounded import BoundedDict
+from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
 
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
-class HostTier(TierLookups):
-    """Fixed prompts and histories of sessions in host memory. Owned by the scheduler."""
+logger = logging.getLogger(__name__)
+HOST_MEDIUM = "CPU"
+
+
+class HostQuotas:
+    """The tenants of all host blocks with KV, or that KV is being copied to. Owned by the scheduler."""
+
+    def __init__(self, limits: Mapping[str, int], num_blocks: int) -> None:
+        """`limits` are the most blocks by tenant, `OTHERS` for each that is not named; ids are below `num_blocks`."""
+        self._limits = dict(limits)
+        self._tenants: list[TenantId | None] = [None] * num_blocks
+        self.held: Counter[TenantId] = Counter()
+        """Blocks of each tenant"""
+
+    @classmethod
+    def of(cls, quotas: Mapping[str, QuotaSettings], block_bytes: int, num_blocks: int) -> HostQuotas | None:
+        """Return the quotas in whole blocks, None where no tenant has one."""
+        limits = {one: quota.host_memory // block_bytes for one, quota in quotas.items() if quota.host_memory}
+        return cls(limits, num_blocks) if limits else None
+
+    def excess(self, tenant: TenantId, blocks: int) -> int:
+        """Return how many blocks a tenant would have too many with `blocks` more."""
+        limit = self._limits.get(tenant, self._limits.get(OTHERS))
+        return 0 if limit is None else max(0, self.held[tenant] + blocks - limit)
+
+    def is_of(self, block_id: int, tenant: TenantId) -> bool:
+        """Return whether a block is a tenant's."""
+        return self._tenants[block_id] == tenant
+
+    def take(self, block_ids: Iterable[int], tenant: TenantId | None) -> None:
+        """Give blocks to a tenant, or to none, whoever they were of."""
+        for block_id in block_ids:
+            before, self._tenants[block_id] = self._tenants[block_id], tenant
+            if before is not None:
+                self.held[before] -= 1
+                if not self.held[before]:
+                    del self.held[before]
+            if tenant is not None:
+                self.held[tenant] += 1
+
+    def clear(self) -> None:
+        """Give all blocks to none."""
+        self._tenants = [None] * len(self._tenants)
+        self.held.clear()
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless the sums are those over all blocks, and within the limits."""
+        found = Counter(tenant for tenant in self._tenants if tenant is not None)
+        if found != self.held:
+            raise PlanError("held", self.held, f"the blocks sum to {found}")
+        over = [tenant for tenant in found if self.excess(tenant, 0)]
+        if over:
+            raise PlanError("held", self.held, f"{over} have more than they may")
+
+
+def events_refusal(pool: BlockPool) -> str | None:
+    """Return the reason why the host tier beside a pool cannot have events, or None."""
+    return None if hasattr(pool, "medium") else "vLLM's block pool has no medium"  # since 0.30
+
+
+def pool_options(device: BlockPool) -> dict[str, Any]:
+    """Return the arguments of a host's pool with events; none where vLLM publishes none, or where there can be none,
+    with a line in the log.
+    """
+    if not device.enable_kv_cache_events:
+        return {}
+    if refusal := events_refusal(device):
+        logger.warning("kedge: events of the host tier are off: %s", refusal)
+        return {}
+    return {"enable_kv_cache_events": True, "medium": HOST_MEDIUM}
+
+
+class TierEvents:
+    """Publishes what copies change in both tiers. Owned by the scheduler."""
+
+    def __init__(self, device: BlockPool, host: BlockPool) -> None:
+        """Watch the events of `device`, which say what its blocks have in them."""
+        self._host, self._take = host, device.take_events
+        self._contents: BoundedDict[object, BlockStored] = BoundedDict(2 * (len(device.blocks) + len(host.blocks)))
+        device.take_events = self._watch
+
+    def stored(self, pool: BlockPool, keys: Iterable[BlockHashWithGroupId], owner: Owner | None) -> None:
+        """Publish that blocks are in `pool` now. The events name the session of `owner` if its client has named it."""
+        for one in map(_published, keys):
+            known = self._contents.get(one) or _placeholder(*one)
+            event = msgspec.structs.replace(known, medium=pool.medium)
+            if "session_id" in event.__struct_fields__:
+                name = owner.name if isinstance(owner, SessionKey) else None
+                event.session_id = name if isinstance(name, str) else None
+            pool.kv_event_queue.append(event)
+
+    def clear(self) -> None:
+        """Empty the host. Only its own blocks are published as removed: what vLLM says of a whole pool is of all."""
+        held = [_published(BlockHashWithGroupId(key)) for key in known_blocks(self._host)]
+        self._host.reset_prefix_cache()
+        events = [event for event in self._host.kv_event_queue if not isinstance(event, AllBlocksCleared)]
+        events += [BlockRemoved([one], medium=HOST_MEDIUM, group_idx=group) for one, group in held]
+        self._host.kv_event_queue = events
+
+    def _watch(self) -> list[KVCacheEvent]:
+        """Take the events of the device for vLLM, and remember what they say of blocks.
+
+        One that clears all media is followed by what the host still has.
+        """
+        events = self._take()
+        for event in events:
+            if isinstance(event, BlockStored) and event.token_ids:
+                group = getattr(event, "group_idx", None) or 0
+                self._contents.update(((one.block_hashes[0], group), one) for one in _by_block(event))
+            elif isinstance(event, AllBlocksCleared):
+                self.stored(self._host, map(BlockHashWithGroupId, list(known_blocks(self._host))), None)
+        return events
+
+
+def _published(key: BlockHashWithGroupId) -> tuple[Any, int]:
+    """Return the hash and the group of a block as events have them."""
+    return maybe_convert_block_hash(get_block_hash(key)), get_group_id(key)
+
+
+def _by_block(event: BlockStored) -> Iterator[BlockStored]:
+    """Yield the events of the single blocks of one."""
+    parents: Sequence[object] = (event.parent_block_hash, *event.block_hashes)
+    keys = event.extra_keys or [None] * len(event.block_hashes)
+    for at, one in enumerate(event.block_hashes):
+        tokens = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
+        own = {"block_hashes": [one], "parent_block_hash": parents[at], "token_ids": list(tokens)}
+        yield msgspec.structs.replace(event, **own, extra_keys=[keys[at]])
+
+
+def _placeholder(block_hash: object, group: int) -> BlockStored:
+    plain = BlockStored([block_hash], None, token_ids=[], block_size=0, lora_id=None, medium=None, lora_name=None)
+    return msgspec.structs.replace(plain, group_idx=group) if group else plain
+
+
+@dataclass(eq=False, slots=True)
+class BlockTransfer:
+    """A copy that has been ordered, with the blocks that it holds."""
+
+    copy: Copy
+    purpose: Purpose
+    needed: NeededBlocks
+    """What its blocks hold"""
+    sources: list[KVCacheBlock]
+    targets: list[KVCacheBlock]
+    owner: Owner | None
+    demanded: bool = False
+    """Whether a request waits for it."""
+    result: CopyResult | None = None
+    """Merged over the ranks that have finished"""
+    prefix: list[KVCacheBlock] = field(default_factory=list)
+    """Device blocks of the prompt before those that are loaded"""
+    abandoned: bool = False
+    """Whether a tier was emptied meanwhile: only the targets are held, until no worker writes to them any more"""
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it goes from the host to the device."""
+        return self.copy.direction is Direction.LOAD
+
+
+class HostTier:
+    """Fixed prompts and histories of sessions in host memory, and the copies from and to them that have been ordered
+    and have not ended. Owned by the scheduler.
+
+    | blocks of a copy | from its order to its end                  | afterwards                                    |
+    |------------------|--------------------------------------------|-----------------------------------------------|
+    | sources          | held (`touch`), so nothing overwrites them | as free as before                             |
+    | targets          | held, without a hash: lookups miss them    | hashed, owned and free; without KV on failure |
+    | before them in a | held on the device, since a load behind    | free, and evicted after the targets           |
+    | loaded prompt    | them is no use without them                |                                               |
+
+    When a tier is emptied, copies are abandoned: their targets alone stay held until they end, so that no late write
+    meets new KV.
+    """
 
     def __init__(
         self,
@@ -51,19 +250,128 @@ class HostTier(TierLookups):
         `num_blocks` + 1, keep tenants to what they may hold.
         """
         options = pool_options(device)
-        host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
-        super().__init__(device, host)
-        self.events = TierEvents(device, host) if options else None
+        self.device, self.groups = device, groups_in(device)
+        self.host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
+        self.events = TierEvents(device, self.host) if options else None
         self.queue = replace_queue(self.host, policy, whole_sets=True, groups=self.groups)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
         self.quotas = quotas
+        self._ids = itertools.count()
+        self._transfers: dict[int, BlockTransfer] = {}
+        self._loading: dict[bytes, BlockTransfer] = {}
+        self._backing_up: dict[bytes, BlockTransfer] = {}
+        self._new_copies: list[Copy] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy has been ordered and has not ended."""
+        return bool(self._transfers)
+
+    @property
+    def prefetching(self) -> int:
+        """Number of prefetches that have not ended."""
+        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._transfers.values())
+
+    @property
+    def loads(self) -> int:
+        """Number of loads under way."""
+        return sum(transfer.is_load for transfer in self._transfers.values())
+
+    @property
+    def blocks_loading(self) -> int:
+        """Number of blocks that loads under way bring."""
+        return sum([len(one.targets) for one in self._transfers.values() if one.is_load and not one.abandoned])
+
+    @property
+    def backing_up(self) -> int:
+        """Number of blocks that are being copied to the host."""
+        return len(self._backing_up)
+
+    def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
+        """Return the load that brings this block of the main group, if there is one."""
+        return self._loading.get(block_hash + self.groups.main.key_end)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
         ahead = self.blocks_loading
         return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, ahead)
+
+    # what the tiers have, and what one of them lacks: nothing changes ------------------------------------------
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Return whether the host has this block of the main group."""
+        return cached_block(self.host, block_hash) is not None
+
+    def prefixes(self, hashes: Sequence[BlockHash], owner: Owner) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt the host has or is about to have, and how many of them `owner`
+        owns there. O(log n) look-ups, and O(1) where these are all that it owns.
+
+        What is in a tier is a prefix, since prompts are evicted from their ends.
+        """
+        guess = self.queue.members_of(owner)
+        held = cached_prefix(self.host, hashes, self._backing_up, guess=guess)
+
+        def is_owned(at: int) -> bool:
+            block = cached_block(self.host, hashes[at])
+            return block is not None and self.queue.owns(block.block_id, owner)
+
+        return held, leading_count(is_owned, held, guess=guess)
+
+    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
+        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
+
+        What is being loaded counts as being on the device. O(log n) look-ups; O(n) with several groups.
+        """
+        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
+        if not self.groups.others:
+            return first, cached_prefix(self.host, hashes, (), first, stop)
+        tiers = (known_blocks(self.device), self._loading, known_blocks(self.host))
+        return first, self.groups.reach(hashes, stop, lambda key: any(key in one for one in tiers))
+
+    def next_load(self, hashes: Sequence[BlockHash], block: int) -> tuple[BlockTransfer | None, bool]:
+        """Return the load under way that brings a block of a prompt, and whether one could bring it from the host."""
+        if not self.groups.others:
+            one = hashes[block]  # a draft's head lets vLLM compute the last block that it finds again
+            return self.loading(one), self.holds(one) and cached_block(self.device, one) is None
+        first, stop = self.extent(hashes)
+        coming = self.groups.needed(hashes[:first]).keys if first > block else ()
+        return next(filter(None, map(self._loading.get, reversed(coming))), None), stop > max(block, first)
+
+    def _split(self, hashes: Sequence[BlockHash]) -> tuple[list[KVCacheBlock], NeededBlocks, list[KVCacheBlock]]:
+        """Return what the device has of what a hit needs, and what the host has to bring, with its blocks there."""
+        on_device, on_host, above = known_blocks(self.device), known_blocks(self.host), list[KVCacheBlock]()
+        needed, brought, sources = self.groups.needed(hashes), list[int](), list[KVCacheBlock]()
+        for at, key in enumerate(needed.keys):
+            if block := on_device.get(key):
+                above.append(any_of(block))
+            elif block := on_host.get(key):
+                brought.append(at)
+                sources.append(any_of(block))
+            elif key not in self._loading:
+                break
+        return above, needed.chosen(brought), sources
+
+    def _lacking(
+        self, hashes: Sequence[BlockHash], start: int, limit: int | None
+    ) -> tuple[list[KVCacheBlock], NeededBlocks, int]:
+        """Return device blocks that the host lacks, what they hold, and the index after the last look."""
+        blocks, found = list[KVCacheBlock](), list[int]()
+        on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
+        needed, done = self.groups.needed(hashes, start), self.groups.count(len(hashes))
+        for at, key in enumerate(needed.keys):
+            if len(blocks) == limit:
+                done = start + at
+                break
+            if key in on_host or key in under_way:
+                continue
+            block = on_device.get(key)
+            if block is None:
+                break
+            blocks.append(any_of(block))
+            found.append(at)
+        return blocks, needed.chosen(found), done
 
     # copies ---------------------------------------------------------------------------------------------------
 
@@ -84,10 +392,13 @@ class HostTier(TierLookups):
         if first == stop:
             return None
         above, needed, sources = self._split(hashes[:stop])
-        if not sources or not self._has_room(self.device, len(sources) + reserve, may_evict):
-            self.counters["denied_loads"] += 1
-            return None
-        targets = self._load_targets(above, len(sources), may_evict, reserve)
+        blocks, targets = len(sources), list[KVCacheBlock]()
+        if sources and self._room(self.device, blocks + reserve, may_evict) == blocks + reserve:
+            hold_blocks(self.device, above)
+            if self._room(self.device, blocks + reserve, may_evict) == blocks + reserve:
+                targets = take_blocks(self.device, blocks)
+            else:
+                free_blocks(self.device, above)
         if not targets:
             self.counters["denied_loads"] += 1
             return None
@@ -95,16 +406,6 @@ class HostTier(TierLookups):
         transfer.prefix = above
         self._loading.update(dict.fromkeys(needed.keys, transfer))
         return transfer
-
-    def _load_targets(
-        self, above: Sequence[KVCacheBlock], blocks: int, may_evict: Callable[[StepView], bool], reserve: int
-    ) -> list[KVCacheBlock]:
-        """Take device blocks for a load, and hold those that it needs besides; [] without room."""
-        hold_blocks(self.device, above)
-        if self._has_room(self.device, blocks + reserve, may_evict):
-            return take_blocks(self.device, blocks)
-        free_blocks(self.device, above)
-        return []
 
     def back_up(
         self,
@@ -144,21 +445,12 @@ class HostTier(TierLookups):
             return blocks
         is_own = partial(self.quotas.is_of, tenant=_tenant_of(owner))
         victims = self.queue.victims(excess, lambda owners: owner not in owners.owners and may_evict(owners), is_own)
-        self._forget(victims)
+        self.host.evict_blocks({block.block_id for block in victims})
+        self.queue.remove_n(victims)
+        self.queue.prepend_n(victims)
+        self._release(victims)
         self.counters["host_evictions_over_quota"] += len(victims)
         return max(0, blocks - excess + len(victims))
-
-    def _forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drop the KV of free host blocks."""
-        self.host.evict_blocks({block.block_id for block in blocks})
-        self.queue.remove_n(blocks)
-        self.queue.prepend_n(blocks)
-        self._release(blocks)
-
-    def _let_go(self, transfer: BlockTransfer) -> None:
-        super()._let_go(transfer)
-        if not transfer.is_load:
-            self._release(transfer.targets)
 
     def _release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Count host blocks without KV to no tenant."""
@@ -170,8 +462,31 @@ class HostTier(TierLookups):
         queue: StepFreeQueue = pool.free_block_queue
         return queue.room(min(blocks, queue.num_free_blocks), may_evict)
 
-    def _has_room(self, pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> bool:
-        return self._room(pool, blocks, may_evict) == blocks
+    def _enqueue(
+        self,
+        direction: Direction,
+        purpose: Purpose,
+        needed: NeededBlocks,
+        sources: list[KVCacheBlock],
+        targets: list[KVCacheBlock],
+        owner: Owner | None,
+    ) -> BlockTransfer:
+        hold_blocks(self._pools(direction)[0], sources)
+        copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
+        is_demand = purpose is Purpose.DEMAND
+        transfer = BlockTransfer(copy, purpose, needed, sources, targets, owner, is_demand)
+        self._transfers[copy.copy_id] = transfer
+        self._new_copies.append(copy)
+        return transfer
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """Return the copies that were ordered since the last call."""
+        copies, self._new_copies = tuple(self._new_copies), []
+        return copies
+
+    def _pools(self, direction: Direction) -> tuple[BlockPool, BlockPool]:
+        """Return (source, target)."""
+        return (self.host, self.device) if direction is Direction.LOAD else (self.device, self.host)
 
     # ends of copies -------------------------------------------------------------------------------------------
 
@@ -230,6 +545,46 @@ class HostTier(TierLookups):
             is_whole = result.ok and not result.corrupt
             self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
 
+    # emptying a tier ------------------------------------------------------------------------------------------
+
+    def held_on_device(self) -> list[int]:
+        """Return the ids of the device blocks that copies hold, each as often as it is held."""
+        blocks = list[KVCacheBlock]()
+        for transfer in self._transfers.values():
+            if transfer.is_load:
+                blocks += transfer.prefix + transfer.targets
+            elif not transfer.abandoned:
+                blocks += transfer.sources
+        return list(_ids(blocks))
+
+    @contextmanager
+    def without_copies(self) -> Iterator[None]:
+        """Abandon all copies: what they bring is dropped, and they hold no block inside of the `with`.
+
+        Afterwards the targets of those that a worker has been sent are held again, until they end.
+        """
+        unsent = {copy.copy_id for copy in self._new_copies}
+        for transfer in self._transfers.values():
+            self._let_go(transfer)
+        self._transfers = {key: transfer for key, transfer in self._transfers.items() if key not in unsent}
+        self._new_copies = []
+        self._loading.clear()
+        self._backing_up.clear()
+        try:
+            yield
+        finally:
+            for transfer in self._transfers.values():
+                hold_blocks(self._pools(transfer.copy.direction)[1], transfer.targets)
+
+    def _let_go(self, transfer: BlockTransfer) -> None:
+        source, target = self._pools(transfer.copy.direction)
+        free_blocks(target, transfer.prefix + transfer.targets)
+        if not transfer.abandoned:
+            free_blocks(source, transfer.sources)
+        transfer.abandoned, transfer.prefix = True, []
+        if not transfer.is_load:
+            self._release(transfer.targets)
+
     def clear(self) -> None:
         """Empty the host tier. Copies under way are abandoned."""
         with self.without_copies():
@@ -237,6 +592,10 @@ class HostTier(TierLookups):
             self.queue.forget_blocks()
             if self.quotas:
                 self.quotas.clear()
+
+
+def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
+    return tuple([block.block_id for block in blocks])
 
 
 def _tenant_of(owner: Any) -> TenantId:

@@ -9,8 +9,8 @@ step.
 In every layer a pass writes the keys and values of all its tokens before it attends, so a hole reads what the holes
 before it compute in the same pass. vLLM itself relies on this for prefix hits within a batch.
 
-Lanes of no running request compute the ends of answers that other agents read (`answer_tails.py`) and base prefills
-(`base_jobs.py`).
+Lanes of no running request compute the ends of answers that other agents read and base prefills
+(`held_lanes.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import secrets
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from vllm.config import SchedulerConfig
 from vllm.sampling_params import SamplingParams
@@ -30,12 +30,14 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
 from kedge.integrations.vllm.plugin.adapters import installed
-from kedge.integrations.vllm.plugin.base_share import BaseShare
-from kedge.integrations.vllm.plugin.held_blocks import HeldLane
-from kedge.integrations.vllm.plugin.lane_grants import AdmittedLanes, LaneGrants
-from kedge.policies.active_runs import StepTimes
-from kedge.reuse.lanes import LaneBudget
+from kedge.integrations.vllm.plugin.candidates import TranslationCandidate
+from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs
+from kedge.integrations.vllm.plugin.learning_budget import BaseShare
+from kedge.policies.service import StepTimes
+from kedge.reuse.holes import Holes
+from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 
+NO_LANES = "the scheduler grants none"
 LANE_FIELDS = {
     "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
     "num_computed_tokens", "lora_request", "prefill_token_ids",
@@ -46,6 +48,97 @@ LOWERED = ("max_num_scheduled_tokens", LIMIT)
 """Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
 SKIPPED = "skipped_waiting" if installed().skips_apart else "deferred_waiting"
 """The attribute of vLLM's scheduler with the waiting requests that were not ready when last looked at"""
+
+
+class AdmittedLanes(NamedTuple):
+    """The lanes of a request that was admitted in this step: all of its holes but the last."""
+
+    request_id: str
+    lanes: Holes
+
+
+class LaneGrants:
+    """The lanes of one scheduler's requests. Without `open`, no request gets any."""
+
+    def __init__(self, candidates: Mapping[str, TranslationCandidate], tails: AnswerTails, bases: BaseJobs) -> None:
+        """`candidates`: all requests that may be translated, by vLLM's ids. `tails` and `bases` get lanes too."""
+        self._candidates, self.tails, self.bases = candidates, tails, bases
+        self.max_lanes = 0
+        self.base_share = 0.0
+        """The share of a step's time that base prefills may take beside requests"""
+        self._hold_back: Callable[[], None] = lambda: None
+        self._granted: dict[str, Holes] = {}
+        self._admitted: list[AdmittedLanes] = []
+
+    def open(self, max_lanes: int, hold_back: Callable[[], None]) -> None:
+        """Let requests have so many lanes each. `hold_back` ends the admissions of the step under way."""
+        self.max_lanes, self._hold_back = max_lanes, hold_back
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether lanes may be granted in this step: to a request, to the end of an answer or to a base prefill."""
+        return self.tails.is_wanted or bool(self.bases) or self._has_gaps
+
+    @property
+    def _has_gaps(self) -> bool:
+        return any(len(candidate.holes) > 1 for candidate in self._candidates.values())
+
+    def grant_none(self) -> None:
+        """Grant no lanes in this step, in which none are wanted."""
+        self._granted = {}
+        self.tails.take_granted()
+        self.bases.take_granted()
+
+    def grant(
+        self, waiting: Iterable[Request], deferred: Collection[Request], budget: LaneBudget, demand: int
+    ) -> LaneBudget:
+        """Grant lanes for this step, see `kedge.reuse.lanes.grant`. Returns what they take.
+
+        `waiting` are vLLM's requests in the order of service, of which `deferred` were not ready when last looked at.
+        """
+        self._granted = {}
+        if self._has_gaps:
+            self._granted = grant(self._prompts(waiting, deferred), budget, demand)
+        rows = sum(len(holes) - 1 for holes in self._granted.values())
+        return LaneBudget(sum(map(lane_tokens, self._granted.values())), rows)
+
+    def _prompts(self, waiting: Iterable[Request], deferred: Collection[Request]) -> Iterator[WaitingPrompt]:
+        for request in waiting:
+            candidate = self._candidates.get(request.request_id)
+            if candidate and len(candidate.holes) > 1:
+                yield WaitingPrompt(request.request_id, request.num_tokens, candidate.holes, candidate.refusals)
+            elif request not in deferred:
+                yield WaitingPrompt(request.request_id, request.num_tokens)
+
+    def holes_of(self, candidate: TranslationCandidate) -> Holes | None:
+        """Return the holes to be computed if a request is admitted now; None where it has to wait for its lanes."""
+        if len(candidate.holes) <= 1:
+            return candidate.holes
+        granted = self._granted.get(candidate.request.request_id)
+        if granted is None:
+            candidate.refusals += 1
+            self._hold_back()
+        return granted
+
+    def admit(self, candidate: TranslationCandidate) -> None:
+        """Take a request that is admitted with its planned holes."""
+        candidate.holes = ()
+        if len(candidate.planned) > 1:
+            self._admitted.append(AdmittedLanes(candidate.request.request_id, candidate.planned[:-1]))
+
+    @property
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
+        if not (self._admitted or self.tails.has_granted or self.bases.has_granted):
+            return LaneBudget(0, 0)
+        lanes = [lane for admitted in self._admitted for lane in admitted.lanes]
+        parts = (LaneBudget(sum(map(len, lanes)), len(lanes)), self.tails.taken, self.bases.taken)
+        return LaneBudget(*map(sum, zip(*parts, strict=True)))
+
+    def take_admitted(self) -> list[AdmittedLanes]:
+        """Return the lanes of the requests that were admitted since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
 
 class GapLanes:
@@ -116,7 +209,9 @@ class GapLanes:
         for admitted in self._lanes.take_admitted():
             self._add_lanes(output, admitted)
         for lane in (*self._lanes.tails.take_granted(), *self._lanes.bases.take_granted()):
-            self._add_held(output, lane)
+            if self.defer_block_free and not output.total_num_scheduled_tokens:
+                self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
+            self._add(output, lane.tokens, lane.blocks, lane.span)
         return output
 
     def _reserve(self, lanes: LaneGrants) -> None:
@@ -127,7 +222,10 @@ class GapLanes:
         is_paused = self.pause_state is not PauseState.UNPAUSED
         tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
         budget = budget.less(*tails)
-        demand = sum(max(0, _wanted(request) - 1) for request in self.running)
+        demand = 0  # of running requests, beyond a token each
+        for one in self.running:
+            wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
+            demand += max(0, wanted - 1)
         taken = lanes.grant(self._in_order(), set(self._skipped), budget, demand)
         left = budget.less(*taken)
         left = left.less(*self._grant_base(lanes, left, demand))
@@ -157,24 +255,8 @@ class GapLanes:
             self._add(output, request.prompt_token_ids, blocks[: -(-lane.stop // self.block_size)], lane)
         self._count_as_computed(request, sum(map(len, admitted.lanes)))
 
-    def _add_held(self, output: SchedulerOutput, lane: HeldLane) -> None:
-        """Schedule a lane of no running request.
-
-        vLLM numbers only the steps with tokens, by which it knows when blocks may be used again.
-        """
-        if self.defer_block_free and not output.total_num_scheduled_tokens:
-            self.sched_step_seq += 1
-        self._add(output, lane.tokens, lane.blocks, lane.span)
-
     def _add(self, output: SchedulerOutput, tokens: list[int] | None, blocks: list[int], lane: range) -> None:
-        data = self._lane(tokens, blocks, lane)
-        output.scheduled_new_reqs.append(data)
-        output.num_scheduled_tokens[data.req_id] = len(lane)
-        output.total_num_scheduled_tokens += len(lane)
-        self.finished_req_ids.add(data.req_id)
-
-    def _lane(self, tokens: list[int] | None, blocks: list[int], lane: range) -> NewRequestData:
-        return NewRequestData(
+        data = NewRequestData(
             req_id=next(self._lane_ids),
             prompt_token_ids=tokens,
             mm_features=[],
@@ -185,6 +267,10 @@ class GapLanes:
             lora_request=None,
             prefill_token_ids=tokens if self.use_v2_model_runner else None,
         )
+        output.scheduled_new_reqs.append(data)
+        output.num_scheduled_tokens[data.req_id] = len(lane)
+        output.total_num_scheduled_tokens += len(lane)
+        self.finished_req_ids.add(data.req_id)
 
     def _count_as_computed(self, request: Request, tokens: int) -> None:
         """Correct vLLM's statistics, in which all tokens before the last hole are external hits."""
@@ -204,8 +290,3 @@ class GapLanes:
 
 SCHEDULER_ATTRIBUTES = (GapLanes.__annotations__.keys() - {"_times"}) | {LIMIT, SKIPPED}
 """Attributes of vLLM's scheduler that lanes use"""
-
-
-def _wanted(request: Request) -> int:
-    """Return how many tokens a running request would take of a step."""
-    return request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens

@@ -1,4 +1,8 @@
-"""Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts."""
+"""Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts.
+
+KV is written into vLLM's pages once its request is admitted. What several planned requests have in common, as the
+choices of one call, is translated for the first of them; the others store the same KV.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,25 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.translator import is_same, translate_into
 from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart
-from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict
+from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart, translated
+from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.planned_writes import PlannedWrite, PlannedWrites
-from kedge.integrations.vllm.plugin.prompt_heads import PromptHeads
-from kedge.integrations.vllm.plugin.rotation_check import UNCHECKED, RotationCheck
+from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
+from kedge.kv.storage import SlotTable
 from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.holes import Holes
 from kedge.reuse.layout import Placed
-from kedge.reuse.plan import ReusePlan
+from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import CHEAPER
 from kedge.reuse.runtime import Runtime
 from kedge.settings import QuotaSettings
@@ -34,19 +37,154 @@ from kedge.types import (
     GenerateRequest,
     Miss,
     Namespace,
+    RequestId,
     RunKey,
+    SampleId,
     Source,
     Span,
     TenantId,
     Tokens,
+    ValueKind,
     WorkflowAgent,
 )
 
+_NO_SAMPLE = SampleId(ValueKind.INPUT, "")
+"""For the beginning of a prompt, which is identified by its tokens alone"""
+MAX_WRITTEN = 1024
+"""Plans that are kept until their prompts are captured; requests that are aborted before leave them behind"""
 logger = logging.getLogger(__name__)
 MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
+
+
+class PromptHeads:
+    """The first prefix segments of one rank's prompts."""
+
+    def __init__(self, bases: BaseStore) -> None:
+        self._bases = bases
+
+    def find(self, request: GenerateRequest) -> KVSegment | None:
+        """Return the KV of a prompt's first segment; None where it is not known, a value or all of the prompt."""
+        first = request.segments[0]
+        if first.is_placeholder or len(request.segments) == 1:
+            return None
+        entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
+        return entry.kv if entry else None
+
+    def tokens(self, request: GenerateRequest) -> int:
+        """Return how many tokens of a prompt are known so."""
+        head = self.find(request)
+        return head.tokens if head else 0
+
+    def keep(self, request: GenerateRequest, read: ReadKV) -> None:
+        """Keep the KV of a computed prompt's first segment, unless it is known."""
+        first = request.segments[0]
+        if first.tokens and not first.is_placeholder and self.find(request) is None:
+            self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWrite:
+    """The KV to be written for a request that can be translated."""
+
+    request: GenerateRequest
+    plan: ReusePlan
+    head: KVSegment | None
+    """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
+    ready: Mapping[int, Sequence[ReadyPart]]
+    """What was translated before the request arrived, by the first position of its translation"""
+    seconds: float
+    """Time that all this took"""
+    shared: dict[int, Sequence[ReadyPart]] = field(default_factory=dict)
+    """What was translated for another request since, by the first position of its translation"""
+
+    def writes(self, translation: Translation) -> bool:
+        """Return whether it writes the same KV to the same positions."""
+        return any(is_same(one, translation) for one in self.plan.translations)
+
+
+class PlannedWrites:
+    """The planned writes of one rank, until their requests are admitted."""
+
+    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances, max_shared: int = 0) -> None:
+        """`costs` observes what translations take, `balances` what they take and save. KV that is translated for
+        several requests takes at most `max_shared` bytes until all of them are admitted.
+        """
+        self._pages, self._costs, self._balances, self._translate_into = pages, costs, balances, translate_into(pages)
+        self._max_shared = max_shared
+        self._planned: dict[RequestId, PlannedWrite] = {}
+        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(MAX_WRITTEN)
+        """The plans of prompts that are learned from although something in them is translated"""
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def put(self, request_id: RequestId, planned: PlannedWrite) -> None:
+        """Keep what is planned for a request."""
+        self._planned[request_id] = planned
+
+    def drop(self, request_id: RequestId) -> None:
+        """Forget what is planned for a request, if anything is."""
+        self._planned.pop(request_id, None)
+        self._written.pop(request_id, None)
+
+    def take_written(self, request_id: RequestId) -> ReusePlan | None:
+        """Return the plan by which parts of a prompt that is learned from were translated, if any were."""
+        return self._written.pop(request_id, None)
+
+    def write(self, order: TranslationWrite) -> None:
+        """Write the KV that was planned for a request. Raises `KeyError` for a request without any."""
+        began = time.monotonic()
+        planned, table = self._planned.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
+        start, stop = order.spans[0].start, order.spans[-1].stop
+        if planned.head is not None and start < planned.head.tokens:
+            self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
+        count, tokens = self._translate(planned, table, range(start, stop))
+        if planned.plan.teaches:
+            self._written[order.request_id] = planned.plan
+        seconds = planned.seconds + time.monotonic() - began
+        if not planned.shared:  # they would make it seem cheaper than it is
+            self._costs.observe_translation(count, tokens, seconds)
+        self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))
+        lanes = len(order.spans) - 1  # rows of the pass that computing the whole prompt would not have
+        self._balances.spend(planned.request, seconds + self._costs.added_seconds(0, lanes))
+
+    def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
+        """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""
+        count = tokens = 0
+        for translation in planned.plan.translations:
+            part = translation.within(span.start, span.stop)
+            if part is None:
+                continue
+            ready = planned.ready.get(translation.start) or self._shared(planned, translation)
+            for first, kv in ready:
+                self._pages.store(table, first, kv)
+            if not ready:
+                self._translate_into(table, [part])
+            count, tokens = count + 1, tokens + part.tokens
+        return count, tokens
+
+    def _shared(self, planned: PlannedWrite, translation: Translation) -> Sequence[ReadyPart]:
+        """Return a translation that other requests need, too, translated for the first of them. Returns nothing where
+        there are no others, or no room for it.
+        """
+        if found := planned.shared.get(translation.start):
+            return found
+        others = [one for one in self._planned.values() if not one.ready and one.writes(translation)]
+        if not others or self.shared_bytes + translation.base.nbytes > self._max_shared:
+            return ()
+        parts = translated(self._pages, translation)
+        for one in others:
+            one.shared[translation.start] = parts
+        return parts
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the KV that requests wait for which was translated for another one."""
+        parts = (part for one in self._planned.values() for found in one.shared.values() for part in found)
+        return sum({id(part): part.kv.nbytes for part in parts}.values())
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +211,7 @@ class Learner:
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
-        self._runtime = Runtime(*self.learned, planner, None, costs=costs)
+        self._runtime = Runtime(*self.learned, planner, None, None, costs)
         self.pages = pages
         self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances()
@@ -139,18 +277,31 @@ class Learner:
         began = time.monotonic()
         request, head = query.request, self._heads.find(query.request)
         exact = max(query.exact, head.tokens if head else 0)
-        plan, ready, seconds = self._plan(request, exact)
+        found = self._expected.claim(request, exact)
+        ready: Mapping[int, Sequence[ReadyPart]] = {}
+        if found is None or found.draft is None:
+            plan, seconds = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), 0.0
+        else:  # going on from what was prepared of it
+            self._runtime.grow(found.draft, request, len(request.segments), again=True)
+            plan = self._runtime.seal(found.draft, request)
+            self._runtime.use(plan)
+            ready, seconds = found.ready, found.seconds
         holes, misses = plan.holes, plan.misses
-        if plan.translates and self._lanes is not None:
-            holes, misses = self._without_gap(plan, query.exact)
+        if plan.translates and self._lanes is not None:  # one hole, or all of it where that is too long
+            first, stop = holes[0].start, holes[-1].stop
+            share = (first - query.exact) / (stop - query.exact)
+            holes = (range(first, stop),)
+            if share < self._min_translated:
+                few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
+                holes, misses = (range(stop),), (*misses, few)
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, seconds)
             is_lesson = plan.translates or head is None or teaches or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
-            return TranslationVerdict(
-                dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=_is_declined(plan)
-            )
+            # computed only because that takes less time, which the next one's will too
+            is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in plan.misses)
+            return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=is_declined)
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
@@ -158,30 +309,11 @@ class Learner:
         is_lesson = teaches or lacks_head or self._runtime.leaves_base(request, plan)
         return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
 
-    def _plan(self, request: GenerateRequest, exact: int) -> tuple[ReusePlan, Mapping[int, Sequence[ReadyPart]], float]:
-        """Plan a prompt, going on from what was prepared of it. Returns that, too, and the seconds that it took."""
-        found = self._expected.claim(request, exact)
-        if found is None or found.draft is None:
-            return self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), {}, 0.0
-        self._runtime.grow(found.draft, request, len(request.segments), again=True)
-        plan = self._runtime.seal(found.draft, request)
-        self._runtime.use(plan)
-        return plan, found.ready, found.seconds
-
-    def _without_gap(self, plan: ReusePlan, exact: int) -> tuple[Holes, tuple[Miss, ...]]:
-        """Return one hole, from the first of the plan's on, and the misses; all is computed where it is too long."""
-        first, stop = plan.holes[0].start, plan.holes[-1].stop
-        share = (first - exact) / (stop - exact)
-        if share >= self._min_translated:
-            return (range(first, stop),), plan.misses
-        few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
-        return (range(stop),), (*plan.misses, few)
-
     # around a pass ----------------------------------------------------------------------------------------------
 
     def capture(self, order: Capture, seconds: float = 0.0) -> None:
-        """Read the KV of a prompt after its pass, or of a response. `seconds` were taken by computing what no request
-        needed.
+        """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
+        from. `seconds` were taken by computing what no request needed.
         """
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self._is_settled = request.prompt_tokens, False
@@ -192,20 +324,17 @@ class Learner:
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
         elif any(segment.is_placeholder for segment in request.segments):
-            self._capture_prompt(request, partial(self.pages.read, table))
+            read: ReadKV = partial(self.pages.read, table)
+            plan = self.writes.take_written(request.request_id)
+            if plan is None and not self.rotation.is_checked:
+                self.rotation.check(request.tokens, read(0, request.prompt_tokens))
+            self._heads.keep(request, read)
+            self._runtime.keep_base(request, read, plan)
+            if self._runtime.may_observe(request, plan):
+                self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
+            else:
+                self._taught.append(request.workflow_agent)
         self._balances.spend(request, seconds + time.monotonic() - began)
-
-    def _capture_prompt(self, request: GenerateRequest, read: ReadKV) -> None:
-        """Take from a prompt what others need of it: all of it where it is learned from."""
-        plan = self.writes.take_written(request.request_id)
-        if plan is None and not self.rotation.is_checked:
-            self.rotation.check(request.tokens, read(0, request.prompt_tokens))
-        self._heads.keep(request, read)
-        self._runtime.keep_base(request, read, plan)
-        if self._runtime.may_observe(request, plan):
-            self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
-        else:
-            self._taught.append(request.workflow_agent)
 
     # learning -----------------------------------------------------------------------------------------------------
 
@@ -242,8 +371,15 @@ class Learner:
         if self._is_settled:
             return False
         lesson = None if self.writes else self._lesson()
-        if lesson is None and (urgent_only or self._prepare()):
-            return not urgent_only
+        if lesson is None and urgent_only:
+            return False
+        if lesson is None:
+            try:
+                if self._expected.prepare():
+                    return True
+            except Exception:
+                logger.exception("a prompt was not prepared")
+                return True
         prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
             self._is_settled = prompt is None
@@ -254,23 +390,6 @@ class Learner:
             self._taught.append(prompt.request.workflow_agent)
             self._forget_ended_runs()
         return True
-
-    def take_taught(self) -> tuple[WorkflowAgent, ...]:
-        """Return the agent of each prompt that has been learned from since the last call."""
-        taught, self._taught = self._taught, []
-        return tuple(taught)
-
-    def expect(self, request: GenerateRequest) -> None:
-        """Take the prompt of an agent that runs next, as far as it is known."""
-        self._is_settled = False
-        self._expected.expect(request)
-
-    def _prepare(self) -> bool:
-        try:
-            return self._expected.prepare()
-        except Exception:
-            logger.exception("a prompt was not prepared")
-            return True
 
     def _observe(self, prompt: _CapturedPrompt) -> bool:
         """Return False where no segment is left, or where offsets cannot be kept (which changes no pool)."""
@@ -283,6 +402,16 @@ class Learner:
             return False
         finally:
             self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
+
+    def take_taught(self) -> tuple[WorkflowAgent, ...]:
+        """Return the agent of each prompt that has been learned from since the last call."""
+        taught, self._taught = self._taught, []
+        return tuple(taught)
+
+    def expect(self, request: GenerateRequest) -> None:
+        """Take the prompt of an agent that runs next, as far as it is known."""
+        self._is_settled = False
+        self._expected.expect(request)
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
@@ -312,8 +441,3 @@ def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> Anchor
         else:
             anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
     return anchors
-
-
-def _is_declined(plan: ReusePlan) -> bool:
-    """Return whether all of a prompt is computed only because that takes less time, which the next one's will too."""
-    return not plan.translates and not plan.teaches and all(miss.reason == CHEAPER for miss in plan.misses)

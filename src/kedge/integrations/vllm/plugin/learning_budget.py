@@ -1,15 +1,20 @@
-"""Time for learning in a worker: a share of passes, and none that a first token would have to wait for."""
+"""Time for learning in a worker, and for base prefills: a share of passes, and none that a first token waits for."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
+
+from kedge.policies.service import StepTimes
 
 MAX_CREDIT = 0.25
 """Most seconds of learning that passes may save up"""
 PATIENCE = 8
 """Steps in a row in which nothing is learned since somebody waits for a first token; in the next one it is"""
+PIECE_S = 0.05
+"""Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""
 GRACE = 0.02
 """Seconds of idleness before learning begins: the next agent of a workflow comes within milliseconds"""
 
@@ -44,7 +49,10 @@ class LearningBudget:
         if self._share is None or (idle and (is_urgent or self._clock() - self._computed >= GRACE)):
             one()
         elif not idle:
-            self._spend(one)
+            began = self._clock()
+            while self._credit > 0 and one():
+                ended = self._clock()
+                self._credit, began = self._credit - (ended - began), ended
 
     def earn(self, *, idle: bool) -> None:
         """Earn the share of a pass, of which an `idle` step has none."""
@@ -53,8 +61,36 @@ class LearningBudget:
         self._computed = self._clock()
         self._credit = min(self._credit + (self._share or 0.0) * (self._computed - self._began), MAX_CREDIT)
 
-    def _spend(self, learn: Callable[[], bool]) -> None:
-        began = self._clock()
-        while self._credit > 0 and learn():
-            ended = self._clock()
-            self._credit, began = self._credit - (ended - began), ended
+
+class BaseShare:
+    """The tokens that base prefills may take of a step.
+
+    A first token does not wait for base KV that is for later requests, so steps with prefills are passed over; a few at
+    a time, as under load there may be no others.
+    """
+
+    def __init__(self, share: float, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share` is the part of a step's time, `times` what steps take. `clock` returns seconds."""
+        self._share, self._times, self._clock = share, times, clock
+        self._passed, self._computed = 0, -math.inf
+
+    def computes(self) -> None:
+        """Note that a step computes something for requests."""
+        self._computed = self._clock()
+
+    def idle(self, most: int) -> int:
+        """Return the tokens for base prefills in a step without requests, at most `most`."""
+        if self._clock() - self._computed < GRACE:
+            return 0
+        return min(most, max(1, int(PIECE_S / self._times.per_token))) if self._times.are_known else most
+
+    def beside(self, prefill: int, most: int) -> int:
+        """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
+        if prefill and self._passed < PATIENCE:
+            self._passed += 1
+            return 0
+        self._passed = 0
+        if not self._times.are_known or self._share == 1:
+            return int(most * self._share)
+        own = self._times.decode / self._times.per_token + prefill
+        return min(most, int(own * self._share / (1 - self._share)))

@@ -1,11 +1,20 @@
-"""The plug-in's counters, for vLLM's log line and its `/metrics`."""
+"""What comes with vLLM's statistics: the plug-in's counters, for vLLM's log line and its `/metrics`, the report of
+plain traffic, and what becomes of hints without a prompt.
+
+Such hints are sent as a request that is aborted at once, which has no output.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Counter as PromCounter
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -13,9 +22,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
     PromMetricT,
 )
+from vllm.v1.engine import EngineCoreRequest
 
-from kedge.integrations.vllm.plugin.advice_calls import AdviceCalls
+from kedge.discovery import PlainRequests
+from kedge.hints.actions import ActionOutcome, ActionResult
+from kedge.integrations.vllm.plugin.hints import NO_PROMPT
+from kedge.types import Namespace
 
+TIMEOUT = 5.0
+"""Seconds to wait for what becomes of hints: as long as a step may take"""
+BEST_FIRST = list(ActionResult)
+"""Of what several data-parallel engines answer, the best counts: a session is in one of them"""
+COUNTS_SECONDS = 0.2
+"""Seconds between two looks at the counters while requests run"""
+BUSY_SECONDS = 5.0
+"""Seconds between two reports while requests run"""
+IDLE_SECONDS, IDLE_SHARE = 1.0, 0.02
+"""Seconds, at most, from a report to the one that is sent when the last running request has ended, and share of the
+time that reports may take meanwhile
+"""
 COUNTERS = {
     "evictions_varying": "Device blocks evicted that followed a fixed prompt.",
     "evictions_labelled": "Device blocks of fixed prompts evicted.",
@@ -49,16 +74,147 @@ RECEIPTS = "receipts"
 NEEDS = "needs"
 """Key of the base prefills that are wanted, as pairs of a namespace and tokens. A receipt carries them too, but comes
 with the end of the answer, when the next agent already calls."""
-
-
 ADVICE = "advice"
 """Key of what became of hints without a prompt, by the ids of their messages: those have no output either."""
 REPORT = "report"
 """Key of the report of plain traffic (`PlainRequests.report`)."""
-ADVICE_CALLS = AdviceCalls()
-"""Hints that were sent by the middleware in the process of vLLM's server."""
 REPORTS: dict[int, dict[str, Any]] = {}
 """Engine -> its last report, in the process of vLLM's server: `kedge.integrations.vllm.middleware` shows them."""
+
+
+def message(
+    request_id: str,
+    namespace: Namespace,
+    hints: Mapping[str, Any],
+    tokens: Sequence[int] = NO_PROMPT,
+    rank: int | None = None,
+) -> EngineCoreRequest:
+    """Return hints for the plug-in as a request that vLLM aborts at once; `rank` is a data-parallel engine's."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(tokens),
+        mm_features=None,
+        sampling_params=hinted_params(hints),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=str(namespace),
+        data_parallel_rank=rank,
+        abort_immediately=True,
+    )
+
+
+def hinted_params(hints: Mapping[str, Any]) -> SamplingParams:
+    """Return parameters that carry hints for the plug-in."""
+    extra = {"kv_transfer_params": {"kedge": dict(hints)}}
+    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
+
+
+class AdviceCalls:
+    """Hints that were sent and not answered yet. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[list[ActionOutcome]]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of messages that wait for an answer."""
+        return len(self._waiting)
+
+    async def ask(
+        self, engine_core: Any, namespace: Namespace, hints: Mapping[str, Any], timeout: float = TIMEOUT
+    ) -> list[ActionOutcome] | None:
+        """Send hints to every engine of vLLM's client, and return what becomes of them; None: that was not reported.
+
+        Raises what vLLM raises where its engine has died.
+        """
+        count = len(getattr(engine_core, "core_engines", ()))
+        ranks = range(count) if count > 1 else [None]
+        name = f"kedge-advice-{uuid.uuid4().hex}"
+        answers = [asyncio.get_running_loop().create_future() for _ in ranks]
+        self._waiting.update((f"{name}-{at}", one) for at, one in enumerate(answers))
+        try:
+            for at, rank in enumerate(ranks):
+                given = message(f"{name}-{at}", namespace, {**hints, "advice": True}, rank=rank)
+                await engine_core.add_request_async(given)
+            done, _ = await asyncio.wait(answers, timeout=timeout)
+        finally:
+            for at in range(len(ranks)):
+                del self._waiting[f"{name}-{at}"]
+        return _best(one.result() for one in done) if done else None
+
+    def answered(self, answers: Mapping[str, Iterable[Any]]) -> None:
+        """Take answers by the ids of their messages; those that nobody waits for are dropped."""
+        for name, outcomes in answers.items():
+            future = self._waiting.get(name)
+            if future is not None and not future.done():
+                future.set_result([ActionOutcome.from_dict(one) for one in outcomes])
+
+
+def _best(answers: Iterable[list[ActionOutcome]]) -> list[ActionOutcome]:
+    best: dict[tuple[str, str], ActionOutcome] = {}
+    for one in (one for outcomes in answers for one in outcomes):
+        known = best.setdefault((one.action_id, one.session), one)
+        if BEST_FIRST.index(one.outcome) < BEST_FIRST.index(known.outcome):
+            best[one.action_id, one.session] = one
+    return list(best.values())
+
+
+class CountReports:
+    """Adds up what has been counted since the last report: a few times a second while requests run, and in every step
+    once the last of them has ended, since an idle engine takes no more steps.
+    """
+
+    def __init__(self, totals: Callable[[], Mapping[str, int]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`totals` returns everything since the start; `clock` is in seconds."""
+        self._totals, self._clock = totals, clock
+        self._reported: Counter[str] = Counter()
+        self._unfinished, self._due = 0, 0.0
+
+    def began(self) -> None:
+        """Take a new request."""
+        self._unfinished += 1
+
+    def ended(self) -> None:
+        """Take the end of a request."""
+        self._unfinished -= 1
+
+    def take(self) -> dict[str, int]:
+        """Return what was counted since the last report; nothing while the next one is not due."""
+        now = self._clock()
+        if self._unfinished and now < self._due:
+            return {}
+        self._due, totals = now + COUNTS_SECONDS, Counter(self._totals())
+        news, self._reported = totals - self._reported, totals
+        return dict(news)
+
+
+class PlainReports:
+    """Sends a report where anything has changed, at most every few seconds. Asked once per step of the engine.
+
+    An idle engine takes no steps: what is not reported at the end of the last request is not on the page for as long as
+    nobody asks. So the end of one is reported as soon as the last report is long enough ago for what a report takes.
+    """
+
+    def __init__(self, plain: PlainRequests, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with the first report due. `clock` is in seconds."""
+        self._plain, self._clock = plain, clock
+        self._sent_at, self._cost = float("-inf"), 0.0
+        self._sent = (0, True)
+
+    def take(self) -> dict[str, object] | None:
+        """Return the report, None while it is not due."""
+        now, state = self._clock(), (self._plain.totals.requests, self._plain.is_idle)
+        wait = min(IDLE_SECONDS, self._cost / IDLE_SHARE) if self._plain.is_idle else BUSY_SECONDS
+        if state == self._sent or now < self._sent_at + wait:
+            return None
+        report = self._plain.report()
+        self._sent_at, self._sent = self._clock(), state
+        self._cost = self._sent_at - now
+        return report
+
+
+ADVICE_CALLS = AdviceCalls()
+"""Hints that were sent by the middleware in the process of vLLM's server."""
 
 
 class KedgeStats(KVConnectorStats):
@@ -97,13 +253,10 @@ class KedgePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counters: Any = metric_types[PromCounter]
-        self._series = {
-            name: self._for_engines(counters(name=f"vllm:kedge_{name}", documentation=text, labelnames=labelnames))
-            for name, text in COUNTERS.items()
-        }
-
-    def _for_engines(self, counter: Any) -> dict[int, Any]:
-        return {engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+        self._series: dict[str, dict[int, Any]] = {}
+        for name, text in COUNTERS.items():
+            counter = counters(name=f"vllm:kedge_{name}", documentation=text, labelnames=labelnames)
+            self._series[name] = {one: counter.labels(*values) for one, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if report := transfer_stats_data.get(REPORT):

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
+from kedge.structures.heaps import StepCounts
 from kedge.structures.prefixes import leading_count
-from kedge.structures.step_counts import StepCounts
 
 Owner = Hashable
 """Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""
@@ -113,20 +113,17 @@ class OwnerSet:
         before = self.step
         if self._steps is None and old == before:
             self.step = new  # of its only owner
-        else:
-            self.step = self._change_count(old, new)
-        return before != self.step
-
-    def _change_count(self, old: float | None, new: float | None) -> float | None:
+            return before != new
         if self._steps is None:
             self._steps = StepCounts()
-            if self.step is not None:
-                self._steps.add(self.step)
+            if before is not None:
+                self._steps.add(before)
         if old is not None:
             self._steps.remove(old)
         if new is not None:
             self._steps.add(new)
-        return self._steps.least
+        self.step = self._steps.least
+        return before != self.step
 
 
 class BlockOwners:
@@ -137,9 +134,9 @@ class BlockOwners:
         self._num_blocks = num_blocks
         self._stamp = 0 if whole_sets else None
         self._steps: dict[Owner, float] = {}
-        self.clear()
+        self.clear_owners()
 
-    def clear(self) -> None:
+    def clear_owners(self) -> None:
         """Make every block unowned. Steps stay known."""
         self.unowned, self.suffix = OwnerSet(), OwnerSet(varying=True)
         self.set_of = [self.unowned] * self._num_blocks
@@ -182,8 +179,11 @@ class BlockOwners:
 
     # blocks ---------------------------------------------------------------------------------------------------
 
-    def add(self, block_ids: Iterable[int], owner: Owner) -> None:
-        """Add `owner` to the owners of blocks that are in use. Raises `PlanError` for an owner without a step."""
+    def own(self, block_ids: Iterable[int], owner: Owner) -> None:
+        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
+
+        Raises `PlanError` for an owner without a step.
+        """
         if owner not in self._steps:
             raise PlanError("owner", owner, "has no step")
         for owners, members in self.by_set(block_ids).items():
@@ -256,19 +256,15 @@ class BlockOwners:
             for owners in self._by_owner.get(owner, ()):
                 if owners.change_step(old, new):
                     changed[owners] = None
-            if new is None:
-                self._remove_owner(owner)
-            else:
+            if new is not None:
                 self._steps[owner] = new
+                continue
+            del self._steps[owner]  # blocks without other owners compete like unowned ones from now on
+            for owners in self._by_owner.pop(owner, set()):
+                self._unname(owners)
+                owners.owners.discard(owner)
+                self._name(owners)
         return list(changed)
-
-    def _remove_owner(self, owner: Owner) -> None:
-        """Take `owner` from its sets. Blocks without other owners compete like unowned ones from now on."""
-        del self._steps[owner]
-        for owners in self._by_owner.pop(owner, set()):
-            self._unname(owners)
-            owners.owners.discard(owner)
-            self._name(owners)
 
     def _find(self, names: frozenset[Owner]) -> OwnerSet:
         """Return a set with exactly these owners, new where none is named."""

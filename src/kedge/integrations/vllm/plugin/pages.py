@@ -1,4 +1,4 @@
-"""vLLM's own pages as KV that Kedge can read and write, in whatever layout and format `layout_probe.py` has found.
+"""vLLM's own pages as KV that Kedge can read and write, in whatever layout and format `block_layout.py` has found.
 
 KV is written with the model's own op.
 """
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import BlockLayout
-from kedge.integrations.vllm.plugin.kv_layers import KVLayer
+from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer
 from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable, add_offsets

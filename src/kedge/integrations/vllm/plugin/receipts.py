@@ -1,14 +1,59 @@
-"""The receipt of a finished request: which of its prompt tokens came from where, as plain data for vLLM's output."""
+"""Requests as the scheduler's half of the plug-in follows them, and their receipts: which tokens of a prompt came from
+where, as plain data for vLLM's output.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedge.discovery import Served
-from kedge.integrations.vllm.plugin.tracked_request import TrackedRequest
+from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.owner_sets import Owner
+from kedge.reuse.holes import Holes
 from kedge.types import Miss, Receipt, Source, Span, Tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(eq=False, slots=True)
+class RequestLoad:
+    """What a request has and wants from the host."""
+
+    request: Request
+    owner: Owner | None = None
+    """The session that the loaded blocks belong to"""
+    is_admitted: bool = False
+    is_ahead: bool = False
+    """Whether a load was ordered before vLLM looked at it"""
+    tokens: range = range(0)
+    """Tokens of its prompt that it waited for while they were loaded"""
+    waiting_since: float | None = None
+    """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
+    orders: int = 0
+    """Loads that were ordered on its demand"""
+    computes: bool = False
+    """Whether no further load is ordered for it: it computes what it lacks then"""
+
+
+@dataclass(eq=False, slots=True)
+class TrackedRequest:
+    """A request with hints, with the sources of its prompt's tokens."""
+
+    hinted: HintedRequest
+    request: Request
+    device: int = 0
+    """Leading tokens whose KV is on the device"""
+    translated: Holes = ()
+    """Positions after them whose KV is translated"""
+    load: RequestLoad = field(init=False)
+    """Some of the device's tokens come from here"""
+
+    def __post_init__(self) -> None:
+        self.load = RequestLoad(self.request)
 
 
 def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...], ready: int = 0) -> Receipt:

@@ -7,7 +7,7 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,28 +20,36 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.discovery import PlainRequests, Served
-from kedge.integrations.vllm.plugin.advice import Advice
+from kedge.hints.actions import ActionOutcome
+from kedge.hints.without_prompt import run_ended, took_forecast
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
-from kedge.integrations.vllm.plugin.answer_tails import answer_of
-from kedge.integrations.vllm.plugin.block_pools import cached_prefix, replace_queue
-from kedge.integrations.vllm.plugin.cache_groups import ONE_GROUP, CacheGroups
+from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.held_lanes import answer_of
 from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
-from kedge.integrations.vllm.plugin.host_loads import HostLoads
-from kedge.integrations.vllm.plugin.host_quotas import HostQuotas
-from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.idle_sessions import IdleSessions
+from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
+from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
-from kedge.integrations.vllm.plugin.plain_reports import PlainReports
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
+from kedge.integrations.vllm.plugin.metrics import (
+    ADVICE,
+    NEEDS,
+    RECEIPTS,
+    REPORT,
+    CountReports,
+    KedgeStats,
+    PlainReports,
+)
+from kedge.integrations.vllm.plugin.receipts import RequestLoad, TrackedRequest, receipt_of, receipt_to_dict, served_by
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.tracked_request import RequestLoad, TrackedRequest
 from kedge.integrations.vllm.plugin.translations import Translations
-from kedge.integrations.vllm.plugin.upkeep import Upkeep
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
+from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
+
+MAX_UNSENT = 1024
+"""Answers to hints that wait for a step to go with; the oldest is dropped"""
 
 
 class SchedulerSide:
@@ -68,6 +76,7 @@ class SchedulerSide:
         """Leading tokens of requests without hints that were cached when vLLM last looked"""
         self._pool: BlockPool | None = None
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
+        self._news = CountReports(self.totals)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
 
     def bind(
@@ -93,51 +102,51 @@ class SchedulerSide:
     # requests -------------------------------------------------------------------------------------------------
 
     def on_arrival(self, request: Request) -> None:
-        """Read a new request's hints, if it has any, and find the session that it continues."""
-        tokens, default = request.prompt_token_ids or (), self._settings.reuse
+        """Read a new request's hints, if it has any, add what is found out about it, and find the session that it
+        continues.
+        """
+        self._news.began()
+        tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        hinted = self._completed(read_hints(request.request_id, tokens, request.cache_salt, params, default), request)
+        hinted = read_hints(request.request_id, tokens, request.cache_salt, params, reuse)
+        # the KV of embeddings, images and adapters does not follow from the tokens alone
+        is_text = request.prompt_embeds is None and not request.mm_features and request.lora_request is None
+        if is_text and not request.abort_immediately:
+            given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
+            if (found := self.plain.arrived(given)) is not given:
+                found = self._with_trails(found)
+                hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
         if hinted is not None and hinted.is_advice and request.abort_immediately:
             self.upkeep.catch_up()
             self.advice.take(hinted)
             return
         if hinted is not None:
             request.sampling_params = without_hints(request.sampling_params)
-            self._on_hints(hinted, request)
-        mode = hinted.request.reuse if hinted else default
-        if mode is not ReuseMode.OFF and not request.abort_immediately and not (hinted and hinted.is_base):
-            self._begin_turn(hinted, request)
-
-    def _completed(self, hinted: HintedRequest | None, request: Request) -> HintedRequest | None:
-        """Return a request with what its hints say and what was found out about it; None where that is nothing."""
-        if request.abort_immediately or not _is_text(request):
-            return hinted
-        tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
-        given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
-        found = self.plain.arrived(given)
-        if found is given:
-            return hinted
-        found = _with_trails(found, self._settings, has_tails=self.translations.lanes.tails.is_open)
-        return replace(hinted, request=found) if hinted else HintedRequest(found)
-
-    def _on_hints(self, hinted: HintedRequest, request: Request) -> None:
-        self._counts["ignored_hints"] += hinted.ignored
-        self._requests[request.request_id] = TrackedRequest(hinted, request)
-        if hinted.request.reuse is ReuseMode.OFF:
-            request.skip_reading_prefix_cache = True
-        if hinted.steps is not None:
-            self.upkeep.put_off(partial(self.prompts.forecast, hinted, hinted.steps))
-        if hinted.is_ahead and request.abort_immediately:
-            self.translations.expect(hinted.request)
-        self.translations.on_arrival(hinted, request)
-
-    def _begin_turn(self, hinted: HintedRequest | None, request: Request) -> None:
+            self._counts["ignored_hints"] += hinted.ignored
+            self._requests[request.request_id] = TrackedRequest(hinted, request)
+            if hinted.request.reuse is ReuseMode.OFF:
+                request.skip_reading_prefix_cache = True
+            if hinted.steps is not None:
+                self.upkeep.put_off(partial(self.prompts.forecast, hinted, hinted.steps))
+            if hinted.is_ahead and request.abort_immediately:
+                self.translations.expect(hinted.request)
+            self.translations.on_arrival(hinted, request)
+        mode = hinted.request.reuse if hinted else reuse
+        if mode is ReuseMode.OFF or request.abort_immediately or (hinted and hinted.is_base):
+            return
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
             load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
             load.owner = session
             self._loads[request.request_id] = load
             self.loads.look_again()
+
+    def _with_trails(self, found: GenerateRequest) -> GenerateRequest:
+        """Return a request with the tokens that follow each value; answers have them where the ends of answers are
+        computed, and not once more by their readers.
+        """
+        of_answers = self.translations.lanes.tails.is_open and not self._settings.anchors.computes_weak_tokens
+        return with_trails(found, self._settings.planner.trail, of_answers=of_answers)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself, since they are
@@ -169,56 +178,45 @@ class SchedulerSide:
 
         Returns its receipt, None for one without hints.
         """
+        self._news.ended()
         self.upkeep.catch_up()
         if self._loads.pop(request.request_id, None) and self.loads:
             self.loads.look_again()
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None:
-            self._label(tracked.hinted, request, main, others)
+        hinted = tracked.hinted if tracked else None
+        may_label = hinted is not None and hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF
+        if hinted and may_label and (key := self.prompts.label(hinted, request, main, others)):
+            self.sessions.ledger.own(key, self.prompts.prompts[key])
+            if self.loads:
+                self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
         history = self.sessions.finish(request, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        self._end_plain(request, receipt := self._end_hinted(tracked, main) if tracked else None)
+        receipt = None
+        if tracked is not None:
+            self.translations.on_finish(tracked.hinted, tracked.request, main)
+            if tracked.hinted.final:
+                self._end_run(tracked.hinted.run)
+            outcome = self.translations.take_outcome(request.request_id)
+            found = receipt_of(tracked, outcome.misses, outcome.ready)
+            self._counts["translated_tokens"] += found.translated
+            receipt = receipt_to_dict(found, outcome.needs, outcome.lanes, tracked.hinted.actions)
+            if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
+                self._unsent_receipts[request.request_id] = receipt
+        namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
+        answer = () if request.status in UNANSWERED else answer_of(request)
+        served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
+        self.plain.ended(namespace, request_id, answer, served)
         return receipt
-
-    def _end_hinted(self, tracked: TrackedRequest, block_ids: list[int]) -> dict[str, Any]:
-        hinted = tracked.hinted
-        self.translations.on_finish(hinted, tracked.request, block_ids)
-        if hinted.final:
-            self._end_run(hinted.run)
-        return self._receipt(tracked)
 
     def _end_run(self, run: RunKey) -> None:
         self.prompts.end_run(run)
         self.translations.end_run(run)
 
-    def _end_plain(self, request: Request, receipt: dict[str, Any] | None) -> None:
-        namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
-        answer = () if request.status in UNANSWERED else answer_of(request)
-        served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
-        self.plain.ended(namespace, request_id, answer, served)
-
-    def _label(self, hinted: HintedRequest, request: Request, main: list[int], others: list[int]) -> None:
-        if not hinted.request.agent or hinted.request.reuse is ReuseMode.OFF:
-            return
-        if key := self.prompts.label(hinted, request, main, others):
-            self.sessions.ledger.own(key, self.prompts.prompts[key])
-            if self.loads:
-                self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
-
-    def _receipt(self, tracked: TrackedRequest) -> dict[str, Any]:
-        request, outcome = tracked.request, self.translations.take_outcome(tracked.request.request_id)
-        receipt = receipt_of(tracked, outcome.misses, outcome.ready)
-        self._counts["translated_tokens"] += receipt.translated
-        data = receipt_to_dict(receipt, outcome.needs, outcome.lanes, tracked.hinted.actions)
-        if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
-            self._unsent_receipts[request.request_id] = data
-        return data
-
-    def take_unsent_receipts(self) -> dict[str, dict[str, Any]]:
-        """Return the receipts of requests that were aborted since the last call: vLLM's outputs for those have none."""
-        unsent, self._unsent_receipts = self._unsent_receipts, {}
-        return unsent
+    def on_order(self, requests: Sequence[Request]) -> None:
+        """Take the order of service of the requests that wait, where they do not fit all at once."""
+        self.upkeep.catch_up()
+        self.sessions.waiting(requests)
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt are on the device, and how many after them are worth loading from
@@ -271,7 +269,10 @@ class SchedulerSide:
         """
         assert self._pool and self.queue
         copying = self.loads.tier.held_on_device() if self.loads else ()
-        if not _is_held_by_plugin_only(self._pool, (*self.translations.held_blocks, *copying)):
+        ours = Counter((*self.translations.held.block_ids, *copying))
+        free = self._pool.get_num_free_blocks()
+        free += sum(self._pool.blocks[one].ref_cnt == times for one, times in ours.items())
+        if free != self._pool.num_gpu_blocks - 1:  # vLLM keeps one block for itself
             return reset()
         self.translations.give_up_captures()
         with self.loads.tier.without_copies() if self.loads else nullcontext():
@@ -283,42 +284,98 @@ class SchedulerSide:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return vLLM's events of the host tier since the last call."""
-        return self.loads.tier.events.take() if self.loads and self.loads.tier.events else []
+        return self.loads.tier.host.take_events() if self.loads and self.loads.tier.events else []
+
+    def take_stats(self) -> KedgeStats | None:
+        """Return what was counted since the last call, with what no output carries: base prefills that are wanted,
+        receipts of requests that were aborted, and answers to hints without a prompt.
+        """
+        data: dict[str, Any] = dict(self._news.take())
+        receipts, self._unsent_receipts = self._unsent_receipts, {}
+        needed, answers = self.translations.take_needed(), self.advice.answers()
+        others = {RECEIPTS: receipts, NEEDS: needed, ADVICE: answers, REPORT: self.reports.take()}
+        data.update({name: value for name, value in others.items() if value})
+        return KedgeStats(data=data) if data else None
 
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
         found.update({**self.translations.lanes.bases.counters(), **self._counts})
         if self.queue:
-            found.update({f"evictions_{name}": count for name, count in _by_kind(self.queue).items()})
+            for name, count in self.queue.evicted.items():
+                found[f"evictions_{name if name in ('varying', 'unlabelled') else 'labelled'}"] += count
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
 
 
-def _with_trails(found: GenerateRequest, settings: PluginSettings, *, has_tails: bool) -> GenerateRequest:
-    """Return a request with the tokens that follow each value; answers have them where the ends of answers are
-    computed, and not once more by their readers.
+class Advice:
+    """What clients say of their sessions and runs between requests. Owned by the scheduler."""
+
+    def __init__(self, sessions: SessionHistories, prompts: AgentPrompts, end_run: Callable[[RunKey], None]) -> None:
+        """`end_run` forgets a run that is over."""
+        self._sessions, self._prompts, self._end_run = sessions, prompts, end_run
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(MAX_UNSENT)
+
+    def take(self, hinted: HintedRequest) -> None:
+        """Take the hints of a message."""
+        request = hinted.request
+        outcomes = list[ActionOutcome]()
+        if hinted.steps is not None:
+            is_newer = bool(request.run) and self._prompts.forecast(hinted, hinted.steps)
+            outcomes.append(took_forecast(request.run, is_newer))
+        if hinted.ends_run:
+            self._end_run(hinted.run)
+            outcomes.append(run_ended())
+        outcomes += self._sessions.advise(request.namespace, request.turn)
+        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
+
+    def answers(self) -> dict[str, list[dict[str, str]]]:
+        """Return what became of the hints since the last call, by the id of the message that they came with."""
+        taken = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
+        self._answers.clear()
+        return taken
+
+
+class Upkeep:
+    """Tasks that no decision needs yet, in the order in which they came up. Whoever decides by their effects, such as
+    an eviction, calls `catch_up` before. Tasks are carried out at once until `open`. What is due `always` comes after
+    them, in every pass.
     """
-    of_answers = has_tails and not settings.anchors.computes_weak_tokens
-    return with_trails(found, settings.planner.trail, of_answers=of_answers)
 
+    def __init__(self) -> None:
+        self._tasks: list[Callable[[], object]] = []
+        self._always: tuple[Callable[[], object], ...] = ()
+        self._is_open = False
 
-def _is_held_by_plugin_only(pool: BlockPool, held: Iterable[int]) -> bool:
-    """Return whether all blocks of a pool are free, or held by the plug-in alone, which has those `held`."""
-    ours = Counter(held)
-    free = pool.get_num_free_blocks() + sum(pool.blocks[one].ref_cnt == times for one, times in ours.items())
-    return free == pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
+    @property
+    def is_open(self) -> bool:
+        """Whether tasks are put off."""
+        return self._is_open
 
+    def open(self) -> None:
+        """Put tasks off from now on: the scheduler calls `run` in every pass."""
+        self._is_open = True
 
-def _is_text(request: Request) -> bool:
-    """Return whether a prompt's KV follows from its tokens alone."""
-    return request.prompt_embeds is None and not request.mm_features and request.lora_request is None
+    def always(self, *tasks: Callable[[], object]) -> None:
+        """Set what is due in every pass."""
+        self._always = tasks
 
+    def put_off(self, task: Callable[[], object]) -> None:
+        """Carry out a task with the next `catch_up`, or now."""
+        if self._is_open:
+            self._tasks.append(task)
+        else:
+            task()
 
-def _by_kind(queue: StepFreeQueue) -> Counter[str]:
-    """Count evicted device blocks of varying suffixes, of no agent, and of agents."""
-    kinds: Counter[str] = Counter()
-    for name, count in queue.evicted.items():
-        kinds[name if name in ("varying", "unlabelled") else "labelled"] += count
-    return kinds
+    def catch_up(self) -> None:
+        """Carry out what was put off."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task()
+
+    def run(self) -> None:
+        """Carry out what was put off, and what is due in every pass."""
+        self.catch_up()
+        for task in self._always:
+            task()

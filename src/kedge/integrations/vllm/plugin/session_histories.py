@@ -16,11 +16,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
-from kedge.integrations.vllm.plugin.backups import FinishedHistory
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.upkeep import Task
+from kedge.integrations.vllm.plugin.host_loads import FinishedHistory
 from kedge.policies.eviction import StepPolicy, lru
 from kedge.policies.sessions import (
     NO_SESSIONS,
@@ -60,7 +59,9 @@ class SessionHistories:
     """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, put_off: Callable[[Task], object] = lambda task: task()
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        put_off: Callable[[Callable[[], object]], object] = lambda task: task(),
     ) -> None:
         """`put_off` carries out a task before blocks are evicted, or before anything else is asked of this object."""
         self._clock, self._put_off = clock, put_off
@@ -142,44 +143,23 @@ class SessionHistories:
         turn = self._turns.pop(request.request_id, None)
         if turn is None or self._device is None:
             return None
-        is_answered = self._end(turn, request)
-        self.advance()
-        if not self._queues[0].has_step(turn.session) or not main:
-            return None
-        if is_answered:
-            return self._keep(turn, request, main, others)
-        self._queues[0].own((*main, *others), turn.session)
-        return None
-
-    def _end(self, turn: SessionTurn, request: Request) -> bool:
-        """Take note of how a turn ended. Returns whether its whole prompt was computed.
-
-        The session is found again by the end of its prompt: an application may leave out parts of the answer.
-        """
-        is_whole = request.num_computed_tokens >= request.num_prompt_tokens
-        if request.status in UNANSWERED and not is_whole:
+        size, key, is_answered = self._device.hash_block_size, turn.session, False
+        if request.status not in UNANSWERED or request.num_computed_tokens >= request.num_prompt_tokens:
+            is_answered = True
+            # the end of its prompt tells the session again: an application may leave out parts of the answer
+            chain = first_of(request.block_hashes, request.num_prompt_tokens // size)
+            self.ledger.answered(turn.turn, chain, TurnEnd(tool=_ending(request)))
+        else:
             self.ledger.cancelled(turn.turn)
-            return False
-        chain = first_of(request.block_hashes, request.num_prompt_tokens // self._block_size)
-        self.ledger.answered(turn.turn, chain, TurnEnd(tool=_ending(request)))
-        return True
-
-    @property
-    def _block_size(self) -> int:
-        assert self._device is not None
-        return self._device.hash_block_size
-
-    def _swap_policies(self) -> None:
-        """Let the device and the host follow the other policy: LRU, or sessions again."""
-        befores = [queue.set_policy(self._other_policy) for queue in self._queues]
-        self._other_policy = befores[0]
-
-    def _keep(self, turn: SessionTurn, request: Request, main: list[int], others: Sequence[int]) -> FinishedHistory:
-        """Give a session the blocks of its history."""
-        queue, key = self._queues[0], turn.session
+        self.advance()
+        queue = self._queues[0]
+        if not queue.has_step(key) or not main:
+            return None
+        if not is_answered:
+            queue.own((*main, *others), key)
+            return None
         left = queue.own_history(main, key)
         queue.own(others, key)
-        size = self._block_size
         hashes = first_of(request.block_hashes, request.num_computed_tokens // size)
         return FinishedHistory(key, hashes, turn.cached // size, left)
 
@@ -194,8 +174,9 @@ class SessionHistories:
     def advance(self) -> None:
         """Pass on what has changed. Call this in every step, and before blocks are evicted."""
         steps, swaps_policy = self.ledger.advance()
-        if swaps_policy:
-            self._swap_policies()
+        if swaps_policy:  # of the device and the host: LRU, or sessions again
+            befores = [queue.set_policy(self._other_policy) for queue in self._queues]
+            self._other_policy = befores[0]
         if steps:
             for queue in self._queues:
                 queue.on_forecast(steps)

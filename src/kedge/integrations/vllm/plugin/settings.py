@@ -18,7 +18,7 @@ from kedge.settings import (
     SettingsSection,
     TierSettings,
 )
-from kedge.settings.vllm import DEFAULT_CAPTURES, DEFAULT_LANES
+from kedge.settings.sections import DEFAULT_CAPTURES, DEFAULT_LANES
 from kedge.types import ReuseMode
 
 OTHERS = "*"

@@ -6,26 +6,54 @@ blocks from the first translated token on never get a hash: lookups miss them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.answer_tails import AnswerTails, EndedAnswer
-from kedge.integrations.vllm.plugin.base_jobs import BaseJobs
 from kedge.integrations.vllm.plugin.candidates import CacheBlocks, TranslationCandidate
-from kedge.integrations.vllm.plugin.declined_agents import DeclinedAgents
-from kedge.integrations.vllm.plugin.held_blocks import HeldBlocks
+from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, EndedAnswer, HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.lane_grants import NO_LANES, LaneGrants
-from kedge.integrations.vllm.plugin.lessons import Lessons
-from kedge.integrations.vllm.plugin.losing_workflows import LOSING, LosingWorkflows
-from kedge.integrations.vllm.plugin.messages import Capture, Orders, Reports, TranslationQuery, TranslationWrite
+from kedge.integrations.vllm.plugin.lanes import NO_LANES, LaneGrants
+from kedge.integrations.vllm.plugin.messages import (
+    Capture,
+    Orders,
+    Reports,
+    TranslationQuery,
+    TranslationVerdict,
+    TranslationWrite,
+)
 from kedge.reuse.holes import Holes
-from kedge.types import GenerateRequest, Miss, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowAgent
+from kedge.structures.bounded import BoundedDict
+from kedge.types import (
+    GenerateRequest,
+    Miss,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    Tokens,
+    WorkflowAgent,
+    WorkflowId,
+)
 
+AGENTS = 4096
+SKIPS = 15
+"""Requests of an agent in a row about which the workers are not asked"""
+
+
+LONGER = 1.25
+MAX_AGENTS = 4096
+MAX_LESSON_WAITS = 64
+"""Steps for which a request waits for lessons; then it is computed, and its agent's other requests wait no more"""
+LOSING = "translating this workflow saves too little time for what it takes"
+TRIED, MAX_TRIED = 16, 256
+"""Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
+shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
+"""
+MAX_WORKFLOWS, MAX_RUNS = 1024, 4096
 BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
@@ -33,9 +61,152 @@ BlockIds = Callable[[str], Sequence[Sequence[int]]]
 UNGUARDED = "vLLM has shown no cache of blocks from which translated ones could be kept out"
 MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
-
 MAX_WAITS = 64
 """Steps for which a request waits for base KV; then it goes on without"""
+
+
+class _Declined(NamedTuple):
+    tokens: int
+    misses: tuple[Miss, ...]
+    skips: int
+
+
+class DeclinedAgents:
+    """The last verdicts on agents where translating takes longer than computing."""
+
+    def __init__(self) -> None:
+        self._declined: BoundedDict[WorkflowAgent, _Declined] = BoundedDict(AGENTS)
+
+    def put(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
+        """Take the verdict on a request."""
+        if verdict.is_declined:
+            self._declined[request.workflow_agent] = _Declined(request.prompt_tokens, verdict.misses, SKIPS)
+        else:
+            self._declined.pop(request.workflow_agent, None)
+
+    def take(self, request: GenerateRequest) -> tuple[Miss, ...] | None:
+        """Return the misses of a request about which the workers need not be asked; None for another.
+
+        They are asked again about a prompt that is a good deal longer, and about one after `SKIPS` others.
+        """
+        key = request.workflow_agent
+        found = self._declined.get(key)
+        if found is None or not found.skips or request.prompt_tokens > LONGER * found.tokens:
+            return None
+        self._declined[key] = found._replace(skips=found.skips - 1)
+        return found.misses
+
+
+class Lessons:
+    """The prompts of one scheduler by which agents learn to be translated."""
+
+    def __init__(self, hurry: Callable[[Namespace, Tokens], None]) -> None:
+        """`hurry` is called with base prefills that a lesson needs for which requests wait."""
+        self._hurry = hurry
+        self._under_way: BoundedDict[WorkflowAgent, dict[RequestId, tuple[Tokens, ...]]] = BoundedDict(
+            MAX_AGENTS, lambda agent, _: self._end(agent)
+        )
+        """Agent -> admitted requests that have not been learned from, with the base prefills that this takes"""
+        self._failed: BoundedDict[WorkflowAgent, None] = BoundedDict(MAX_AGENTS)
+        """Agents whose lessons took too long"""
+        self._awaited: dict[WorkflowAgent, None] = {}
+
+    @property
+    def awaited(self) -> tuple[WorkflowAgent, ...]:
+        """The agents of whose lessons requests wait."""
+        return tuple(self._awaited)
+
+    def admit(self, candidate: TranslationCandidate) -> None:
+        """Take an admitted request, which is computed and learned from if its agent needs that."""
+        agent = candidate.hinted.request.workflow_agent
+        if candidate.lessons and agent not in self._failed:
+            self._under_way.use(agent, dict)[candidate.request_id] = candidate.needs
+
+    def must_wait(self, candidate: TranslationCandidate) -> bool:
+        """Return whether a request waits, as all the lessons that its agent needs are under way."""
+        agent = candidate.hinted.request.workflow_agent
+        lessons = self._under_way.get(agent, {})
+        if not 0 < candidate.lessons <= len(lessons) or candidate.request_id in lessons:
+            return False
+        candidate.lesson_waits += 1
+        if candidate.lesson_waits > MAX_LESSON_WAITS:
+            self._failed[agent] = None
+            self._end(agent)
+            return False
+        self._await(agent)
+        return True
+
+    def _await(self, agent: WorkflowAgent) -> None:
+        if agent not in self._awaited:
+            self._awaited[agent] = None
+            for needs in self._under_way[agent].values():
+                for tokens in needs:
+                    self._hurry(agent.namespace, tokens)
+
+    def taught(self, agent: WorkflowAgent) -> None:
+        """Take that one prompt of an agent, the first that was admitted, has been learned from."""
+        if lessons := self._under_way.get(agent):
+            lessons.pop(next(iter(lessons)))
+        if not lessons:
+            self._end(agent)
+
+    def _end(self, agent: WorkflowAgent) -> None:
+        self._under_way.pop(agent, None)
+        self._awaited.pop(agent, None)
+
+    def drop(self, candidate: TranslationCandidate) -> None:
+        """Take a request that has ended: one that was not computed to the end of its prompt teaches nothing."""
+        agent = candidate.hinted.request.workflow_agent
+        lessons = self._under_way.get(agent, {})
+        if candidate.request_id in lessons and not candidate.captured:
+            del lessons[candidate.request_id]
+            if not lessons:
+                self._end(agent)
+
+
+@dataclass(slots=True)
+class _Tries:
+    """When runs of a workflow are translated although it loses."""
+
+    every: int = TRIED
+    left: int = TRIED
+    """Runs until the next one"""
+
+    def take(self) -> bool:
+        """Return whether the run that begins is translated."""
+        self.left -= 1
+        if self.left:
+            return False
+        self.every = self.left = min(2 * self.every, MAX_TRIED)
+        return True
+
+
+class LosingWorkflows:
+    """The workflows of one scheduler for which the workers report losses. Runs are translated or left alone as a whole:
+    an agent's prompt can be translated only where the answers before it were kept.
+    """
+
+    def __init__(self) -> None:
+        self._losing: BoundedDict[tuple[Namespace, WorkflowId], _Tries] = BoundedDict(MAX_WORKFLOWS)
+        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(MAX_RUNS)
+
+    def report(self, request: GenerateRequest, *, is_losing: bool) -> None:
+        """Take what the workers say about the workflow of a request."""
+        workflow = request.namespace, request.workflow
+        if not is_losing:
+            self._losing.pop(workflow, None)
+        elif workflow not in self._losing:
+            self._losing[workflow] = _Tries()
+
+    def leaves_alone(self, request: GenerateRequest) -> bool:
+        """Return whether a request is left alone, since its run is."""
+        workflow = request.namespace, request.workflow
+        tries = self._losing.get(workflow)
+        if tries is None:
+            return False
+        if not request.run:
+            return not tries.take()
+        return not self._is_tried.use(request.run_key, tries.take)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +222,6 @@ class TranslationOutcome:
     """Leading tokens of which what is translated was so before the request arrived"""
 
 
-@dataclass(slots=True)
-class _Outbox:
-    """Orders to the workers that are collected during a step."""
-
-    queries: list[TranslationQuery] = field(default_factory=list)
-    writes: list[TranslationWrite] = field(default_factory=list)
-    captures: list[Capture] = field(default_factory=list)
-    expected: list[GenerateRequest] = field(default_factory=list)
-    dropped: list[RequestId] = field(default_factory=list)
-    ended_runs: list[RunKey] = field(default_factory=list)
-
-    def take(self) -> Orders:
-        """Return what was collected, and begin anew. Most steps have nothing."""
-        kept = (self.queries, self.writes, self.captures, self.expected, self.dropped, self.ended_runs)
-        if not any(kept):
-            return Orders()
-        orders = Orders(
-            queries=tuple(self.queries),
-            writes=tuple(self.writes),
-            captures=tuple(self.captures),
-            expected=tuple(self.expected),
-            dropped=tuple(self.dropped),
-            ended_runs=tuple(self.ended_runs),
-        )
-        for one in kept:
-            one.clear()
-        return orders
-
-
 class Translations:
     """All requests with hints that are translated or learned from. Owned by the scheduler."""
 
@@ -89,9 +231,11 @@ class Translations:
         self._refusal: str | None = refusal or UNGUARDED
         self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
-        self._outbox = _Outbox()
-        self._held = HeldBlocks(ranks)
-        tails, bases = AnswerTails(self._held, self._order), BaseJobs(self._held, self._order)
+        self._orders = Orders()
+        """Of the step that is being scheduled"""
+        self.held = HeldBlocks(ranks)
+        """For captures; its pool, the device's, is set once vLLM has one"""
+        tails, bases = AnswerTails(self.held, self._order), BaseJobs(self.held, self._order)
         self.lanes = LaneGrants(self._candidates, tails, bases)
         self._declined, self._losing = DeclinedAgents(), LosingWorkflows()
         self._lessons = Lessons(bases.hurry)
@@ -101,11 +245,7 @@ class Translations:
         self._needed: list[BasePrompt] = []
 
     def _order(self, capture: Capture) -> None:
-        self._outbox.captures.append(capture)
-
-    def bind(self, pool: BlockPool) -> None:
-        """Set the pool of device blocks."""
-        self._held.pool = pool
+        self._orders.captures += (capture,)
 
     def guard(self, cache_blocks: CacheBlocks, block_ids: BlockIds) -> CacheBlocks:
         """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out.
@@ -141,7 +281,7 @@ class Translations:
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, which the workers may prepare."""
         if self._refusal is None and request.reuse is ReuseMode.TRANSLATE:
-            self._outbox.expected.append(request)
+            self._orders.expected += (request,)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
@@ -154,27 +294,24 @@ class Translations:
         if candidate.awaits and self._awaits_base(candidate):
             return None
         if candidate.verdict and candidate.is_outdated(computed):
-            self._drop(candidate)
+            candidate.withdraw()
+            self._orders.dropped += (candidate.request_id,)
         if candidate.verdict and self._lessons.must_wait(candidate):
             return None
-        if candidate.verdict is None:
-            return self._query(candidate, computed)
+        if candidate.verdict is None and candidate.is_pending:
+            return None
+        if candidate.verdict is None:  # the workers are asked, unless they have been too often
+            if candidate.queries == MAX_QUERIES + request.num_preemptions:
+                return 0
+            candidate.queries += 1
+            candidate.exact, candidate.preemptions = computed, request.num_preemptions
+            candidate.is_pending = True
+            may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
+            query = TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
+            self._orders.queries += (query,)
+            return None
         holes = self.lanes.holes_of(candidate)
         return None if holes is None else candidate.plan(holes, computed)
-
-    def _query(self, candidate: TranslationCandidate, computed: int) -> int | None:
-        """Ask the workers about a request. Returns 0 where they have been asked too often, None otherwise."""
-        if candidate.is_pending:
-            return None
-        if candidate.queries == MAX_QUERIES + candidate.request.num_preemptions:
-            return 0
-        candidate.queries += 1
-        candidate.exact, candidate.preemptions = computed, candidate.request.num_preemptions
-        candidate.is_pending = True
-        may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
-        query = TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
-        self._outbox.queries.append(query)
-        return None
 
     def _awaits_base(self, candidate: TranslationCandidate) -> bool:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
@@ -187,30 +324,25 @@ class Translations:
         candidate.awaits, candidate.queries = (), 0
         return False
 
-    def _drop(self, candidate: TranslationCandidate) -> None:
-        """Withdraw a verdict that holds no longer."""
-        candidate.withdraw()
-        self._outbox.dropped.append(candidate.request_id)
-
     def on_admission(self, request: Request, blocks: tuple[int, ...]) -> Holes:
         """Order the translation of an admitted request before this step's pass. Returns the positions to be written."""
         candidate = self._candidates[request.request_id]
         self.lanes.admit(candidate)
         self._lessons.admit(candidate)
         if candidate.written:
-            self._outbox.writes.append(TranslationWrite(candidate.request_id, blocks, candidate.written))
+            self._orders.writes += (TranslationWrite(candidate.request_id, blocks, candidate.written),)
         elif candidate.verdict:
-            self._outbox.dropped.append(candidate.request_id)
+            self._orders.dropped += (candidate.request_id,)
         return candidate.written
 
     def on_finish(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
         """Order the capture of a response that other agents read; its blocks are held until then."""
         candidate = self._candidates[request.request_id]
         if candidate.is_pending or candidate.verdict:
-            self._outbox.dropped.append(candidate.request_id)
-        if hinted.request.produces is None or not candidate.may_learn or self._held.pool is None:
+            self._orders.dropped += (candidate.request_id,)
+        if hinted.request.produces is None or not candidate.may_learn or self.held.pool is None:
             return
-        answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.translated)
+        answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.written)
         self.lanes.tails.add(answer, block_ids)
 
     def take_outcome(self, request_id: str) -> TranslationOutcome:
@@ -229,13 +361,13 @@ class Translations:
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
-        self._outbox.ended_runs.append(run)
+        self._orders.ended_runs += (run,)
 
     # once per step --------------------------------------------------------------------------------------------
 
     def take_orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders for this step, with captures of the prompts that the one before completed."""
-        self._outbox.captures += self._completed
+        self._orders.captures += tuple(self._completed)
         self._completed = []
         for request_id, scheduled in output.num_scheduled_tokens.items() if self._candidates else ():
             candidate = self._candidates.get(request_id)
@@ -243,8 +375,12 @@ class Translations:
                 continue
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
-                self._capture_prompt(candidate)
-        orders = self._outbox.take()
+                is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson
+                if (candidate.hinted.is_base or is_lesson) and not self._refusal and self._block_ids:
+                    blocks = self._block_ids(candidate.request.request_id)[0]
+                    capture = Capture(candidate.hinted.request, tuple(blocks), self.held.hold(blocks))
+                    self._completed.append(capture)  # in the next step: its first token does not wait for that
+        orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
         orders.lessons = self._lessons.awaited
@@ -255,63 +391,38 @@ class Translations:
         )
         return orders
 
-    def _capture_prompt(self, candidate: TranslationCandidate) -> None:
-        """Let a prompt that this step completes be captured in the next one, if it can be learned from: its first token
-        does not wait for that.
-        """
-        is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson
-        if not (candidate.hinted.is_base or is_lesson) or self._refusal or self._block_ids is None:
-            return
-        blocks = self._block_ids(candidate.request.request_id)[0]
-        self._completed.append(Capture(candidate.hinted.request, tuple(blocks), self._held.hold(blocks)))
-
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' verdicts, and free what they have captured."""
         self._is_learning = reports.learning
         for agent in reports.taught:
-            self._teach(agent)
+            self._lessons.taught(agent)
+            for one in self._candidates.values():
+                if one.lesson_waits and one.lessons and one.hinted.request.workflow_agent == agent:
+                    one.ask_again()
         for request_id, verdict in reports.verdicts.items():
-            if candidate := self._candidates.get(request_id):
-                candidate.take_verdict(verdict, self.lanes.max_lanes)
-                self._declined.put(candidate.hinted.request, verdict)
-                self._losing.report(candidate.hinted.request, is_losing=verdict.is_losing)
-                self._need(candidate.hinted.request.namespace, verdict.needs)
-                self._await(candidate, verdict.awaits)
+            if (candidate := self._candidates.get(request_id)) is None:
+                continue
+            request = candidate.hinted.request
+            candidate.take_verdict(verdict, self.lanes.max_lanes)
+            self._declined.put(request, verdict)
+            self._losing.report(request, is_losing=verdict.is_losing)
+            for tokens in verdict.needs:
+                if self.lanes.bases.is_open:
+                    self.lanes.bases.add(request.namespace, tokens)
+                else:  # a client may prefill it
+                    self._needed.append((str(request.namespace), tokens))
+            candidate.awaits = verdict.awaits if candidate.awaits is None else ()  # it waits once at most
+            for tokens in candidate.awaits:
+                self.lanes.bases.add_awaited(request.namespace, tokens)
         for capture_id, ranks in reports.captured.items():
-            self._held.on_captured(capture_id, ranks)
-
-    def _teach(self, agent: WorkflowAgent) -> None:
-        """Ask the workers again about requests of an agent that they have learned from."""
-        self._lessons.taught(agent)
-        for candidate in self._candidates.values():
-            if candidate.lesson_waits and candidate.lessons and candidate.hinted.request.workflow_agent == agent:
-                candidate.ask_again()
-
-    def _need(self, namespace: Namespace, prompts: Iterable[Tokens]) -> None:
-        """Queue base prefills, or pass them on to a client where the scheduler computes none."""
-        for tokens in prompts:
-            if self.lanes.bases.is_open:
-                self.lanes.bases.add(namespace, tokens)
-            else:
-                self._needed.append((str(namespace), tokens))
-
-    def _await(self, candidate: TranslationCandidate, prompts: tuple[Tokens, ...]) -> None:
-        """Let a request wait for base prefills, at most once."""
-        candidate.awaits = prompts if candidate.awaits is None else ()
-        for tokens in candidate.awaits:
-            self.lanes.bases.add_awaited(candidate.hinted.request.namespace, tokens)
-
-    @property
-    def held_blocks(self) -> list[int]:
-        """The ids of the device blocks that are held for captures, each as often as it is held."""
-        return self._held.block_ids
+            self.held.on_captured(capture_id, ranks)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
-        self._outbox.captures, self._completed = [], []
+        self._orders.captures, self._completed = (), []
         self.lanes.tails.give_up()
         self.lanes.bases.give_up()
-        self._held.give_up()
+        self.held.give_up()
 
     def take_needed(self) -> list[BasePrompt]:
         """Return the base prefills that verdicts since the last call asked for."""
@@ -321,7 +432,7 @@ class Translations:
     @property
     def busy(self) -> bool:
         """Whether a capture, a base prefill or an expected prompt is pending, or workers are learning."""
-        return bool(self._held or self.lanes.bases or self._outbox.expected) or self._is_learning
+        return bool(self.held or self.lanes.bases or self._orders.expected) or self._is_learning
 
 
 def request_refusal(request: Request) -> str | None:

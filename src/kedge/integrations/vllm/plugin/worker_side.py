@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.cache import Direction
-from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.block_axes import memory_order
+from kedge.errors import LayoutUnknown, TranslationRefused
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
@@ -24,17 +25,98 @@ from kedge.integrations.vllm.plugin.messages import (
     Reports,
     TranslationQuery,
     TranslationVerdict,
-    TranslationWrite,
 )
+from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import SlotTable
 from kedge.reuse.costs import EngineCosts
 from kedge.types import Miss
 
+Registered = Mapping[str, Tensor | Sequence[Tensor]]
+"""By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
+LONG = 128
+"""Tokens of the longest write that is measured"""
+REPEATS = 3
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_MEASURED = 64
 """Tokens of the smallest pass whose time is reported as the cost of computing."""
+
+
+class BlockMemory(NamedTuple):
+    """Where a view [blocks, …] has its blocks, in bytes."""
+
+    start: int
+    end: int
+    """Behind the last byte of the first block"""
+    stride: int
+    nbytes: int
+    """Of one block"""
+
+    @classmethod
+    def of(cls, view: Tensor) -> BlockMemory:
+        """Return the memory of a view with one block at least."""
+        size, block = view.itemsize, view[0]
+        last = sum((count - 1) * stride for count, stride in zip(block.shape, block.stride(), strict=True))
+        start = view.data_ptr()
+        return cls(start, start + (last + 1) * size, view.stride(0) * size, block.numel() * size)
+
+    def covers(self, other: BlockMemory) -> bool:
+        """Return whether all bytes of the other's blocks are in these blocks."""
+        is_dense = self.nbytes == self.end - self.start
+        is_within = self.stride == other.stride and self.start <= other.start and other.end <= self.end
+        return self == other or (is_dense and is_within)
+
+
+def pool_views(
+    registered: Registered, layers: Mapping[str, Any], kv_cache: KVCacheConfig, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return views [blocks, …] of all pages. `layers` are vLLM's, by their names; `dtype` is the model's.
+
+    Raises `LayoutUnknown` where the blocks of a layer are not found.
+    """
+    specs = {name: group.kv_cache_spec for group in kv_cache.kv_cache_groups for name in group.layer_names}
+    views = list[Tensor]()
+    for name, pages in registered.items():
+        if isinstance(pages, Tensor) and not isinstance(specs[name], MambaSpec):
+            layer = KVLayer(layers[name], pages, dtype)
+            views.append(find_block_axis(layer, kv_cache.num_blocks, specs[name].block_size).blocks(pages))
+        else:
+            for state in [pages] if isinstance(pages, Tensor) else pages:
+                if state.shape[:1] != (kv_cache.num_blocks,):
+                    why = f"its first dimension does not count {kv_cache.num_blocks} blocks"
+                    raise LayoutUnknown("state", tuple(state.shape), why)
+                views.append(state)
+    return distinct(views)
+
+
+def distinct(views: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of views [blocks, …] that have bytes which none of the others has."""
+    kept = list[tuple[BlockMemory, Tensor]]()
+    for memory, view in sorted(((BlockMemory.of(one), one) for one in views), key=lambda pair: -pair[0].nbytes):
+        if not any(other.covers(memory) for other, _ in kept):
+            kept.append((memory, view))
+    return [view for _, view in kept]
+
+
+def measure_writes(costs: EngineCosts, pages: Pages) -> None:
+    """Write base KV with offsets of zero into pages that are not in use yet."""
+    table = pages.first(LONG)
+    kv = pages.read(table, 0, len(table.slots))
+    base = KVSegment(torch.zeros_like(kv.keys), torch.zeros_like(kv.values))
+    _seconds(pages, table, base)  # the first use of anything takes longer
+    for part in (base.slice(0, 1), base):
+        for _ in range(REPEATS):
+            costs.observe_translation(1, part.tokens, _seconds(pages, table, part))
+    costs.settle()
+
+
+def _seconds(pages: Pages, table: SlotTable, base: KVSegment) -> float:
+    began = time.monotonic()
+    pages.write(table, 0, base, KVSegment(base.keys[1:], base.values[1:]))
+    return time.monotonic() - began
 
 
 class WorkerSide:
@@ -112,24 +194,22 @@ class WorkerSide:
         if self._learner and orders.writes:
             with self._learning:
                 for write in orders.writes:
-                    self._write(self._learner, write)
+                    try:
+                        self._learner.writes.write(write)
+                    except Exception:  # vLLM fails the request, or computes the blocks
+                        logger.exception("request %s was not translated", write.request_id)
+                        size, spans = self._block_size, write.spans
+                        self._bad_blocks.update(write.blocks[spans[0].start // size : -(-spans[-1].stop // size)])
         self._submit(orders, Direction.LOAD)
         self._not_computing = time.monotonic() - began
-
-    def _write(self, learner: Learner, order: TranslationWrite) -> None:
-        """Write a translation. On any failure its blocks are reported: vLLM fails the request, or computes them."""
-        try:
-            learner.writes.write(order)
-        except Exception:
-            logger.exception("request %s was not translated", order.request_id)
-            first, last = order.spans[0].start // self._block_size, -(-order.spans[-1].stop // self._block_size)
-            self._bad_blocks.update(order.blocks[first:last])
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
         seconds = time.monotonic() - self._began - self._not_computing
         if self._costs and orders.scheduled:
-            self._measure(self._costs, orders, seconds)
+            self._costs.observe_pass(orders.scheduled, orders.rows, seconds)
+            if orders.scheduled >= MIN_MEASURED:
+                self._reports.computed = (orders.scheduled, seconds)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest(orders.lessons)):
             self._budget.earn(idle=not orders.scheduled)
             return
@@ -141,11 +221,6 @@ class WorkerSide:
                 self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
-
-    def _measure(self, costs: EngineCosts, orders: Orders, seconds: float) -> None:
-        costs.observe_pass(orders.scheduled, orders.rows, seconds)
-        if orders.scheduled >= MIN_MEASURED:
-            self._reports.computed = (orders.scheduled, seconds)
 
     def _end_seconds(self, orders: Orders, seconds: float) -> float:
         """Return the seconds that each position of the ends of answers took in a pass of `seconds`: all of a pass over

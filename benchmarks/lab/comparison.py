@@ -1,0 +1,690 @@
+"""Every question answered by dense prefill and by other methods, on engines that share one model.
+
+Each method's requests have tenants of their own, so that none learns from another:
+
+- forced: every agent reads the prompt of dense prefill and is forced to the answer that it gave there. The KV of an
+  answer is what its own decoding left behind, so producers pass translated KV on, as in use.
+- closed: the team answers by itself; every agent reads the others' answers by the same method.
+- judged: some of the answers are made wrong, then the last agent reads all of them in a shuffled order; its choice is
+  compared with its choice from the same prompt by dense prefill.
+
+A method with prompts of its own reads the same values in these, and is compared with dense prefill of the usual ones.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from benchmarks.lab.methods import Method, fitting_model, method_named, open_engine
+from kedge.bench.shapes import Loaded, load_model
+from kedge.engine.base import Engine
+from kedge.engine.local.components import Assembler, EngineComponents
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sampler import Draw, Sampler
+from kedge.engine.local.sequence import LocalStream
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.reuse.plan import ReusePlan, spans_of
+from kedge.runner.run import AgentResult, RunResult, run
+from kedge.settings import EngineSettings
+from kedge.types import (
+    AgentId,
+    Completion,
+    GenerateRequest,
+    Namespace,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    RunId,
+    RunKey,
+    Source,
+    TenantId,
+    Tokens,
+    new_request_id,
+)
+from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workflow.graph import Workflow
+from kedge.workflow.template import CompiledAgent, Value, compile_agents
+from kedge.workloads.base import QUESTION, Question, Workload
+
+ROWS = 32
+"""Tokens of an answer whose logits are kept."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The observations of one request."""
+
+    request: GenerateRequest
+    completion: Completion
+    logits: Tensor
+    """float32 [up to `ROWS`, vocab] on the CPU, one row per token of the answer."""
+    kv: KVSegment | None
+    """The prompt's KV when the first token was drawn, keys unrotated; None unless requested."""
+
+
+@dataclass
+class _RequestProbe:
+    """A draw function that also records logits and KV of one request. Only the engine's thread calls it."""
+
+    draw: Draw
+    wants_kv: bool
+    read: Callable[[], KVSegment] | None = None
+    kv: KVSegment | None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor) -> int:
+        if self.wants_kv and not self.logits and self.read:
+            self.kv = self.read()
+        if len(self.logits) < ROWS:
+            self.logits.append(logits.float().cpu().clone())
+        return self.draw(logits)
+
+
+class Probe:
+    """The observer of one engine, which has to be built with `probe.components`.
+
+    While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
+    """
+
+    def __init__(self, components: EngineComponents = EngineComponents()) -> None:  # noqa: B008 (it is frozen)
+        self.probes: dict[RequestId, _RequestProbe] = {}
+        self.teaching = False
+        self.components = replace(components, assembler=partial(self._assembler, components))
+
+    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
+
+    def submit(
+        self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
+    ) -> ProbedRequest:
+        """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
+        if forced:
+            sampling = replace(request.sampling, max_tokens=len(forced), ignore_eos=True, stop=())
+            request = replace(request, sampling=sampling)
+        probe = _RequestProbe(_forcing(forced) if forced else Sampler(request.sampling), kv)
+        self.probes[request.request_id] = probe
+        return ProbedRequest(
+            request, engine.submit(request, probe), probe, partial(self.probes.pop, request.request_id, None)
+        )
+
+
+@dataclass(frozen=True)
+class ProbedRequest:
+    """A submitted request under observation."""
+
+    request: GenerateRequest
+    stream: LocalStream
+    _probe: _RequestProbe
+    _close: Callable[[], object]
+
+    def result(self, timeout: float | None = None) -> ProbeResult:
+        """Wait for the end. Raises the request's error."""
+        try:
+            completion = self.stream.result(timeout)
+        finally:
+            self._close()
+        return ProbeResult(self.request, completion, torch.stack(self._probe.logits), self._probe.kv)
+
+
+class Recorder(Engine):
+    """An engine that observes every request of a run."""
+
+    def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
+        self._engine, self._probe, self._kv = engine, probe, kv
+        self.tokenizer = engine.tokenizer
+        self.pending: list[ProbedRequest] = []
+        """In the order of submission."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._engine.failure
+
+    def submit(self, request: GenerateRequest) -> LocalStream:
+        self.pending.append(self._probe.submit(self._engine, request, kv=self._kv))
+        return self.pending[-1].stream
+
+    def cancel(self, request_id: RequestId) -> bool:
+        return self._engine.cancel(request_id)
+
+    def end_run(self, run: RunKey) -> None:
+        self._engine.end_run(run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        self._engine.forecast(changes, prompts)
+
+    def close(self) -> None:
+        """Do nothing: the engine's owner closes it."""
+
+
+@dataclass(frozen=True)
+class _ProbingAssembler:
+    """An assembler that gives each request's probe access to its KV."""
+
+    works_ahead: ClassVar[bool] = False
+    inner: Assembler
+    storage: PagedStorage
+    probe: Probe
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        if probe := self.probe.probes.get(request.request_id):
+            probe.read = partial(self.storage.read, table, 0, request.prompt_tokens)
+        return self.inner.assemble(request, table, _densely(plan) if self.probe.teaching else plan)
+
+
+def _densely(plan: ReusePlan) -> ReusePlan:
+    """Return the plan with the same exact tokens and all others computed."""
+    sources = [span.source for span in plan.spans for _ in range(len(span))]
+    computed = (Source.COMPUTED if source is Source.TRANSLATED else source for source in sources)
+    return ReusePlan(spans_of(computed), misses=plan.misses)
+
+
+def _forcing(answer: Tokens) -> Draw:
+    tokens = iter(answer)
+    return lambda _: next(tokens)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One number per layer, of keys and of values."""
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def mean(cls, items: Sequence[Layers]) -> Layers:
+        """Return the mean of at least one item, layer by layer."""
+        return cls(
+            *(tuple(map(fmean, zip(*(getattr(i, part) for i in items), strict=True))) for part in ("keys", "values"))
+        )
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One request, forced to the answer of dense prefill, compared with dense prefill."""
+
+    kl: float
+    """Mean KL(dense ‖ other) in nats, over the first tokens of the answer."""
+    top1: float
+    """Share of these tokens at which both have the same argmax."""
+    error: Layers | None
+    """‖other - dense‖ / ‖dense‖ over all tokens from the first placeholder on."""
+
+
+def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
+    """Measure one pair; KV is compared where both have it."""
+    rows = min(len(dense.logits), len(other.logits))
+    kl, top1 = compare_logits(dense.logits[:rows], other.logits[:rows])
+    if dense.kv is None or other.kv is None:
+        return Fidelity(kl, top1, None)
+    first = _first_placeholder(dense.request)
+    kv = dense.kv.slice(first), other.kv.slice(first)
+    return Fidelity(kl, top1, relative_error(*kv))
+
+
+def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the mean KL(dense ‖ other) in nats and the share of equal argmax, for logits [rows, vocab]."""
+    log_p, log_q = dense.double().log_softmax(1), other.double().log_softmax(1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(1).mean()
+    return float(kl), float((dense.argmax(1) == other.argmax(1)).double().mean())
+
+
+def relative_error(dense: KVSegment, other: KVSegment) -> Layers:
+    """Return ‖other - dense‖ / ‖dense‖ by layer, over all tokens."""
+    return Layers(*(_errors(a, b) for a, b in ((dense.keys, other.keys), (dense.values, other.values))))
+
+
+def _errors(dense: Tensor, other: Tensor) -> tuple[float, ...]:
+    wrong, size = ((x.float().flatten(1)).norm(dim=1) for x in (other - dense, dense))
+    return tuple((wrong / size).tolist())
+
+
+def _first_placeholder(request: GenerateRequest) -> int:
+    start = 0
+    for segment in request.segments:
+        if segment.is_placeholder:
+            break
+        start += len(segment.tokens)
+    return start
+
+
+def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
+    """Return the judge's request with the other agents' answers in a random order; the rest stays in place."""
+    places = [i for i, segment in enumerate(request.segments) if segment.is_answer]
+    order = rng.sample(places, len(places))
+    segments = list(request.segments)
+    for place, source in zip(places, order, strict=True):
+        given = request.segments[source]
+        segments[place] = replace(segments[place], tokens=given.tokens, sample=given.sample)
+    return replace(request, segments=tuple(segments))
+
+
+def consistency(choices: Iterable[tuple[str | None, str | None]]) -> float:
+    """Return the share of pairs with the same choice, 1 for no pairs. None matches nothing."""
+    same = [a == b and a is not None for a, b in choices]
+    return fmean(same) if same else 1.0
+
+
+Choice = tuple[str | None, str | None]
+"""Decisions of the last agent, by dense prefill and by the method; None is no decision."""
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """One agent's answer to one question: by dense prefill, and by a method in a team that uses it throughout."""
+
+    question: int
+    agent: AgentId
+    dense: AgentResult
+    other: AgentResult
+    dense_right: bool | None
+    """None for agents without a scored answer."""
+    right: bool | None
+    flipped: bool = False
+    """Whether the first decision differs: the function that is called, or prose."""
+
+
+@dataclass(frozen=True)
+class ForcedPair:
+    """One agent's request, forced to the answer of dense prefill and compared with dense prefill."""
+
+    question: int
+    agent: AgentId
+    receipt: Receipt
+    """The method's."""
+    fidelity: Fidelity
+
+
+@dataclass
+class MethodRuns:
+    """One method's results over all questions that count."""
+
+    answers: list[AnswerPair] = field(default_factory=list)
+    forced: list[ForcedPair] = field(default_factory=list)
+    finals: list[Choice] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    """Choices of the last agent from shuffled candidates."""
+    ttfts: list[float] = field(default_factory=list)
+    """Milliseconds of every call in closed loop, where times compare."""
+    teams: list[float] = field(default_factory=list)
+    """Seconds of every team in closed loop, until its engine was idle again, where times compare."""
+
+    def add(self, more: MethodRuns) -> None:
+        """Append the results of further questions."""
+        self.answers += more.answers
+        self.forced += more.forced
+        self.finals += more.finals
+        self.choices += more.choices
+        self.ttfts += more.ttfts
+        self.teams += more.teams
+
+    def summary(self) -> Summary:
+        """Return the means over all questions."""
+        return Summary.of(self)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means over all questions; None where nothing of the kind was measured."""
+
+    questions: int
+    accuracy_dense: float | None
+    """The last agent's."""
+    accuracy: float | None
+    agents_dense: dict[str, float | None]
+    agents: dict[str, float | None]
+    same_final_answer: float | None
+    flips: float | None
+    """Share of calls whose first decision (the function that the answer calls, or prose) differs from that of dense
+    prefill."""
+    reuse_rate: float | None
+    """Share of calls that translated (the paper's definition)."""
+    reused_tokens: float | None
+    """Share of prompt tokens that were not computed."""
+    forced_reuse_rate: float | None
+    """Share of forced calls that translated."""
+    forced_reused_tokens: float | None
+    """Share of their prompt tokens that were not computed."""
+    kl: float | None
+    top1: float | None
+    error: Layers | None
+    judge_consistency: float | None
+    computed_tokens: float | None
+    """Share of prompt tokens that ran through the model, those of base prefills not counted."""
+    ttft_ms: float | None
+    """Median over calls."""
+    teams_per_minute: float | None
+    """One team at a time: by the median time of a team, from its first request until its engine is idle again."""
+
+    @classmethod
+    def of(cls, runs: MethodRuns) -> Summary:
+        """Compute the means."""
+        names = list(dict.fromkeys(pair.agent for pair in runs.answers))
+        of_agent = {name: [pair for pair in runs.answers if pair.agent == name] for name in names}
+        dense = {str(name): _mean(pair.dense_right for pair in pairs) for name, pairs in of_agent.items()}
+        other = {str(name): _mean(pair.right for pair in pairs) for name, pairs in of_agent.items()}
+        receipts = [pair.other.completion.receipt for pair in runs.answers]
+        seen = [pair.fidelity for pair in runs.forced]
+        return cls(
+            questions=len({pair.question for pair in runs.answers} | {pair.question for pair in runs.forced}),
+            accuracy_dense=dense[str(names[-1])] if names else None,
+            accuracy=other[str(names[-1])] if names else None,
+            agents_dense=dense,
+            agents=other,
+            same_final_answer=consistency(runs.finals) if runs.finals else None,
+            flips=_mean(pair.flipped for pair in runs.answers),
+            reuse_rate=_mean(receipt.translated > 0 for receipt in receipts),
+            reused_tokens=_mean(map(_reused, receipts)),
+            forced_reuse_rate=_mean(pair.receipt.translated > 0 for pair in runs.forced),
+            forced_reused_tokens=_mean(_reused(pair.receipt) for pair in runs.forced),
+            kl=_mean(one.kl for one in seen),
+            top1=_mean(one.top1 for one in seen),
+            error=_layers(one.error for one in seen),
+            judge_consistency=consistency(runs.choices) if runs.choices else None,
+            computed_tokens=_mean(receipt.computed / receipt.prompt_tokens for receipt in receipts),
+            ttft_ms=median(runs.ttfts) if runs.ttfts else None,
+            teams_per_minute=60 / median(runs.teams) if runs.teams else None,
+        )
+
+
+def _reused(receipt: Receipt) -> float:
+    return 1 - receipt.computed / receipt.prompt_tokens
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _layers(items: Iterable[Layers | None]) -> Layers | None:
+    known = [item for item in items if item is not None]
+    return Layers.mean(known) if known else None
+
+
+FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
+WRONG = 0.5
+"""Share of candidates that are made wrong before they are judged."""
+AT_ONCE = 8
+"""Questions that dense prefill answers side by side: it learns nothing, so their order has no effect."""
+
+
+@dataclass(frozen=True)
+class LabSettings:
+    """The team, the measures and the seed. `anchors`, `planner` and `engine` override the methods' own settings."""
+
+    agents: int | None = None
+    model: Path | None = None
+    """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
+    taught: int = 0
+    """First questions, which do not count: methods with anchors prefill them densely and learn from them, so that all
+    pools hold the same samples. With 0, pools fill as they do in use."""
+    taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
+    """The team of the taught questions, made from the team of the others."""
+    forced: bool = True
+    kv: bool = True
+    """Whether the KV of forced requests is compared."""
+    closed: bool = True
+    judged: bool = False
+    timed: bool = False
+    """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
+    seed: int = 0
+    anchors: Mapping[str, Any] = field(default_factory=dict)
+    planner: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_pairs(
+    workload: Workload,
+    questions: Iterable[Question],
+    methods: Sequence[str] | Mapping[str, Method],
+    settings: LabSettings = LabSettings(),  # noqa: B008 (it is frozen)
+    on_question: Callable[[int], None] = lambda _: None,
+) -> dict[str, MethodRuns]:
+    """Run all methods on the same questions, next to dense prefill; the method `dense` is the ceiling of all measures.
+
+    `on_question` is called with the number of the last answered question. Raises `ConfigError` for an unknown method.
+    """
+    chosen = methods if isinstance(methods, Mapping) else {name: method_named(name) for name in methods}
+    with Lab(workload, chosen, settings) as lab:
+        rest = iter(questions)
+        lab.teach(list(islice(rest, settings.taught)))
+        numbered = enumerate(rest)
+        while some := list(islice(numbered, AT_ONCE)):
+            lab.ask(some)
+            on_question(some[-1][0])
+    return lab.runs
+
+
+class MethodBench:
+    """One method's engine with a probe on its requests, and the method's own wording of prompts."""
+
+    def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
+        self.probe, self.reuse, self.method = Probe(method.components), method.reuse, method
+        self.engine = open_engine(
+            method, loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine
+        )
+        self._compiled: dict[AgentId, CompiledAgent] = {}
+
+    def team(self, flow: Workflow) -> Workflow:
+        """Return the team as this method words it, which `look` words requests by from now on."""
+        if self.method.team is None:
+            return flow
+        team = self.method.team(flow)
+        self._compiled = compile_agents(team.agents, self.engine.tokenizer)
+        return team
+
+    def look(
+        self, request: GenerateRequest, tenant: TenantId, run_id: RunId, answer: Tokens = (), *, kv: bool = False
+    ) -> ProbeResult:
+        """Serve a request in this method's mode and wording, for another tenant and run; force it to `answer` if there
+        is one.
+        """
+        moved = replace(request, request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse)
+        return self.probe.submit(self.engine, self._worded(moved), answer, kv=kv).result()
+
+    def _worded(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request with the same values in this method's prompt."""
+        if request.agent not in self._compiled:
+            return request
+        compiled = self._compiled[request.agent]
+        values = {one.name: Value(one.tokens, one.sample) for one in request.segments if one.is_placeholder}
+        filled = {place: values.get(place.name, Value((), None)) for place in compiled.placeholders}
+        return replace(request, segments=compiled.fill(filled), trail=compiled.trail)
+
+
+class Lab:
+    """One engine per method and one for dense prefill, on one model; only one of them works at a time."""
+
+    def __init__(self, workload: Workload, methods: Mapping[str, Method], settings: LabSettings) -> None:
+        self._workload, self._settings = workload, settings
+        self._flow = workload.workflow(settings.agents)
+        self._taught_flow = settings.taught_as(self._flow)
+        self._stack = ExitStack()
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
+        model = settings.model or fitting_model(workload.name, methods.values())
+        loaded = load_model(model, EngineSettings(**settings.engine))
+        self._dense = self._open(method_named("dense"), loaded)
+        self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
+        self._asked = count(1)
+        self.runs = {name: MethodRuns() for name in methods}
+
+    def _open(self, method: Method, loaded: Loaded) -> MethodBench:
+        bench = MethodBench(method, loaded, self._settings)
+        self._stack.enter_context(bench.engine)
+        return bench
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def teach(self, questions: Sequence[Question]) -> None:
+        """Let all methods learn from dense prefills of the questions; nothing is counted. A method without anchors is
+        asked the last one only, which computes base KV of its templates.
+        """
+        for bench in self._benches.values():
+            bench.probe.teaching = True
+        learning = {name: bench for name, bench in self._benches.items() if bench.method.learns}
+        for question in questions[:-1]:
+            self._serve([(0, question)], self._taught_flow, learning)
+        for question in questions[-1:]:
+            self._serve([(0, question)], self._taught_flow, self._benches)
+        for bench in self._benches.values():
+            bench.probe.teaching = False
+
+    def ask(self, questions: Sequence[tuple[int, Question]]) -> None:
+        """Answer numbered questions that count, at most `AT_ONCE`."""
+        for name, runs in self._serve(questions, self._flow, self._benches):
+            self.runs[name].add(runs)
+
+    def _serve(
+        self, questions: Sequence[tuple[int, Question]], flow: Workflow, benches: Mapping[str, MethodBench]
+    ) -> list[tuple[str, MethodRuns]]:
+        asked = list(self._pool.map(partial(self._answer_densely, flow), questions))
+        served = []
+        for name, bench in benches.items():
+            timed = self._settings.timed and bench.method.is_timed
+            compare = partial(self._compare, bench, bench.team(flow))
+            runs = list(self._each(bench, asked, timed=timed)(compare, asked))
+            if self._settings.judged:
+                choices = self._each(bench, asked, timed=False)(partial(self._judged, bench), asked)
+                for one, choice in zip(runs, choices, strict=True):
+                    one.choices.append(choice)
+            served += [(name, one) for one in runs]
+        return served
+
+    def _each(self, bench: MethodBench, asked: Sequence[DenseAnswers], *, timed: bool) -> Callable[..., Iterable[Any]]:
+        """Return the map over questions: in turn where times count, or what earlier questions leave behind."""
+        first = asked[0].number == 0 and not self._settings.taught  # leaves base KV of templates
+        follows = bench.reuse is not ReuseMode.OFF and (first or bench.method.keeps)
+        return map if timed or follows else self._pool.map
+
+    def _answer_densely(self, flow: Workflow, numbered: tuple[int, Question]) -> DenseAnswers:
+        number, question = numbered
+        run_id = RunId(f"question-{next(self._asked)}")
+        recorder = Recorder(self._dense.engine, self._dense.probe, kv=self._settings.kv and self._settings.forced)
+        dense = _run(recorder, flow, question, ReuseMode.OFF, TenantId("dense"))
+        results = [pending.result() for pending in recorder.pending]
+        judge = self._judge(results, question, run_id) if self._settings.judged else None
+        choice = self._choice(judge, self._dense) if judge else None
+        return DenseAnswers(number, question, run_id, dense, results, judge, choice)
+
+    def _compare(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
+        runs = MethodRuns()
+        if self._settings.forced:
+            runs.forced += self._force(bench, asked)
+        if self._settings.closed:
+            self._close_loop(bench, flow, asked, runs)
+        return runs
+
+    def _judged(self, bench: MethodBench, asked: DenseAnswers) -> Choice:
+        assert asked.judge
+        return asked.choice, self._choice(asked.judge, bench)
+
+    def _force(self, bench: MethodBench, asked: DenseAnswers) -> list[ForcedPair]:
+        pairs = []
+        for dense in asked.results:
+            answer, kv = dense.completion.tokens, self._settings.kv and bench.method.team is None
+            other = bench.look(dense.request, FORCED, asked.run_id, answer, kv=kv)
+            receipt = other.completion.receipt
+            pairs.append(ForcedPair(asked.number, dense.request.agent, receipt, compare(dense, other)))
+        bench.engine.end_run(RunKey(Namespace(FORCED), "", asked.run_id))
+        bench.engine.wait_idle()
+        return pairs
+
+    def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
+        # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
+        recorder = Recorder(bench.engine, bench.probe, kv=False)
+        began = time.perf_counter()
+        result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
+        bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too
+        took = time.perf_counter() - began
+        if bench.method.is_timed and self._settings.timed:
+            runs.teams.append(took)
+            runs.ttfts += [one.completion.ttft_ms for one in result.results]
+        for pending in recorder.pending:
+            pending.result()
+        runs.answers += map(partial(self._pair, asked), asked.dense.results, result.results)
+        runs.finals.append((self._workload.final(asked.dense.text), self._workload.final(result.text)))
+
+    def _pair(self, asked: DenseAnswers, dense: AgentResult, other: AgentResult) -> AnswerPair:
+        right, decision = self._workload.right, self._workload.first_decision
+        dense_right, is_right = (right(one.agent, one.text, asked.question) for one in (dense, other))
+        flipped = decision(dense.text) != decision(other.text)
+        return AnswerPair(asked.number, dense.agent, dense, other, dense_right, is_right, flipped)
+
+    def _judge(self, results: list[ProbeResult], question: Question, run_id: RunId) -> JudgeQuestion:
+        rng = random.Random(f"{self._settings.seed}/{question.text}")
+        encode = self._dense.engine.tokenizer.encode
+        last = next(one.request for one in results if one.request.agent == self._flow.agents[-1].id)
+        read = {segment.sample for segment in last.segments if segment.is_answer}
+        candidates = {}
+        for result in (one for one in results if one.request.produces in read):
+            done = result.completion
+            wrong = self._workload.corrupt(rng, done.text) if rng.random() < WRONG else done.text
+            tokens = done.tokens if wrong == done.text else encode(wrong, special=False)
+            candidates[result.request] = tokens
+        return JudgeQuestion(candidates, shuffled(_reading(last, candidates), rng), run_id)
+
+    def _choice(self, judge: JudgeQuestion, bench: MethodBench) -> str | None:
+        if bench.reuse is ReuseMode.TRANSLATE:  # nothing else reads what the producers leave behind
+            for producer, answer in judge.candidates.items():
+                bench.look(producer, JUDGED, judge.run_id, answer)
+        result = bench.look(judge.request, JUDGED, judge.run_id)
+        bench.engine.end_run(RunKey(Namespace(JUDGED), "", judge.run_id))
+        bench.engine.wait_idle()
+        return self._workload.final(result.completion.text)
+
+
+def _run(engine: Any, flow: Workflow, question: Question, reuse: ReuseMode, tenant: TenantId) -> RunResult:
+    return run(engine, flow, {QUESTION: question.text}, reuse=reuse, tenant=tenant, on_tool_error="text")
+
+
+@dataclass(frozen=True)
+class DenseAnswers:
+    """A question with its answers by dense prefill."""
+
+    number: int
+    question: Question
+    run_id: RunId
+    dense: RunResult
+    results: list[ProbeResult]
+    judge: JudgeQuestion | None
+    choice: str | None
+    """The judge's, by dense prefill."""
+
+
+@dataclass(frozen=True)
+class JudgeQuestion:
+    """The candidates for the last agent's choice, and the request that reads them in a shuffled order."""
+
+    candidates: Mapping[GenerateRequest, Tokens]
+    request: GenerateRequest
+    run_id: RunId
+
+
+def _reading(request: GenerateRequest, candidates: Mapping[GenerateRequest, Tokens]) -> GenerateRequest:
+    """Return `request` with every producer's candidate in the place of its answer."""
+    answers = {producer.produces: answer for producer, answer in candidates.items()}
+    segments = tuple(
+        replace(segment, tokens=answers[segment.sample]) if segment.is_answer and segment.sample in answers else segment
+        for segment in request.segments
+    )
+    return replace(request, segments=segments)

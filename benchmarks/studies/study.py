@@ -1,0 +1,243 @@
+"""The common form of the papers' tables and figures: settings, rows, and the paper's figures beside them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
+from benchmarks.lab.methods import Method
+from benchmarks.workloads.catalog import load, team_of
+from kedge.errors import ConfigError
+from kedge.workloads.base import Question, Workload
+
+PAGE = "report.html"
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{padding:.15em .7em;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child"
+    "{text-align:left}img{max-width:100%}code{background:#eee}.paper{border-left:4px solid #bbb;padding-left:1em}"
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` of all results in `folder`, with the figures beside them.
+
+    Raises `ConfigError` where there are none, or one cannot be read.
+    """
+    parts = [_section(file, result) for file in sorted(folder.glob("*.json")) if (result := _read(file))]
+    if not parts:
+        raise ConfigError("DIR", str(folder), "contains no results of `kedge bench`")
+    page = folder / PAGE
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Kedge: results</title><style>{_STYLE}</style>"
+    page.write_text(f"{head}<h1>Kedge: results</h1>{''.join(parts)}</html>\n", encoding="utf-8")
+    return page
+
+
+def _read(file: Path) -> Mapping[str, Any] | None:
+    """Return a study's results; None for other JSON."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("DIR", str(file), f"is not valid JSON: {error}") from error
+    return data if isinstance(data, dict) and {"study", "title", "paper", "rows"} <= set(data) else None
+
+
+def _section(file: Path, result: Mapping[str, Any]) -> str:
+    figure = file.with_suffix(".png")
+    picture = ""
+    if figure.exists():
+        data = base64.b64encode(figure.read_bytes()).decode()
+        picture = f'<p><img alt="{escape(result["title"])}" src="data:image/png;base64,{data}"></p>'
+    about = ", ".join(f"{key} {value}" for part in ("settings", "machine") for key, value in result[part].items())
+    return (
+        f"<h2>{escape(result['title'])}: {escape(result['settings']['task'])}</h2>"
+        f"<p><code>kedge bench {escape(result['study'])}</code>, {escape(file.name)}, "
+        f"{result['seconds']:.0f} s; {escape(about)}</p>{picture}{_table(result['rows'])}"
+        f"{''.join(f'<p>{escape(note)}</p>' for note in result.get('notes', ()))}"
+        f"<p class=paper>The paper: {escape(result['paper'])}</p>"
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    table = shown(rows)
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in table[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in table)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Format rows for readers: cells by heading, a mean with its spread, a dash where nothing was measured."""
+    return [
+        {
+            key.replace("_", " "): _cell(value, row.get(f"{key}_sd"))
+            for key, value in row.items()
+            if not key.endswith("_sd")
+        }
+        for row in rows
+    ]
+
+
+def _cell(value: object, spread: float | None) -> str:
+    if value is None:
+        return "–"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if spread is None else f"{text} ±{spread:.2g}"
+
+
+Row = dict[str, Any]
+"""One line of a table: text and integers are keys, floats (or None) are measurements."""
+SeedRows = list[Row]
+"""The rows of one seed."""
+Note = Callable[[str], None]
+"""Callback for progress."""
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """The size of a study; not every study uses all fields."""
+
+    task: str = "math"
+    """A workload of `benchmarks.workloads.catalog`."""
+    dataset: Path | None = None
+    """A local file with the questions, for a workload with a data set."""
+    questions: int = 200
+    """Questions per seed that count."""
+    taught: int = 20
+    """Questions before them, which every method prefills densely and learns from, in studies that teach."""
+    agents: int = 4
+    """0: teams of several sizes, in studies that compare these"""
+    seeds: int = 3
+    methods: tuple[str, ...] | None = None
+    """Methods of `benchmarks.lab.methods` to compare; None is the study's own choice."""
+    model: Path | None = None
+    """None is a bundled one, see `fitting_model`."""
+    quick: bool = False
+    """Fewer points on every axis."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure: one panel for each of `ys`, over `x`, with one series for each value of `by`."""
+
+    x: str
+    ys: tuple[str, ...]
+    by: str | None = None
+    kind: Literal["bars", "lines"] = "bars"
+    of: str | None = None
+    """Column with one row of panels for each of its values."""
+    log: tuple[str, ...] = ()
+    """Those of `ys` on a logarithmic scale."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One table or figure of a paper as a runnable experiment."""
+
+    name: str
+    title: str
+    paper: str
+    """The paper's figures, with their place."""
+    measure: Callable[[StudySettings, int, Note], list[Row]] = field(repr=False)
+    """(settings, seed, note) -> rows, as many and in the same order for every seed."""
+    plot: Plot
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a quick run."""
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
+    default: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a full run that differ from those of other studies."""
+
+    def settings(self, *, quick: bool, **given: Any) -> StudySettings:
+        """Return the settings of a quick or a full run; `given` values other than None override them."""
+        chosen = StudySettings(**{**QUICK, **self.quick, "quick": True}) if quick else StudySettings(**self.default)
+        return replace(chosen, **{key: value for key, value in given.items() if value is not None})
+
+    def run(self, settings: StudySettings, note: Note = lambda _: None) -> list[Row]:
+        """Return means over all seeds. Raises `ConfigError` for an unknown workload or fewer than one seed."""
+        return averaged(list(self.trials(settings, note)))
+
+    def trials(self, settings: StudySettings, note: Note, done: Sequence[SeedRows] = ()) -> Iterator[SeedRows]:
+        """Yield the rows of each seed in turn, beginning with those in `done`. Raises as `run` does."""
+        if settings.seeds < 1:
+            raise ConfigError("seeds", settings.seeds, "must be at least 1")
+        yield from done[: settings.seeds]
+        for seed in range(len(done), settings.seeds):
+            yield self.measure(settings, seed, noted(note, f"seed {seed}"))
+
+
+QUICK = {"task": "choice", "questions": 4, "taught": 5, "agents": 3, "seeds": 1}
+
+
+def averaged(trials: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the means of what was measured, row by row, and with several trials the standard deviation as `…_sd`."""
+    return [_averaged(rows) for rows in zip(*trials, strict=True)]
+
+
+def _averaged(rows: Sequence[Row]) -> Row:
+    result: Row = {}
+    for key, first in rows[0].items():
+        values = [row[key] for row in rows]
+        if not any(isinstance(value, float) for value in values):
+            result[key] = first
+            continue
+        known = [value for value in values if value is not None]
+        result[key] = fmean(known)
+        if len(rows) > 1:
+            result[f"{key}_sd"] = stdev(known) if len(known) > 1 else None
+    return result
+
+
+def noted(note: Note, where: str) -> Note:
+    """Return a callback for progress that says where."""
+    return lambda what: note(f"{where}, {what}")
+
+
+def asked(settings: StudySettings, seed: int, *, taught: bool) -> tuple[Workload, list[Question]]:
+    """Return the workload with its questions, the taught ones first."""
+    workload, questions = load(settings.task, settings.dataset, seed)
+    count = settings.questions + (settings.taught if taught else 0)
+    return workload, list(islice(questions, count))
+
+
+def compared(
+    settings: StudySettings,
+    seed: int,
+    methods: Sequence[str] | Mapping[str, Method],
+    note: Note,
+    *,
+    taught: bool = False,
+    **lab: Any,
+) -> dict[str, Summary]:
+    """Run methods on the same questions; `lab` are further `LabSettings`."""
+    workload, questions = asked(settings, seed, taught=taught)
+    chosen = LabSettings(
+        agents=settings.agents,
+        model=settings.model,
+        taught=settings.taught if taught else 0,
+        seed=seed,
+        **{"kv": False, **lab},
+    )
+    runs = run_pairs(workload, questions, methods, chosen, lambda n: note(f"{n + 1} of {settings.questions} questions"))
+    return {name: one.summary() for name, one in runs.items()}
+
+
+def team_sizes(settings: StudySettings, several: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of agents that was asked for; without one, those of `several` that the task's team has."""
+    most = len(team_of(settings.task).workflow().agents)
+    return (settings.agents,) if settings.agents else tuple(agents for agents in several if agents <= most)
+
+
+def picked(summary: Summary, *columns: str) -> Row:
+    """Return measures of a summary by name."""
+    return {column: getattr(summary, column) for column in columns}

@@ -1,0 +1,163 @@
+"""The tables of the benchmarks, made of the same data that `--json` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+
+from kedge.cli.bench_tables import vllm_flow
+from kedge.cli.tables import FittingTable
+
+Row = Mapping[str, Any]
+MIB = 2**20
+WORKFLOW_GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_blocking": "times blocking"}
+"""Speedup over LRU without a host tier, with one, and with one whose loads block the queue."""
+WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
+"""Tokens found on the device and on the host, MiB loaded, and seconds waited for loads."""
+
+
+def vllm_sessions(sessions: Row) -> Iterator[RenderableType]:
+    """Yield the table of turns of growing sessions, from `VllmSessionsResult.as_json()`."""
+    rows = [_sessions_row(live, name, row) for live, lanes in sessions["live"].items() for name, row in lanes.items()]
+    headings = ("live", "engine", "turns per min", "hits", "TTFT p50 s", "TTFT p99 s")
+    title = f"sessions: room for {sessions['room_tokens']:,} tokens"
+    yield FittingTable(title, headings, rows, keys=2, left=frozenset({"engine"}))
+
+
+def _sessions_row(live: str, name: str, row: Row | None) -> list[str]:
+    if row is None:
+        return [live, name, *["-"] * 4]
+    times = (f"{row[key]:.2f}" for key in ("ttft_p50_s", "ttft_p99_s"))
+    return [live, name, f"{row['turns_per_min']:.0f}", f"{row['hit']:.3f}", *times]
+
+
+def vllm_accuracy(engines: Mapping[str, Mapping[str, Row]]) -> Iterator[RenderableType]:
+    """Yield the table of right answers of every agent, in the order of the team, from `AccuracyResult.as_json()`."""
+    rows = [_accuracy_row(engine, task, row) for engine, tasks in engines.items() for task, row in tasks.items()]
+    headings = ("engine", "team", "right, dense %", "right, translated %", "same final %", "calls translated %")
+    left = frozenset(headings[:4])
+    yield FittingTable("accuracy by agent, and the translated mode's calls", headings, rows, keys=2, left=left)
+
+
+def _accuracy_row(engine: str, task: str, row: Row) -> list[str]:
+    right = (
+        " ".join(f"{100 * agent[f'accuracy_{mode}']:.0f}" for agent in row["agents"])
+        for mode in ("dense", "translated")
+    )
+    shares = (row["same_final_answer"], row["translated_calls"] / row["calls"])
+    return [engine, task, *right, *(f"{100 * share:.0f}" for share in shares)]
+
+
+VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {
+    **dict.fromkeys(("no-hints", "no-pressure", "flows", "peer"), vllm_flow),
+    "sessions": vllm_sessions,
+    "accuracy": vllm_accuracy,
+}
+"""Case of `kedge bench vllm` -> what is printed of its figures."""
+
+
+def workflow(case: Row) -> FittingTable:
+    """Return the table of all eviction policies' figures in a case, from its `as_json()`."""
+    ratio, gained = case["load_ratio_measured"], case["speedups"]
+    title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
+    headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW_COUNTS)
+    rows = [_workflow_row(name, row, gained) for name, row in case["policies"].items()]
+    return FittingTable(title, headings, rows, left=frozenset({"policy"}))
+
+
+def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
+    gains = (gained[base].get(name) for base in gained)
+    counts = (f"{row['hit_tokens']:.0f}", f"{row['host_hit_tokens']:.0f}", f"{row['bytes_h2d'] / MIB:.0f}")
+    shown = ("" if gain is None else f"{gain['median']:.2f}" for gain in gains)
+    return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
+
+
+def links(traces: Mapping[str, Row]) -> FittingTable:
+    """Return the table of requests that were given to the right session, another's, or one too many."""
+    rows = []
+    for name, row in traces.items():
+        shares = row["right"], row["wrong"], 1 - row["right"] - row["wrong"]
+        rows.append([name, f"{row['requests']}", *(f"{100 * share:.1f}" for share in shares)])
+    return FittingTable("sessions found without ids", ("trace", "requests", "right %", "wrong %", "not linked %"), rows)
+
+
+def plain_gain(cases: Mapping[str, Row], agents: Mapping[str, Row]) -> FittingTable:
+    """Return the table of workflows: how many times as fast as LRU, with hints and without."""
+    rows = [
+        [name, f"{row['hinted']:.2f}x", f"{row['plain']:.2f}x", _percent(row["share"]), _found(agents[name])]
+        for name, row in cases.items()
+    ]
+    return FittingTable("workflows over LRU", ("case", "hinted", "plain", "share of gain", "agents found"), rows)
+
+
+def plain_teams(tasks: Mapping[str, Row], agents: Mapping[str, Row]) -> FittingTable:
+    """Return the table of teams as plain chats: translated calls, and right answers."""
+    rows = [
+        [
+            name,
+            f"{row['translated_calls_plain']} of {row['calls']}",
+            f"{row['translated_calls_hinted']}",
+            f"{100 * row['accuracy_plain']:.1f}",
+            f"{100 * row['accuracy_dense']:.1f}",
+            f"{100 * row['same_final_answer']:.0f} %",
+            _found(agents[name]),
+        ]
+        for name, row in tasks.items()
+    ]
+    headings = ("team", "translated", "hinted", "right %", "dense %", "same final", "agents found")
+    return FittingTable("teams as plain chats", headings, rows)
+
+
+def plain_sessions(traces: Mapping[str, Row]) -> FittingTable:
+    """Return the table of hit rates of sessions with and without ids."""
+    lanes = ("stock", "hinted", "plain")
+    rows = [[name, *(f"{100 * row[lane]:.1f}" for lane in lanes)] for name, row in traces.items()]
+    return FittingTable("tokens of sessions that were cached, in %", ("trace", "LRU", "with ids", "plain"), rows)
+
+
+def guard(faults: Mapping[str, Row], evidence: Mapping[str, Row]) -> FittingTable:
+    """Return the table of injected faults: when they were stopped, and what they change."""
+    rows = [
+        [
+            name,
+            evidence[name]["agent"],
+            "never" if row["off_after"] is None else str(row["off_after"]),
+            str(row["changed_served"]),
+            str(row["changed_unguarded"]),
+            "yes" if row["detected"] else "no",
+            f"{evidence[name]['changed_calls']:.0%}",
+            f"{evidence[name]['kl_before']:.2g}",
+            f"{evidence[name]['kl']:.2g}",
+            f"{evidence[name]['kl_unguarded']:.2g}",
+        ]
+        for name, row in faults.items()
+    ]
+    counts = ("off after", "final changed", "unguarded", "found", "calls changed")
+    headings = ("fault", "agent", *counts, "KL before", "KL", "KL unguarded")
+    return FittingTable("calls of the agent until it is off", headings, rows, left=frozenset({"agent"}))
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def _found(agents: Row) -> str:
+    return f"{agents['found']} of {agents['true']}"
+
+
+def study(title: str, rows: Sequence[Row]) -> FittingTable:
+    """Return the table of a study's means and spreads; columns without floats identify the row."""
+    from benchmarks.studies.study import shown
+
+    cells = shown(rows)
+    keys = _key_columns(rows)
+    texts = {name.replace("_", " ") for row in rows for name, value in row.items() if isinstance(value, str)}
+    return FittingTable(title, list(cells[0]), [list(row.values()) for row in cells], keys, frozenset(texts))
+
+
+def _key_columns(rows: Sequence[Row]) -> int:
+    """Count the columns before the first one with a measurement, which is a float."""
+    measured = {name for row in rows for name, value in row.items() if isinstance(value, float)}
+    return next((at for at, name in enumerate(rows[0]) if name in measured), 0)

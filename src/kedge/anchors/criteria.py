@@ -1,0 +1,192 @@
+"""Criteria: whether a value is shareable, judged from what a pool holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import AnchorId, KeyBlock
+from kedge.anchors.calibration import Calibration
+from kedge.anchors.estimators import Match, anchor_weights
+from kedge.structures.bounded import BoundedDict
+
+_STILL = 64
+"""One unshareable value in this many still teaches a site that has seen enough of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of a criterion. `reason` says why a value is not shareable; tokens marked in `weak` (bool [tokens],
+    CPU) should be computed, in the value and in the prefix segment after it.
+    """
+
+    reason: str
+    weak: Tensor
+    weak_prefix: Tensor | None = None
+    learnable: bool = True
+    """Whether dense prefill of the prompt pays off, if the value is not shareable."""
+
+    @property
+    def shareable(self) -> bool:
+        """Whether the value may be translated."""
+        return not self.reason
+
+
+class Criterion(Protocol):
+    """A rule that judges a value by the anchors that have offsets for the site in question."""
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it needs the site's calibration."""
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:
+        """Return why no value of `tokens` tokens can be shareable now, or the empty text."""
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:
+        """Return the verdict. Called only where `lacks` returns the empty text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entropy:
+    """The criterion of KVCOMM, Eq. 5: a value is not shareable if it is longer than every anchor, or if the entropy of
+    its weights over the anchors at least as long exceeds gamma · log of their number. A single such anchor is not
+    enough.
+    """
+
+    gamma: float
+    temperature: float
+    calibrates: bool = False
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
+        return lacks_length(tokens, block)
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
+        anchors = match.block.long_enough(len(match.query.tokens))
+        distances = match.block.aligned(match.query, anchors).sum(1).sqrt()
+        chosen = None if match.same is None else int((anchors == match.same).nonzero())
+        share = entropy(anchor_weights(distances, self.temperature, chosen)) / math.log(len(anchors))
+        reason = f"entropy is {share:.2f} of its maximum, above {self.gamma:g}" if share > self.gamma else ""
+        return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool))
+
+
+def lacks_length(tokens: int, block: KeyBlock) -> str:
+    """Return why the anchors are too short for Eq. 5, or the empty text."""
+    match len(block.long_enough(tokens)):
+        case 0:
+            return "longer than every anchor"
+        case 1:
+            return "only one anchor is as long"
+    return ""
+
+
+def entropy(weights: Tensor) -> float:
+    """Return -Σ w log w of weights that sum to 1."""
+    return float(torch.special.entr(weights).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """A criterion by which a value is shareable, given enough anchors, if the mean predicted relative error of its
+    offsets is small without its weak tokens, which are computed.
+
+    Until twice as many values were observed as sharing needs, weak tokens count as well, since there is something to
+    learn. After that an unshareable value is computed and the rest of its prompt translated; a few such values are
+    still learned from, so that the site follows changes.
+    """
+
+    min_anchors: int
+    max_error: float
+    weak_error: float
+    calibrates: bool = True
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
+        if len(block.ids) < self.min_anchors:
+            return f"{len(block.ids)} anchors of {self.min_anchors}"
+        return "" if calibration.observations else "not calibrated yet"
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:
+        error = calibration.predict(match.proposal.distance, match.query.tokens)
+        weak = calibration.predict_worst(match.proposal.distance, match.query.tokens) > self.weak_error
+        learns = calibration.observations < 2 * self.min_anchors
+        mean = float((error if learns or weak.all() else error[~weak]).mean())
+        reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
+        # By its tokens, so that every rank and every agent who reads it decides alike.
+        learnable = learns or hash(match.query.tokens) % _STILL == 0
+        return Verdict(reason, weak, calibration.prefix_error > self.weak_error, learnable)
+
+
+_RIDGE = 1e-3
+"""Ridge, in units of the mean square of a dimension of the key vectors."""
+_SPREADS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A criterion by which a value is shareable if two anchors are at least as long (KVCOMM, Table A.3, first row)."""
+
+    calibrates: bool = False
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
+        return lacks_length(tokens, block)
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
+        return Verdict("", torch.zeros(len(match.query.tokens), dtype=torch.bool))
+
+
+class Spread(NamedTuple):
+    """The distribution of the key vectors x of a block's tokens: the leverage of any x is ‖factor · [x, 1]‖²."""
+
+    factor: Tensor
+    """float32 [match_dim + 1, match_dim + 1]: the inverse of the Cholesky factor of XᵀX + λI"""
+    mean: float
+    """Mean leverage of the block's own tokens: their degrees of freedom over their number"""
+
+    @classmethod
+    def of(cls, keys: Tensor) -> Spread:
+        """Return the spread of key vectors [columns, match_dim]."""
+        rows = _with_one(keys)
+        gram = rows.mT @ rows
+        gram += _RIDGE * float(gram.diagonal().mean()) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        lower = torch.linalg.cholesky(gram)
+        factor = torch.linalg.solve_triangular(lower, torch.eye(len(gram), dtype=gram.dtype).to(lower), upper=False)
+        return cls(factor.float(), float((rows @ factor.mT).square().sum(1).mean()))
+
+    def leverage(self, keys: Tensor) -> Tensor:
+        """Return float32 [tokens]: xᵀ (XᵀX + λI)⁻¹ x, in units of `mean`."""
+        return (_with_one(keys).float() @ self.factor.mT).square().sum(1) / self.mean
+
+
+def _with_one(keys: Tensor) -> Tensor:
+    return torch.cat([keys, torch.ones_like(keys[:, :1])], dim=1).double()
+
+
+@dataclass(frozen=True, slots=True)
+class Leverage:
+    """A criterion by which a value is shareable if its tokens lie where those of the anchors lie, so that a regression
+    on these has seen similar ones.
+
+    It uses the leverage xᵀ (XᵀX + λI)⁻¹ x of the key vectors, over the anchors' own mean: 1 is a token like any other,
+    more is extrapolation. It needs no observed errors, so it works before anything has been calibrated.
+    """
+
+    min_anchors: int
+    max_leverage: float
+    weak_leverage: float
+    calibrates: bool = False
+    _spreads: BoundedDict[tuple[AnchorId, ...], Spread] = field(
+        default_factory=lambda: BoundedDict(_SPREADS), repr=False, compare=False
+    )
+
+    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
+        return f"{len(block.ids)} anchors of {self.min_anchors}" if len(block.ids) < self.min_anchors else ""
+
+    def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
+        spread = self._spreads.use(match.block.ids, lambda: Spread.of(match.block.keys))
+        leverage = spread.leverage(match.query.keys).cpu()
+        mean = float(leverage.mean())
+        reason = f"leverage is {mean:.2f}, above {self.max_leverage:g}" if not mean <= self.max_leverage else ""
+        return Verdict(reason, leverage > self.weak_leverage)

@@ -1,1 +1,0 @@
-"""Criteria of whether a value is shareable."""

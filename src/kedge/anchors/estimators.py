@@ -1,0 +1,206 @@
+"""Estimators: how the offsets of a value are blended from those of the anchors.
+
+An estimator looks at key vectors only, so that what it proposes for a value holds for every site (agent) that the same
+anchors have offsets for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kedge.anchors.anchor import KeyBlock, Query
+
+_LAST = 16
+"""Tokens at the end of a value that determine the weights for the prefix segment after it."""
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A blend in terms of a key block's columns and anchors."""
+
+    columns: Tensor
+    """int64 [tokens, k]"""
+    weights: Tensor
+    """float32 [tokens, k]; each token's sum to 1"""
+    distance: Tensor
+    """float32 [tokens]: distance to the best match over the root mean square distance"""
+    mass: Tensor
+    """float32 [anchors]: share of each anchor in the value's offsets"""
+    after: Tensor
+    """float32 [anchors]: weights for the prefix segment after the value"""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The result of matching a value against the anchors of a block."""
+
+    query: Query
+    block: KeyBlock
+    same: int | None
+    """Index of the anchor that equals this value."""
+    proposal: Proposal
+
+
+class Estimator(Protocol):
+    """A rule that chooses anchor tokens and weights."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether only anchors at least as long as the value can serve it."""
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        """Return the blend for a value. `same` is the index of the anchor that equals the value, which alone is used
+        then.
+
+        The block is not empty and, for an `aligned` estimator, has an anchor that is long enough.
+        """
+
+
+def anchor_weights(distances: Tensor, temperature: float, same: int | None = None) -> Tensor:
+    """Return float32 [anchors]: softmax(-temperature · d / mean d), or all on `same`.
+
+    KVCOMM's softmax(-d) depends on length and scale; divided by the mean, only ratios count.
+    """
+    if same is not None:
+        return torch.zeros_like(distances).index_fill_(0, torch.tensor(same, device=distances.device), 1.0)
+    return torch.softmax(-temperature * distances / distances.mean().clamp_min(_TINY), dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolate:
+    """The estimator of KVCOMM, Eq. 6 and 7: token t takes the weighted offsets of token t of every anchor that is at
+    least as long.
+
+    The weights come from the L2 distance over all tokens; the prefix segment after the value takes the same ones.
+    """
+
+    temperature: float
+    aligned: bool = True
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        anchors = block.long_enough(len(query.tokens))
+        squared = block.aligned(query, anchors)
+        chosen = None if same is None else int((anchors == same).nonzero())
+        return whole_anchors(
+            query, block, anchors, squared, anchor_weights(squared.sum(1).sqrt(), self.temperature, chosen)
+        )
+
+
+def whole_anchors(query: Query, block: KeyBlock, anchors: Tensor, squared: Tensor, weights: Tensor) -> Proposal:
+    """Return the blend in which token t takes token t of each of `anchors` (int64 [anchors]) by that anchor's weight
+    (float32 [anchors]).
+
+    `squared` [anchors, tokens] are the squared distances token by token.
+    """
+    mass = weights.new_zeros(len(block.ids)).index_copy_(0, anchors, weights)
+    kept = weights.nonzero().flatten()
+    places = torch.arange(len(query.tokens), device=anchors.device)
+    return Proposal(
+        columns=(block.starts[anchors[kept]] + places[:, None]).contiguous(),
+        weights=weights[kept].expand(len(query.tokens), -1).contiguous(),
+        distance=(squared.amin(0) / squared.mean().clamp_min(_TINY)).sqrt(),
+        mass=mass,
+        after=mass,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """An estimator in which every token looks up its most similar tokens among all tokens of all anchors, at any
+    position.
+
+    The prefix segment after the value takes whole anchors, weighted by how similar their last tokens are to the
+    value's.
+    """
+
+    top_k: int
+    tau: float
+    temperature: float
+    aligned: bool = False
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        if same is not None:
+            return repeat(query, block, same)
+        found = block.nearest(query, self.top_k)
+        weights = torch.softmax(-found.squared / max(self.tau * found.mean_squared, _TINY), dim=1)
+        return Proposal(
+            columns=found.columns,
+            weights=weights,
+            distance=(found.squared[:, 0] / max(found.mean_squared, _TINY)).sqrt(),
+            mass=_mass(found.columns, weights, block),
+            after=anchor_weights(block.ends(query, _LAST).sqrt(), self.temperature),
+        )
+
+
+def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
+    """Return the blend that takes the offsets of one anchor unchanged."""
+    columns = block.starts[same] + torch.arange(len(query.tokens), device=block.starts.device)
+    weights = query.keys.new_ones(len(query.tokens), 1)
+    mass = anchor_weights(query.keys.new_zeros(len(block.ids)), 1.0, same)
+    return Proposal(columns[:, None], weights, torch.zeros_like(weights[:, 0]), mass, mass)
+
+
+def _mass(columns: Tensor, weights: Tensor, block: KeyBlock) -> Tensor:
+    """Return float32 [anchors]: mean weight per token that lies on each anchor."""
+    total = weights.new_zeros(len(block.ids))
+    return total.index_add_(0, block.owner[columns].flatten(), weights.flatten()) / len(columns)
+
+
+Weigh = Callable[[Query, KeyBlock, Tensor, Tensor], Tensor]
+"""The value, the block, anchors of it (int64 [anchors]), squared distances to their tokens (float32 [anchors, tokens])
+-> float32 [anchors] that sum to 1"""
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """An estimator in which token t takes the weighted offsets of token t of every anchor that is at least as long."""
+
+    weigh: Weigh
+    aligned: bool = True
+
+    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
+        if same is not None:
+            return repeat(query, block, same)
+        anchors = block.long_enough(len(query.tokens))
+        squared = block.aligned(query, anchors)
+        return whole_anchors(query, block, anchors, squared, self.weigh(query, block, anchors, squared))
+
+
+def nearest() -> Aligned:
+    """Return the estimator that uses the one anchor of least L2 distance (Table A.4)."""
+    return Aligned(_least)
+
+
+def mean() -> Aligned:
+    """Return the estimator that uses the mean of all offsets, whatever the value."""
+    return Aligned(_equal)
+
+
+def cosine(temperature: float) -> Aligned:
+    """Return the estimator that weighs anchors by cosine similarity over all tokens (Table A.4).
+
+    The distance is the chord sqrt(2 - 2 cos), the L2 distance of normalised vectors, so that `temperature` has the same
+    meaning as for `interpolate`.
+    """
+    return Aligned(partial(_by_angle, temperature))
+
+
+def _least(_: Query, block: KeyBlock, anchors: Tensor, squared: Tensor) -> Tensor:  # noqa: ARG001
+    return anchor_weights(squared.sum(1), 1.0, int(squared.sum(1).argmin()))
+
+
+def _equal(_: Query, block: KeyBlock, anchors: Tensor, squared: Tensor) -> Tensor:  # noqa: ARG001
+    return squared.new_full((len(anchors),), 1 / len(anchors))
+
+
+def _by_angle(temperature: float, query: Query, block: KeyBlock, anchors: Tensor, _: Tensor) -> Tensor:
+    places = block.starts[anchors, None] + torch.arange(len(query.tokens), device=anchors.device)
+    similarity = torch.cosine_similarity(block.keys[places].flatten(1), query.keys.flatten()[None])
+    return anchor_weights((2 - 2 * similarity).clamp_min(0).sqrt(), temperature)

@@ -1,1 +1,0 @@
-"""Anchor pools and base KV as records that outlive a process."""

@@ -1,0 +1,438 @@
+"""Teams of agents under load: closed-loop clients for a fixed time, one reuse mode after the other.
+
+All modes answer the same questions. Each combination of case, number of clients and mode has a fresh engine around the
+same weights. The clock starts with the first request, so a mode's learning counts as measured time. Only the process is
+warmed up, by one team without reuse before the first measurement.
+
+Every client runs its team again and again, each time with a new question that depends on its number alone. Each call
+counts as its share of a team, and one under way at the end of the window by the share of its time within it: whole runs
+alone would lose as many as there are clients. The measurement waits for such calls for as long as the window was; no
+new ones are accepted. Calls of failed runs do not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from itertools import product
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from kedge.bench.shapes import SHAPES, load_model, random_runner
+from kedge.engine.base import Engine
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.errors import ConfigError, EngineClosed, KedgeError
+from kedge.runner.run import run
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings
+from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.topologies import Wording, connect, fully_connected
+from kedge.workloads.base import QUESTION
+from kedge.workloads.miniature import TASKS, workflow
+
+NANO = "nano"
+LONG = "-long"
+PREFIX, LEAD, TAIL = 512, 24, 16
+"""Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
+LEAD_IN, TRAIL = 4, 2
+"""Tokens of the line before the question, and those with which everything behind a value begins."""
+AGENTS = 5
+SHARE_ALL = {"gamma": 2.0, "max_error": 1e9}
+"""Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
+OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
+OPEN_GUARD = {"margin": 1e9, "max_kl": 1e9, "max_sentinel_error": 1e9}
+"""Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
+
+Questions = Callable[[str], Iterator[str]]
+"""Client name -> its endless questions, the same on every call."""
+
+
+@dataclass(frozen=True)
+class LoadTeam:
+    """A workflow with its model and its questions."""
+
+    runner: ModelRunner
+    tokenizer: HFTokenizer
+    flow: Workflow
+    questions: Questions
+    anchors: AnchorSettings = AnchorSettings()
+    guard: GuardSettings = GuardSettings()
+    threads: int | None = None
+    """Threads of one operation on a CPU; None is torch's default."""
+
+    def engine(self, settings: LoadSettings) -> LocalEngine:
+        """Return an engine that has cached and learned nothing."""
+        return LocalEngine.from_runner(self.runner, self.tokenizer, settings.engine(self.anchors, self.guard))
+
+
+@dataclass(frozen=True)
+class TeamSizes:
+    """Tokens of a random team's question and of each of its answers."""
+
+    question: int
+    answer: int
+
+
+USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
+"""The sizes of the cases with a random model."""
+
+
+def case_names(model_size: str) -> tuple[str, ...]:
+    """Return the names of the cases with a random model of this size."""
+    return NANO, model_size, f"{model_size}{LONG}"
+
+
+def team(case: str, model_size: str, device: str, seed: int) -> LoadTeam:
+    """Return the team of a case. Raises `ConfigError` for an unknown case or size."""
+    if case not in case_names(model_size):
+        raise ConfigError("case", case, f"must be one of {', '.join(case_names(model_size))}")
+    if case == NANO:
+        return nano_team(device, seed)
+    return random_team(model_size, LONG_QUESTION if case.endswith(LONG) else USUAL, device, seed)
+
+
+def nano_team(device: str, seed: int) -> LoadTeam:
+    """Return the math team of the bundled model, on one thread: the model is too small for two."""
+    runner, tokenizer = load_model(None, EngineSettings(device=device))
+    return LoadTeam(runner, tokenizer, workflow(TASKS["math"]), nano_questions(seed), threads=1)
+
+
+def nano_questions(seed: int) -> Questions:
+    """Return the questions of the math team."""
+
+    def asked(client: str) -> Iterator[str]:
+        rng = Random(f"load/{seed}/{client}")
+        return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
+
+    return asked
+
+
+def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
+    """Return five agents around random weights, whose prompts and answers have exactly the given sizes."""
+    (runner, _), vocab = random_runner(model_size, device), SHAPES[model_size]["vocab_size"]
+    runner.eos_token_ids = frozenset()
+    flow, questions = random_flow(vocab, shape.answer), random_questions(vocab, shape, seed)
+    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, OPEN, GuardSettings(**OPEN_GUARD))
+
+
+def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
+    """Return questions of exactly the given size."""
+
+    def asked(client: str) -> Iterator[str]:
+        rng = Random(f"load/{seed}/{client}")
+        while True:
+            yield _text(rng, vocab, shape.question)
+
+    return asked
+
+
+def word_tokenizer(vocab: int) -> HFTokenizer:
+    """Return a tokenizer of `vocab` words: one token per word, 0 for an unknown word."""
+    raw = Tokenizer(WordLevel({f"w{token}": token for token in range(vocab)}, unk_token="w0"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+def random_flow(vocab: int, answer: int) -> Workflow:
+    """Return a workflow in which every agent reads the question and all answers before its own."""
+    rng = Random("load/templates")
+    trail, base_context = _text(rng, vocab, TRAIL), _text(rng, vocab, LEAD_IN)
+    wording = Wording(
+        header=f"{base_context} {{user_question}} ",
+        intro="",
+        speaker=f" {trail} {_text(rng, vocab, LEAD - TRAIL - 1)} {{title}} ",
+        footer=f" {trail} {_text(rng, vocab, TAIL - TRAIL - 1)} {{title}}",
+    )
+    agents = [
+        Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD_IN), "", title=_text(rng, vocab, 1), max_tokens=answer)
+        for i in range(AGENTS)
+    ]
+    return connect("load", agents, fully_connected(agents), wording)
+
+
+def _text(rng: Random, vocab: int, size: int) -> str:
+    return " ".join(f"w{rng.randrange(vocab)}" for _ in range(size))
+
+
+now: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """A successful call with its run and its times."""
+
+    run: RunId
+    began: float
+    ended: float
+    completion: Completion
+
+
+class CallLog(Watcher):
+    """A watcher that records every successful call."""
+
+    def __init__(self, calls: list[TimedCall]) -> None:
+        self._calls = calls
+        self._begun: dict[RequestId, tuple[RunId, float]] = {}
+
+    def submitted(self, request: GenerateRequest) -> None:
+        self._begun[request.request_id] = request.run, now()
+
+    def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:  # noqa: ARG002
+        begun = self._begun.pop(request_id, None)
+        if begun and completion:
+            self._calls.append(TimedCall(*begun, now(), completion))
+
+
+class WindowEngine(WatchedEngine):
+    """An `Engine` in front of another that records every successful call.
+
+    It accepts no calls after `deadline`; those under way go on.
+    """
+
+    def __init__(self, engine: Engine, deadline: float, calls: list[TimedCall]) -> None:
+        super().__init__(engine, CallLog(calls))
+        self._deadline = deadline
+
+    def submit(self, request: GenerateRequest) -> WatchedStream:
+        if now() >= self._deadline:
+            raise EngineClosed("engine", request.request_id, "the window has ended")
+        return super().submit(request)
+
+    def running(self) -> int:
+        """Return the number of requests that run now, between two steps."""
+        figures = self.inspect()
+        return int((figures.get("scheduler") or figures["requests"])["running"])
+
+
+PERIOD = 0.2
+"""Seconds between two samples of the number of running requests."""
+BINS = 12
+"""Parts of the window over which the batch is averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeamRun:
+    """A finished run: its end, its duration and, if it failed, the error."""
+
+    id: RunId
+    ended: float
+    seconds: float
+    error: str | None = None
+
+
+@dataclass
+class LoadRecord:
+    """The observations of one combination. Times are on the clock of `now`."""
+
+    began: float
+    seconds: float
+    calls_per_run: int
+    calls: list[TimedCall] = field(default_factory=list)
+    runs: list[TeamRun] = field(default_factory=list)
+    batch: list[tuple[float, int]] = field(default_factory=list)
+    """When it was looked, and how many requests were running."""
+
+    @property
+    def deadline(self) -> float:
+        """The end of the window."""
+        return self.began + self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures of the calls and runs within the window; None where there are none."""
+        runs = [one for one in self.runs if one.ended <= self.deadline]
+        failed = Counter(one.error for one in runs if one.error)
+        spoiled = {one.id for one in runs if one.error}
+        good = [one for one in self.calls if one.run not in spoiled]
+        calls = [one for one in good if one.ended <= self.deadline]
+        ttft = [one.completion.ttft_ms for one in calls]
+        latency = [one.seconds for one in runs if not one.error]
+        receipts = [one.completion.receipt for one in calls]
+        tokens = sum(receipt.prompt_tokens for receipt in receipts)
+        sources = {name: sum(getattr(one, name) for one in receipts) for name in ("translated", "exact", "computed")}
+        return {
+            "teams_per_min": round(self._teams_per_min(good, 0.0), 3),
+            "teams_per_min_last_third": round(self._teams_per_min(good, 2 / 3), 3),
+            "ttft_p50_ms": percentile(ttft, 0.5, 2),
+            "ttft_p99_ms": percentile(ttft, 0.99, 2),
+            "latency_p50_s": percentile(latency, 0.5, 4),
+            "latency_p99_s": percentile(latency, 0.99, 4),
+            "batch_mean": self._batch(0.0, 1.0),
+            "batch_mean_last_third": self._batch(2 / 3, 1.0),
+            "batch_over_time": [self._batch(at / BINS, (at + 1) / BINS) for at in range(BINS)],
+            **{f"{name}_share": round(some / tokens, 4) if tokens else None for name, some in sources.items()},
+            "calls": len(calls),
+            "runs": len(latency),
+            "errors": failed.total(),
+            "errors_by_kind": dict(failed),
+        }
+
+    def _teams_per_min(self, calls: list[TimedCall], start: float) -> float:
+        """Return the rate from a share `start` of the window to its end; a call counts by its time within it."""
+        first, last = self.began + start * self.seconds, self.deadline
+        done = sum(max(0.0, min(one.ended, last) - max(one.began, first)) / (one.ended - one.began) for one in calls)
+        return 60 * done / self.calls_per_run / (last - first)
+
+    def _batch(self, start: float, stop: float) -> float | None:
+        """Return the mean batch within a part of the window, given as shares of it."""
+        first, last = (self.began + share * self.seconds for share in (start, stop))
+        seen = [running for at, running in self.batch if first <= at < last]
+        return round(fmean(seen), 3) if seen else None
+
+
+def percentile(values: list[float], share: float, digits: int) -> float | None:
+    """Return the nearest-rank percentile; None of no values."""
+    ordered = sorted(values)
+    return round(ordered[int(share * (len(ordered) - 1) + 0.5)], digits) if ordered else None
+
+
+def warm(engine: Engine, flow: Workflow, questions: Questions) -> None:
+    """Run the team once without reuse, for the first use of kernels, memory and tools."""
+    inputs = {QUESTION: next(questions("warm-up"))}
+    run(engine, flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
+
+
+def drive(
+    opened: AbstractContextManager[Engine],
+    flow: Workflow,
+    questions: Questions,
+    seconds: float,
+    clients: int,
+    mode: ReuseMode,
+) -> LoadRecord:
+    """Let so many clients run on an engine until the window ends. The engine is closed in any case.
+
+    A client runs the team with one question after the other; failed runs are counted. Meanwhile it is looked at regular
+    times how many requests are running.
+    """
+
+    def loop(client: str) -> None:
+        for number, question in enumerate(questions(client)):
+            began, run_id, failed = now(), RunId(f"{client}-{number}"), None
+            if began >= record.deadline:
+                return
+            try:
+                run(engine, flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")
+            except KedgeError as error:
+                failed = type(error)
+            record.runs.append(TeamRun(run_id, now(), now() - began, failed.__name__ if failed else None))
+            if failed and issubclass(failed, EngineClosed):
+                return
+
+    with ThreadPoolExecutor(clients, "kedge-client") as pool:
+        with opened as inner:
+            record = LoadRecord(now(), seconds, len(flow.steps))
+            engine = WindowEngine(inner, record.deadline, record.calls)
+            loops = [pool.submit(loop, f"client-{i}") for i in range(clients)]
+            due = record.began
+            with suppress(EngineClosed):
+                while (due := max(due + PERIOD, now())) < record.deadline:
+                    if not wait(loops, timeout=due - now()).not_done:
+                        break
+                    running = engine.running()
+                    record.batch.append((now(), running))
+            wait(loops, timeout=record.deadline - now() + seconds)
+        for one in loops:
+            one.result()
+    return record
+
+
+Key = tuple[str, int, ReuseMode]
+"""A case, the number of clients, and their mode."""
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """The settings that all combinations of a measurement share."""
+
+    seconds: float = 120.0
+    """Window of each combination of case, clients and mode."""
+    kv_memory: str | None = None
+    """Size of the device tier; None is the engine's default, here and in both below."""
+    anchor_memory: str | None = None
+    """Size of all pools of anchors."""
+    base_memory: str | None = None
+    """Size of all base KV."""
+    model_size: str = "32m"
+    """Size of the random model."""
+    device: str = "auto"
+    seed: int = 0
+
+    def engine(
+        self,
+        anchors: AnchorSettings = AnchorSettings(),  # noqa: B008 (it is frozen)
+        guard: GuardSettings = GuardSettings(),  # noqa: B008
+    ) -> EngineSettings:
+        """Return the settings of an engine. Raises `ConfigError`."""
+        bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
+        settings = _given(device=self.device, kv_memory=self.kv_memory)
+        return EngineSettings.model_validate(
+            {**settings, "anchors": {**anchors.model_dump(), **bounds}, "guard": guard.model_dump()}
+        )
+
+
+def _given(**settings: str | None) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The combinations to measure: every mode with every number of clients in every case."""
+
+    cases: tuple[str, ...]
+    clients: tuple[int, ...] = (1, 8, 32)
+    modes: tuple[ReuseMode, ...] = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.TRANSLATE)
+
+
+def measure(
+    settings: LoadSettings,
+    selection: Selection,
+    done: Callable[[Key], bool] = lambda _: False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Yield the figures of each combination that is not `done`, as soon as they are there. Raises `ConfigError`."""
+    known = case_names(settings.model_size)
+    for case in selection.cases:
+        if case not in known:
+            raise ConfigError("case", case, f"must be one of {', '.join(known)}")
+    for clients in selection.clients:
+        if clients < 1:
+            raise ConfigError("clients", clients, "must be at least 1")
+    settings.engine()
+    for case in selection.cases:
+        keys = [(case, clients, mode) for clients, mode in product(selection.clients, selection.modes)]
+        keys = [key for key in keys if not done(key)]
+        if not keys:
+            continue
+        progress(f"{case}: loading and warming up")
+        loaded, threads = team(case, settings.model_size, settings.device, settings.seed), torch.get_num_threads()
+        torch.set_num_threads(loaded.threads or threads)
+        try:
+            with loaded.engine(settings) as engine:
+                warm(engine, loaded.flow, loaded.questions)
+            for key in keys:
+                progress(f"{case}: {key[1]} clients, {key[2]}")
+                loaded.runner.graphs = None  # CUDA graphs keep the storage of theirs
+                gc.collect()  # earlier engines are reference cycles
+                yield key, load(loaded, settings, key[1], key[2]).as_json()
+        finally:
+            torch.set_num_threads(threads)
+
+
+def load(loaded: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode) -> LoadRecord:
+    """Measure one combination on an engine of its own."""
+    return drive(loaded.engine(settings), loaded.flow, loaded.questions, settings.seconds, clients, mode)

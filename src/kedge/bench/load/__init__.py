@@ -1,1 +1,0 @@
-"""Teams of agents under load, and long runs."""

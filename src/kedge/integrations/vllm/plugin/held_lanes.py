@@ -1,0 +1,417 @@
+"""Blocks of no running request, and the lanes that compute in them: the ends of answers that other agents read, and
+base prefills.
+
+A token is drawn from the KV of those before it, so the last token of an answer has none; nor have the tokens that
+follow the answer in its readers' prompts, its trail. Both are computed in the step after the answer's last one, in a
+lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose end does not
+fit that step, what is there is kept.
+
+Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
+requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
+instead of computed; then others, within a share of the step's time. Of these the latest is first: the workers keep
+captured KV of a few prompts only, and base KV of a prompt that they have dropped teaches nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from kedge.integrations.vllm.plugin.messages import Capture
+from kedge.reuse.lanes import LaneBudget
+from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, Namespace, Segment, Tokens
+
+TOKEN_SHARE = 4
+"""Of the tokens that running requests leave in a step, the ends of answers take at most one in so many."""
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""Ends of answers that their readers get whole"""
+QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
+NOTHING = GenerateRequest(())
+"""The request of a capture that only frees blocks"""
+BaseKey = tuple[Namespace, Tokens]
+"""The prompt of a base prefill, and where its KV belongs"""
+
+
+class HeldLane(NamedTuple):
+    """Positions to be computed by a lane in held blocks."""
+
+    tokens: list[int]
+    """All tokens before and in the lane, and one more, so that the runner draws none"""
+    blocks: list[int]
+    span: range
+
+
+class HeldLanes:
+    """A source of lanes in held blocks, granted step by step."""
+
+    def __init__(self) -> None:
+        self._granted: list[HeldLane] = []
+
+    @property
+    def has_granted(self) -> bool:
+        """Whether there are lanes in this step."""
+        return bool(self._granted)
+
+    @property
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it."""
+        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
+
+    def take_granted(self) -> list[HeldLane]:
+        """Return the lanes of this step."""
+        granted, self._granted = self._granted, []
+        return granted
+
+
+class HeldBlocks:
+    """Blocks of no running request: of finished ones, and of base prefills. They are kept until all ranks have captured
+    them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ids = itertools.count()
+        self._held: dict[int, tuple[int, list[KVCacheBlock]]] = {}
+        self.pool: BlockPool | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, block_ids: Sequence[int]) -> int:
+        """Hold blocks. Returns the id of their capture."""
+        assert self.pool is not None
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch(blocks)
+        capture_id = next(self._ids)
+        self._held[capture_id] = (0, blocks)
+        return capture_id
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that nothing holds."""
+        assert self.pool is not None
+        return self.pool.get_num_free_blocks()
+
+    def blocks_of(self, capture_id: int) -> list[int]:
+        """Return the ids of the blocks of a capture, in their order."""
+        return [block.block_id for block in self._held[capture_id][1]]
+
+    def grow(self, capture_id: int, count: int, spare: int) -> bool:
+        """Hold at least `count` blocks for a capture. Returns False where fewer than `spare` would be left free."""
+        blocks = self._held[capture_id][1]
+        missing = max(0, count - len(blocks))
+        assert self.pool is not None
+        if missing and missing + spare > self.pool.get_num_free_blocks():
+            return False
+        blocks.extend(self.pool.get_new_blocks(missing) if missing else ())
+        return True
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the held blocks, each as often as it is held."""
+        return [block.block_id for _, blocks in self._held.values() for block in blocks]
+
+    def give_up(self) -> None:
+        """Free all blocks."""
+        for capture_id in tuple(self._held):
+            self.free(capture_id)
+
+    def on_captured(self, capture_id: int, ranks: int) -> None:
+        """Free the blocks of a capture once all ranks have read them. One that was given up is ignored."""
+        if capture_id not in self._held:
+            return
+        done, blocks = self._held[capture_id]
+        self._held[capture_id] = (done + ranks, blocks)
+        if done + ranks == self._ranks:
+            self.free(capture_id)
+
+    def free(self, capture_id: int) -> None:
+        """Free the blocks of a capture."""
+        _, blocks = self._held.pop(capture_id)
+        assert self.pool is not None
+        self.pool.free_blocks(reversed(blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAnswer:
+    """An answer that other agents read."""
+
+    request: GenerateRequest
+    prompt: Sequence[int]
+    tokens: Tokens
+    computed: int
+    """How many of its tokens have KV"""
+    is_exact: bool
+    """Whether no token of the prompt was translated"""
+    is_complete: bool
+
+    @classmethod
+    def of(cls, hinted: GenerateRequest, request: Request, *, is_exact: bool) -> EndedAnswer:
+        """Return the answer of a request that has ended; the token that stopped it is not part of it."""
+        tokens = answer_of(request)
+        computed = min(max(0, request.num_computed_tokens - request.num_prompt_tokens), len(tokens))
+        prompt = request.prompt_token_ids or ()
+        return cls(hinted, prompt, tokens, computed, is_exact, request.status in COMPLETE)
+
+    def with_trail(self, limit: int, vocabulary: int) -> Tokens:
+        """Return the answer and its trail, which is left out where the model has no room for it, or no such tokens."""
+        trail = self.request.trail
+        fits = len(self.prompt) + len(self.tokens) + len(trail) < limit and all(token < vocabulary for token in trail)
+        return self.tokens + trail if fits else self.tokens
+
+
+def answer_of(request: Request) -> Tokens:
+    """Return the answer of a request that has ended, without the token that stopped it."""
+    tokens = tuple(request.output_token_ids)
+    return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
+
+
+class AnswerTails(HeldLanes):
+    """The ends of answers of one scheduler. Before `open`, none is computed."""
+
+    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
+        """`order` takes the captures for the step that is being scheduled, or for the next one."""
+        super().__init__()
+        self._held, self._order = held, order
+        self._limit = self._vocabulary = self._block_size = 0
+        self._ended: dict[int, EndedAnswer] = {}
+        """Answers that ended since the last step, by the ids of their captures"""
+
+    def open(self, limit: int, vocabulary: int, block_size: int) -> None:
+        """Let ends be computed by a model with `limit` positions and `vocabulary` tokens."""
+        self._limit, self._vocabulary, self._block_size = limit, vocabulary, block_size
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an answer has ended since the last step whose end may be computed."""
+        return bool(self._ended)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ends are computed."""
+        return self._limit > 0
+
+    def add(self, answer: EndedAnswer, block_ids: list[int]) -> None:
+        """Hold the blocks of an answer, and order its capture: for the next step if its end may be computed there."""
+        if not block_ids or not answer.tokens:
+            return
+        if self._limit and answer.is_complete:
+            self._ended[self._held.hold(block_ids)] = answer
+        elif answer.computed:
+            self._capture(self._held.hold(block_ids), answer, answer.tokens[: answer.computed])
+
+    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens, end: int = 0) -> None:
+        blocks = tuple(self._held.blocks_of(capture_id))
+        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact, end))
+
+    def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
+        """Order the captures of all answers that have ended, and lanes for the ends that fit a step.
+
+        `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
+        """
+        ended, self._ended, self._granted = self._ended, {}, []
+        left = LaneBudget(budget.tokens // TOKEN_SHARE, budget.rows)
+        for capture_id, answer in ended.items():
+            lane = self._lane(capture_id, answer, left, running)
+            if lane is not None:
+                self._granted.append(lane)
+                left = left.less(len(lane.span), 1)
+        return self.taken
+
+    def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
+        """Order the capture of an answer. Returns the lane that its end needs, None where it needs or gets none."""
+        kept = answer.with_trail(self._limit, self._vocabulary)
+        span = range(len(answer.prompt) + answer.computed, len(answer.prompt) + len(kept))
+        has_room = len(span) <= left.tokens and left.rows > 0 and span.stop < self._limit
+        if span and has_room and self._held.grow(capture_id, -(-span.stop // self._block_size), spare):
+            self._capture(capture_id, answer, kept, len(span))
+            tokens = [*answer.prompt, *kept, kept[-1]]
+            return HeldLane(tokens, self._held.blocks_of(capture_id)[: -(-span.stop // self._block_size)], span)
+        if answer.computed:
+            self._capture(capture_id, answer, answer.tokens[: answer.computed])
+        else:
+            self._held.free(capture_id)
+        return None
+
+    def give_up(self) -> None:
+        """Forget the answers that have ended since the last step, whose blocks are freed by the caller."""
+        self._ended.clear()
+
+
+class PassLimits(NamedTuple):
+    """What a model can compute."""
+
+    limit: int
+    """Positions"""
+    vocabulary: int
+    block_size: int
+
+    def can_compute(self, tokens: Tokens) -> bool:
+        """Return whether a lane can compute these tokens."""
+        return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
+
+
+@dataclass(slots=True)
+class _BegunPrefill:
+    """A base prefill that holds its blocks."""
+
+    request: GenerateRequest
+    capture_id: int
+    computed: int = 0
+
+
+class BaseJobs(HeldLanes):
+    """The base prefills of one scheduler. Before `open`, it takes none."""
+
+    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
+        """`order` takes the captures for the step that is being scheduled."""
+        super().__init__()
+        self._held, self._order = held, order
+        self._model: PassLimits | None = None
+        self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
+        """Those that no request waits for and that have not begun, oldest first"""
+        self._awaited: dict[BaseKey, None] = {}
+        """Those that a request waits for, oldest first"""
+        self._begun: dict[BaseKey, _BegunPrefill] = {}
+        self._counts: Counter[str] = Counter()
+
+    def open(self, model: PassLimits, most: int) -> None:
+        """Compute base prefills from now on. At most `most` are queued that no request waits for."""
+        self._model = model
+        self._wanted = BoundedDict(most, lambda *_: self._count(DROPPED))
+
+    def _count(self, name: str, times: int = 1) -> None:
+        self._counts.update({name: times} if times else {})
+
+    def counters(self) -> Counter[str]:
+        """Return the counts since the start by the names of `metrics.COUNTERS`."""
+        return self._counts
+
+    @property
+    def is_open(self) -> bool:
+        return self._model is not None
+
+    def __len__(self) -> int:
+        return len(self._wanted) + len(self._awaited.keys() | self._begun.keys())
+
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Queue a base prefill as the next one, unless the model cannot compute it."""
+        key = namespace, tokens
+        if self._model is None or not self._model.can_compute(tokens) or key in self._awaited or key in self._begun:
+            return
+        self._count(QUEUED, key not in self._wanted)
+        self._wanted[key] = None
+
+    def add_awaited(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Queue a base prefill that a request waits for, before those that none does."""
+        self.add(namespace, tokens)
+        self.hurry(namespace, tokens)
+
+    def hurry(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Compute a base prefill, if it is queued, before those that no request waits for."""
+        key = namespace, tokens
+        if key in self._wanted or key in self._begun:
+            self._wanted.pop(key, None)
+            self._awaited[key] = None
+
+    @property
+    def awaited(self) -> int:
+        """Number of prefills that requests wait for."""
+        return len(self._awaited)
+
+    def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
+        """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
+        return (namespace, tokens) in self._awaited
+
+    def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
+        """Grant lanes for pieces of base prefills. Returns what they take.
+
+        `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
+        `spare` blocks are left free for requests: where those are short, the prefills under way are dropped.
+        """
+        self._granted = []
+        if self._held.free_blocks < spare:
+            self._drop(*self._begun)
+        for key in self._in_order():
+            left = budget.less(*self.taken)
+            limit = left.tokens if key in self._awaited else min(left.tokens, most)
+            if limit <= 0 or left.rows <= 0:
+                break
+            if not self._has_begun(key, spare):
+                if not idle and key not in self._awaited:
+                    break
+                self._drop(key)  # the request is computed densely; an idle engine would step for ever
+                continue
+            most -= 0 if key in self._awaited else min(limit, len(key[1]) - self._begun[key].computed)
+            if not self._compute(key, limit):
+                break
+        return self.taken
+
+    def _in_order(self) -> list[BaseKey]:
+        others = [key for key in self._begun if key not in self._awaited]
+        return [*self._awaited, *others, *reversed(self._wanted)]
+
+    def _has_begun(self, key: BaseKey, spare: int) -> bool:
+        """Give a prefill its blocks, unless it has them. Returns False where there are too few."""
+        assert self._model is not None
+        if key in self._begun:
+            return True
+        namespace, tokens = key
+        capture_id = self._held.hold([])
+        if not self._held.grow(capture_id, -(-len(tokens) // self._model.block_size), spare):
+            self._held.free(capture_id)
+            return False
+        request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
+        self._begun[key] = _BegunPrefill(request, capture_id)
+        self._wanted.pop(key, None)
+        return True
+
+    def _compute(self, key: BaseKey, most: int) -> bool:
+        """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""
+        job, tokens = self._begun[key], key[1]
+        blocks = self._held.blocks_of(job.capture_id)
+        span = range(job.computed, min(job.computed + most, len(tokens)))
+        self._granted.append(HeldLane([*tokens, tokens[-1]], blocks, span))
+        job.computed = span.stop
+        if span.stop < len(tokens):
+            return False
+        self._order(Capture(job.request, tuple(blocks), job.capture_id))
+        self._forget(key)
+        self._count(DONE)
+        return True
+
+    def _drop(self, *keys: BaseKey) -> None:
+        """Give prefills up. A request that needs one asks again.
+
+        The last pass of one that has begun may still write: a capture of nothing frees its blocks once the next one is
+        over.
+        """
+        for key in keys:
+            if job := self._begun.get(key):
+                blocks = tuple(self._held.blocks_of(job.capture_id))
+                self._order(Capture(NOTHING, blocks, job.capture_id))
+            self._forget(key)
+        self._count(DROPPED, len(keys))
+
+    def _forget(self, key: BaseKey) -> None:
+        self._begun.pop(key, None)
+        self._awaited.pop(key, None)
+        self._wanted.pop(key, None)
+
+    def stop(self) -> None:
+        """Drop all base prefills: nothing may be computed."""
+        self._drop(*self._in_order())
+
+    def give_up(self) -> None:
+        """Forget all base prefills. The blocks of those that are under way are freed by the caller."""
+        self._count(DROPPED, len(self))
+        for kept in (self._begun, self._awaited, self._wanted):
+            kept.clear()

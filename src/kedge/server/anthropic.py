@@ -1,0 +1,266 @@
+"""Anthropic's Messages API: bodies are read as chats, answers are written as content blocks."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from kedge.errors import RequestError
+from kedge.hints.values import cache_marks
+from kedge.server.http import (
+    BODY_ERRORS,
+    ERRORS,
+    EVENTS,
+    JSON,
+    Body,
+    JSONAnswer,
+    TypedRoute,
+    accepted,
+    answers,
+    read_as,
+)
+from kedge.server.openai import prompts
+from kedge.server.openai.protocol import CalledFunction, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
+from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
+from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
+from kedge.server.service import TheService, TheTenant
+from kedge.server.workflows.server_runs import TheWorkflows
+from kedge.types import Completion, FinishReason, GenerateRequest
+
+Block = dict[str, Any]
+Blocks = Annotated[str | list[Block], accepted("a string or a list of content blocks (objects)")]
+DROPPED = ("thinking", "redacted_thinking")
+"""Blocks of earlier answers that are not read again"""
+NO_EFFECT = ("thinking", "service_tier", "container", "context_management", "mcp_servers", "betas")
+"""Fields that neither a chat has nor a hint is"""
+
+
+class TurnMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class OfferedTool(Body):
+    """A tool that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesBody(Body):
+    """Body of `/v1/messages`. Fields that it does not list are those of a chat, or hints."""
+
+    messages: list[TurnMessage]
+    max_tokens: Count | None = None
+    system: Blocks | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """With a `format` that has a JSON `schema`"""
+
+    def chat(self) -> ChatBody:
+        """Return the same call as a chat. Raises `RequestError` naming what this server cannot read."""
+        others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
+        marks = cache_marks(
+            {
+                **others,
+                "system": self.system,
+                "tools": [one.model_extra for one in self.tools or ()],
+                "messages": [{"content": one.content} for one in self.messages],
+            }
+        )
+        messages = []
+        if self.system is not None:
+            messages.append(ChatMessage(role="system", content=_text_of(self.system, "system")))
+        for at, one in enumerate(self.messages):
+            messages += _chat_messages(one, f"messages.{at}.content")
+        choice = self.tool_choice or {}
+        wanted = (self.output_config or {}).get("format")
+        return read_as(
+            ChatBody,
+            {
+                **others,
+                "cache_control": marks or None,
+                "messages": messages,
+                "max_completion_tokens": self.max_tokens,
+                "stop": self.stop_sequences or None,
+                "tools": [_tool(one) for one in self.tools or ()] or None,
+                "tool_choice": _choice(choice),
+                "response_format": {"type": "json_schema", "json_schema": wanted} if wanted else None,
+                "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+            },
+        )
+
+
+def _choice(choice: Mapping[str, Any]) -> Any:
+    """Return a choice of a tool as chats have it."""
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return "required" if choice.get("type") == "any" else choice.get("type")
+
+
+def _chat_messages(message: TurnMessage, place: str) -> list[ChatMessage]:
+    """Return a message as a chat has it: results of tools are messages of their own, before the rest."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    results = [_result(one, place) for one in message.content if one.get("type") == "tool_result"]
+    calls = [_call(one, place) for one in message.content if one.get("type") == "tool_use"]
+    skipped = ("tool_result", "tool_use", *DROPPED)
+    texts = [one for one in message.content if one.get("type") not in skipped]
+    if not texts and not calls:
+        return results
+    text = _text_of(texts, place) if texts else None
+    return [*results, ChatMessage(role=message.role, content=text, tool_calls=calls or None)]
+
+
+def _call(block: Block, place: str) -> CalledTool:
+    if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
+        raise RequestError(place, "tool_use", "must have a `name` and an object `input`")
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return CalledTool(id=str(block.get("id", "")), function=CalledFunction(name=block["name"], arguments=arguments))
+
+
+def _result(block: Block, place: str) -> ChatMessage:
+    content = _text_of(block.get("content") or "", f"{place}.content")
+    return ChatMessage(role="tool", content=content, tool_call_id=str(block.get("tool_use_id", "")))
+
+
+def _text_of(content: str | Sequence[Any], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_text(block, place) for block in content)
+
+
+def _text(block: Any, place: str) -> str:
+    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = block.get("type") if isinstance(block, dict) else block
+        raise RequestError(place, kind, "must be text: this server reads text only")
+    return text
+
+
+def _tool(tool: OfferedTool) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise RequestError("tools.type", tool.type, "must be custom: this server runs no tools itself")
+    return Tool(
+        type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    )
+
+
+class MessagesWriter(AnswerWriter):
+    """Writer of one message. Its content is a text, unless that is empty, and the uses of tools."""
+
+    def __init__(self, model: str) -> None:
+        self._id, self._model = f"msg_{uuid.uuid4().hex}", model
+        self._blocks = self._calls = 0
+        self._in_text = False
+
+    def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
+        self._calls += len(parsed.calls)
+        text = [{"type": "text", "text": parsed.content}] if parsed.content or not parsed.calls else []
+        content = [*text, *({**_tool_use(call), "input": read_json(call.arguments)} for call in parsed.calls)]
+        return {**self._message(content, usage_of(completion)), "stop_reason": self._stop_reason(completion)}
+
+    def begin(self, request: GenerateRequest) -> Iterator[AnswerEvent]:
+        counts = {"input_tokens": request.prompt_tokens, "output_tokens": 0}
+        yield _event("message_start", message=self._message([], counts))
+
+    def add(self, parsed: ParsedText) -> Iterator[AnswerEvent]:
+        if parsed.content:
+            if not self._in_text:
+                yield self._start({"type": "text", "text": ""})
+                self._in_text = True
+            yield self._delta({"type": "text_delta", "text": parsed.content})
+        for call in parsed.calls:
+            yield from self._stop_text()
+            self._calls += 1
+            yield self._start({**_tool_use(call), "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield self._stop()
+
+    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[AnswerEvent]:
+        yield from self._stop_text()
+        delta = {"stop_reason": self._stop_reason(completion), "stop_sequence": None}
+        yield _event("message_delta", delta=delta, usage=usage_of(completion), kedge=kedge)
+        yield _event("message_stop")
+
+    def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
+        return _event("error", error={"type": "api_error", "message": error["message"]})
+
+    def _stop_text(self) -> Iterator[AnswerEvent]:
+        if self._in_text:
+            self._in_text = False
+            yield self._stop()
+
+    def _start(self, block: dict[str, Any]) -> AnswerEvent:
+        self._blocks += 1
+        return _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> AnswerEvent:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _stop(self) -> AnswerEvent:
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def _message(self, content: list[dict[str, Any]], counts: dict[str, int]) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": counts}
+
+    def _stop_reason(self, completion: Completion) -> str:
+        if completion.finish_reason is FinishReason.LENGTH:
+            return "max_tokens"
+        return "tool_use" if self._calls else "end_turn"
+
+
+def usage_of(completion: Completion) -> dict[str, int]:
+    """Return a call's tokens; those from the cache are not among the input tokens."""
+    cached = completion.receipt.exact
+    return {
+        "input_tokens": completion.receipt.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(completion.tokens),
+    }
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _event(name: str, **data: Any) -> AnswerEvent:
+    return AnswerEvent(name, {"type": name, **data})
+
+
+router = APIRouter(tags=["Anthropic"], responses=ERRORS, route_class=TypedRoute)
+ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
+
+
+@router.post("/v1/messages", response_model=None, responses=ANSWERS)
+async def messages(
+    body: MessagesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
+) -> Response:
+    """Answer a conversation."""
+    return await answer(body.chat(), MessagesWriter(service.model_name), request, service, workflows, tenant)
+
+
+@router.post("/v1/messages/count_tokens", response_model=None, responses=answers(200) | BODY_ERRORS)
+async def count_tokens(body: MessagesBody, service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001
+    """Return how many tokens a conversation's prompt has."""
+    chat = body.chat()
+    service.check_model(chat.model)
+
+    def count() -> int:
+        segments = prompts.of_conversation(service.engine.tokenizer, chat.messages, chat.tools_to_use)
+        return sum(len(one.tokens) for one in segments)
+
+    return JSONAnswer({"input_tokens": await service.threads.work(count)})

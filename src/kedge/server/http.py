@@ -1,0 +1,396 @@
+"""Bodies, answers and errors of HTTP calls, without engines.
+
+Errors are answered in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kedge.errors import (
+    EngineClosed,
+    KedgeError,
+    LimitReached,
+    NotFound,
+    OutOfBlocks,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unauthenticated,
+    WorkflowError,
+)
+from kedge.hints import Hints
+from kedge.types import Completion, Source
+
+MAX_REASON = 300
+"""Characters of a reason: what was wrong may be as long as a body."""
+OVERLOADED = "overloaded"
+
+
+class FailureKind(StrEnum):
+    """What a call failed of: the client or a limit (refused), or the server (failed)."""
+
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call or a run that ended in an error."""
+
+    status: int
+    code: str
+    reason: str
+    route: str = ""
+    """Method and path, for a call."""
+    workflow: str = ""
+    agent: str = ""
+    run: str = ""
+
+    @property
+    def kind(self) -> FailureKind:
+        """Refused before it cost anything, or failed."""
+        refused = self.status < 500 or self.code == OVERLOADED
+        return FailureKind.REFUSED if refused else FailureKind.FAILED
+
+    def is_like(self, other: CallFailure) -> bool:
+        """Whether both are listed in one line: they differ in their reasons' figures at most."""
+        return (self.status, self.code, *self._place()) == (other.status, other.code, *other._place())
+
+    def _place(self) -> tuple[str, ...]:
+        return self.route, self.workflow, self.agent, self.run
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the page."""
+        reason = self.reason if len(self.reason) <= MAX_REASON else f"{self.reason[:MAX_REASON]}…"
+        place = {"route": self.route, "workflow": self.workflow, "agent": self.agent, "run": self.run}
+        return {"kind": self.kind, "status": self.status, "code": self.code, "reason": reason, **place}
+
+
+DONE = b"data: [DONE]\n\n"
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def dumps(data: object) -> bytes:
+    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
+    return _encoder.encode(data).encode("utf-8", "replace")
+
+
+def event(data: object, *, name: str = "", number: int | None = None) -> bytes:
+    """Return a server-sent event with JSON data, which contains no line breaks."""
+    head = f"event: {name}\n" if name else ""
+    head += f"id: {number}\n" if number is not None else ""
+    return head.encode() + b"data: " + dumps(data) + b"\n\n"
+
+
+class JSONAnswer(Response):
+    """Answer with a JSON body, see `dumps`."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+class EventStream(StreamingResponse):
+    """Answer of server-sent events. `on_end` is called exactly once, even if the stream never began."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+JSON_TYPE = "application/json"
+YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+"""RFC 9512, and older names."""
+
+
+class TypedRoute(APIRoute):
+    """Route that answers 415 to a body in a media type that it does not declare, or without a type.
+
+    This keeps out web pages of other sites: a browser lets them send forms and plain text freely, but makes a preflight
+    request before JSON or YAML, which this server does not grant.
+    """
+
+    def get_route_handler(self) -> Handler:
+        body = (self.openapi_extra or {}).get("requestBody", {})
+        declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
+        handle = super().get_route_handler()
+
+        async def handle_declared(request: Request) -> Response:
+            if declared:
+                require_type(request, declared)
+            return await handle(request)
+
+        return handle_declared
+
+
+def require_type(request: Request, declared: tuple[str, ...]) -> None:
+    """Raise `HTTPException` (415) unless the `Content-Type` is one of `declared`."""
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    is_json = JSON_TYPE in declared and kind.startswith("application/") and kind.endswith("+json")
+    if kind not in declared and not is_json:
+        raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")
+
+
+class Body(BaseModel):
+    """JSON object of a request. Types are strict; fields that it does not list are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_as(model: type[Model], fields: Mapping[str, Any]) -> Model:
+    """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RequestError(place, first["input"], first["msg"]) from None
+
+
+def accepted(what: str) -> WrapValidator:
+    """Return a validator whose error says what the field accepts, once for all members of its union."""
+
+    def check(value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            raise PydanticCustomError("accepted", "Input should be {what}", {"what": what}) from None
+
+    return WrapValidator(check)
+
+
+logger = logging.getLogger(__name__)
+MAX_MESSAGE_CHARS = 1000
+"""A message may quote a value that is as long as a body."""
+INVALID_REQUEST = "invalid_request_error"
+
+
+class ErrorDetail(BaseModel):
+    """Details of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every error answer, for the API page."""
+
+    error: ErrorDetail
+
+
+Answers = dict[int | str, dict[str, Any]]
+"""Status, or a range of them, -> documentation of the answer."""
+ERRORS: Answers = {
+    421: {"model": ErrorBody, "description": "`Host` names no host that this server answers to."},
+    "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
+    "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
+}
+BODY_ERRORS: Answers = {
+    400: {"model": ErrorBody, "description": "The body cannot be read, or has a wrong value."},
+    415: {"model": ErrorBody, "description": "The body has another type than those that are read."},
+}
+"""Errors of routes that read a body, besides `ERRORS`."""
+JSON, EVENTS = ("application/json",), ("text/event-stream",)
+
+
+def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
+    """Return the documentation of a route's answers: their statuses and content types."""
+    content: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
+    return {status: {"description": "Successful", "content": content} for status in statuses}
+
+
+class Problem(NamedTuple):
+    """Status, type and code of an error answer."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
+    (Unauthenticated, Problem(401, INVALID_REQUEST, "invalid_api_key")),
+    (NotFound, Problem(404, INVALID_REQUEST, "not_found")),
+    (LimitReached, Problem(429, "rate_limit_error", "rate_limit_exceeded")),
+    (Overloaded, Problem(503, "server_error", "overloaded")),
+    (OutOfBlocks, Problem(503, "server_error", "overloaded")),
+    (EngineClosed, Problem(503, "server_error", "engine_closed")),
+    (PromptTooLong, Problem(400, INVALID_REQUEST, "context_length_exceeded")),
+    (RequestError, Problem(400, INVALID_REQUEST, None)),
+    (WorkflowError, Problem(400, INVALID_REQUEST, None)),
+)
+"""The first match counts; any other error is an internal one."""
+SOURCES = frozenset({"body", "query", "path", "header"})
+"""First part of the location of a bad value in FastAPI's errors, which is no field's name."""
+NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""Pydantic's errors whose messages name Python types."""
+INTERNAL = Problem(500, "server_error", "internal_error")
+BUG = "internal error of the server, see its log"
+
+
+def problem_of(error: KedgeError) -> Problem:
+    """Return the status, type and code for `error`."""
+    found = next((problem for kind, problem in KINDS if isinstance(error, kind)), INTERNAL)
+    return found._replace(code="model_not_found") if isinstance(error, NotFound) and error.key == "model" else found
+
+
+def problem_body(message: str, problem: Problem, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error answer."""
+    short = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
+    return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
+
+
+def refusal(status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
+    """Return the answer to a call that is refused before it reaches its route."""
+    return JSONAnswer(problem_body(why, Problem(status, INVALID_REQUEST, code), param), status)
+
+
+def error_body(error: KedgeError) -> dict[str, Any]:
+    """Return `error` as the body of an answer or the data of a stream's event."""
+    problem = problem_of(error)
+    notes = getattr(error, "__notes__", [])
+    message = f"{error} ({'; '.join(notes)})" if notes else str(error)
+    return problem_body(message, problem, error.key if problem.status in (400, 404) else None)
+
+
+def install_errors(app: FastAPI) -> None:
+    """Answer every error of `app` in this format."""
+    app.add_exception_handler(KedgeError, _kedge_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+
+
+async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
+    assert isinstance(error, KedgeError)
+    status = problem_of(error).status
+    if status == INTERNAL.status:
+        logger.error("a call failed: %s", error)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
+    if isinstance(error, LimitReached):
+        headers = {"Retry-After": str(math.ceil(error.retry_after))}
+    return _answer(request, error_body(error), status, headers)
+
+
+async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
+    is_json = first["type"] != "json_invalid"
+    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
+    param = place[0] if is_json and place else None
+    return _answer(request, problem_body(message, Problem(400, INVALID_REQUEST, None), param), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONAnswer:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(error.status_code)
+    kind = INVALID_REQUEST if error.status_code < 500 else INTERNAL.type
+    body = problem_body(str(error.detail), Problem(error.status_code, kind, code))
+    return _answer(request, body, error.status_code, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG001 (Starlette logs it)
+    return _answer(request, problem_body(BUG, INTERNAL), INTERNAL.status)
+
+
+def _answer(
+    request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
+) -> JSONAnswer:
+    """Return the answer; count it, and report it, for the calling tenant, if it is known."""
+    tenant, service = getattr(request.state, "tenant", None), request.app.state.service
+    path, owner = request.url.path, tenant.id if tenant else None
+    if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
+        service.failed(owner, failure_of(request, body, status))
+    else:
+        service.metrics.failed(owner or "", status)
+    in_dialect = {"type": "error", **body} if path.startswith("/v1/messages") else body
+    return JSONAnswer(in_dialect, status, headers=headers)
+
+
+def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
+    """Return the record of a call that was answered with an error; its agent is known once its hints were read."""
+    error, hints = body["error"], getattr(request.state, "hints", None)
+    route = f"{request.method} {unquote(request.url.path)}"
+    agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}
+    return CallFailure(status, error["code"] or error["type"], error["message"], route, **agent)
+
+
+# receipts ------------------------------------------------------------------------------------------------------------
+
+
+def receipt(completion: Completion) -> dict[str, Any]:
+    """Return where the prompt's tokens came from, and the timings.
+
+    The engine's request ids are left out: their numbers would reveal how much other tenants ask for.
+    """
+    found = completion.receipt
+    return {
+        "mode": found.mode,
+        "tokens": {source.value: found.tokens(source) for source in Source},
+        "preassembled": found.preassembled,
+        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in found.misses],
+        "guard": [asdict(note) for note in found.guard],
+        "parts_ms": dict(found.parts_ms),
+        "ttft_ms": completion.ttft_ms,
+        "total_ms": completion.total_ms,
+    }
+
+
+def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, and what
+    became of each of the client's actions.
+    """
+    field = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
+    return {**field, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else field
+
+
+def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:
+    """Return the token counts of a call.
+
+    A prompt counts once for all of its `per_prompt` choices, with the cached tokens of its first choice.
+    """
+    receipts = [completion.receipt for completion in completions[::per_prompt]]
+    prompt_tokens = sum(one.prompt_tokens for one in receipts)
+    completion_tokens = sum(len(completion.tokens) for completion in completions)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.exact for one in receipts)},
+    }

@@ -1,1 +1,0 @@
-"""HTTP without engines: bodies and their limits, media types, hosts, error answers and event streams."""

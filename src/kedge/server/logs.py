@@ -1,0 +1,134 @@
+"""Log lines as text or JSON, each with the id of its HTTP call, and a line and trace context for every call."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kedge.server.tracing import Tracing
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the call that is being answered; empty outside of calls and in the engine's threads."""
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
+"""Attributes of every record; all others were passed as `extra`."""
+TEXT = "%(asctime)s %(levelname)s %(name)s %(request_id)s%(message)s"
+
+
+class WithCall(logging.Filter):
+    """Filter that adds the call's id to a record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = request_id.get()
+        return True
+
+
+class TextLine(logging.Formatter):
+    """Formatter of a line of text."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the standard library's name)
+        name = getattr(record, "request_id", "")
+        return TEXT % {**vars(record), "request_id": f"{name} " if name else ""}
+
+
+class JSONLine(logging.Formatter):
+    """Formatter of one JSON object per line: time (UTC), level, logger, message, the call's id if there is one, the
+    attributes passed as `extra`, and an exception as text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if name := getattr(record, "request_id", ""):
+            line["request_id"] = name
+        line |= {key: value for key, value in vars(record).items() if key not in _PLAIN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
+    """Send all log records of this process to stderr."""
+    formatter = {"text": TextLine, "json": JSONLine}[log_format]
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "filters": {"call": {"()": WithCall}},
+            "formatters": {"line": {"()": formatter}},
+            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["call"]}},
+            "root": {"level": level, "handlers": ["stderr"]},
+            "loggers": {"httpx": {"level": "WARNING"}},
+        }
+    )
+
+
+logger = logging.getLogger("kedge.access")
+QUIET = frozenset({"/health", "/ready", "/metrics"})
+"""Paths that machines poll; their calls are logged at level DEBUG."""
+ABANDONED = 499
+"""Status that is logged if an answer never began, as in nginx."""
+
+
+class AccessLogMiddleware:
+    """Outermost middleware: it logs each call and names it in the answer's `X-Request-Id`."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app, self._tracing = app, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), ABANDONED
+        name = f"req_{uuid.uuid4().hex}"
+        token = request_id.set(name)
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            with self._tracing.called(scope["path"], _Incoming(scope)):
+                await self._app(scope, receive, send_named)
+        finally:
+            method, ms = scope["method"], round((time.monotonic() - began) * 1e3, 1)
+            path = scope.get("raw_path", b"").decode("latin-1").partition("?")[0] or scope["path"]
+            tenant = getattr(scope.get("state", {}).get("tenant"), "id", "")
+            fields = {"method": method, "path": path, "status": status, "ms": ms, "tenant": tenant}
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            logger.log(level, "%s %s %d in %.1f ms", method, path, status, ms, extra=fields)
+            request_id.reset(token)
+
+
+class _Incoming(Mapping[str, str]):
+    """Request headers as a mapping of text, with case-insensitive names, for trace propagation."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._headers = Headers(scope=scope)
+
+    def __getitem__(self, name: str) -> str:
+        return self._headers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers.keys())
+
+    def __len__(self) -> int:
+        return len(self._headers)

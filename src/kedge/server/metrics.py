@@ -1,0 +1,271 @@
+"""Prometheus metrics: of one server, by tenant, and of its engine's cache and guard, of all tenants together.
+
+Names follow vLLM's, as `kedge:…`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kedge.engine.base import Engine
+from kedge.errors import EngineClosed
+from kedge.guard import GuardState
+from kedge.hints import IgnoredHints
+from kedge.server.threads import Threads
+from kedge.types import Completion, ReuseMode, Source, TenantId
+from kedge.workflow.forecast import Ignored
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+NO_TENANT = ""
+"""Label of what belongs to no tenant."""
+
+
+class ServerMetrics:
+    """Metrics of one server. Any thread may update and read them."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry, self._model_name = CollectorRegistry(auto_describe=False), model_name
+        self._ignored_forecasts: Mapping[Ignored, int] = {}
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self.running = gauge("num_requests_running", "Generations whose first token has come.")
+        self.waiting = gauge("num_requests_waiting", "Generations that wait for their first token.")
+        self.runs = gauge("num_runs_running", "Workflow runs that go on.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self._by_source = counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens whose exact KV was found.")
+        self._success = counter("request_success", "Finished generations.", "finished_reason")
+        self._errors = counter("request_errors", "Calls that were answered with an error.", "status")
+        self._ended_runs = counter("runs", "Ended workflow runs.", "status")
+        self._ignored = counter("ignored_hints", "Hints that were ignored.", "dialect", "reason")
+        self._snapshots = counter("snapshots", "Snapshots of what the engine has learned.", "status")
+        self._snapshot_time = gauge("last_snapshot_timestamp_seconds", "When the last complete snapshot was taken.")
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival in the engine to the first token.")
+        self._latency = histogram("e2e_request_latency_seconds", "From arrival in the engine to the last token.")
+        self._per_token = histogram("time_per_output_token_seconds", "Mean time between two tokens of a generation.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"kedge:{name}", text, ("tenant", *labels), registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"kedge:{name}", text, ("tenant",), registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"kedge:{name}", text, ("tenant",), registry=self._registry, buckets=SECONDS)
+
+    def finished(self, tenant: TenantId, completion: Completion) -> None:
+        """Count a generation that ended with a completion, including cancelled ones."""
+        receipt, tokens = completion.receipt, len(completion.tokens)
+        self._success.labels(tenant, completion.finish_reason).inc()
+        self._prompt_tokens.labels(tenant).inc(receipt.prompt_tokens)
+        self._generation_tokens.labels(tenant).inc(tokens)
+        for source in Source:
+            self._by_source.labels(tenant, source).inc(receipt.tokens(source))
+        if receipt.mode is not ReuseMode.OFF:
+            self._queries.labels(tenant).inc(receipt.prompt_tokens)
+            self._hits.labels(tenant).inc(receipt.exact)
+        if tokens:
+            self._ttft.labels(tenant).observe(completion.ttft_ms / 1e3)
+            self._latency.labels(tenant).observe(completion.total_ms / 1e3)
+        if tokens > 1:
+            between = (completion.total_ms - completion.ttft_ms) / 1e3 / (tokens - 1)
+            self._per_token.labels(tenant).observe(between)
+
+    def failed(self, tenant: TenantId | str, status: int) -> None:
+        """Count a call that was answered with an error, for `NO_TENANT` if its key is unknown."""
+        self._errors.labels(tenant, status).inc()
+
+    def run_ended(self, tenant: TenantId, status: str) -> None:
+        """Count an ended workflow run."""
+        self._ended_runs.labels(tenant, status).inc()
+
+    def ignored(self, tenant: TenantId, ignored: IgnoredHints) -> None:
+        """Count hints that were ignored."""
+        for (dialect, reason), count in ignored.items():
+            if count:
+                self._ignored.labels(tenant, dialect, reason).inc(count)
+
+    def expose_ignored_forecasts(self, by_reason: Mapping[Ignored, int]) -> None:
+        """Expose these counts to the operator, as they are at the time of each exposition."""
+        self._ignored_forecasts = by_reason
+
+    def snapshot(self, status: str) -> None:
+        """Count a snapshot (`saved`, `failed`), one that was not loaded (`refused`), or a file of one (`damaged`)."""
+        self._snapshots.labels(NO_TENANT, status).inc()
+        if status == "saved":
+            self._snapshot_time.labels(NO_TENANT).set(time.time())
+
+    def exposition(self, tenant: TenantId | None, of_all: Collector | None = None) -> bytes:
+        """Return the metrics in Prometheus' text format: one tenant's series, or for None all, with those `of_all`
+        tenants together.
+        """
+        view = CollectorRegistry(auto_describe=False)
+        view.register(_TenantView(self._registry, self._model_name, tenant))
+        if tenant is None:
+            view.register(_IgnoredForecasts(self._ignored_forecasts))
+            if of_all is not None:
+                view.register(of_all)
+        return generate_latest(view)
+
+
+class _TenantView(Collector):
+    """Series of one tenant, or of all for None, with the model's name as a label and without creation times."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, tenant: TenantId | None) -> None:
+        self._registry, self._model_name, self._tenant = registry, model_name, tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name})
+                for sample in family.samples
+                if not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
+            ]
+            yield family
+
+
+class _IgnoredForecasts(Collector):
+    def __init__(self, by_reason: Mapping[Ignored, int]) -> None:
+        self._by_reason = by_reason
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Forecasts, or what they say of an agent, that were ignored."
+        family = CounterMetricFamily("kedge:ignored_forecasts", text, labels=["reason"])
+        for reason, count in self._by_reason.items():
+            family.add_metric([reason], count)
+        yield family
+
+
+class InFlight:
+    """Generations of one call or run that wait for or have their first token. Belongs to the event loop."""
+
+    def __init__(self, metrics: ServerMetrics, tenant: TenantId) -> None:
+        self._metrics, self._tenant = metrics, tenant
+        self._stages: dict[Hashable, Gauge] = {}
+
+    def submitted(self, name: Hashable) -> None:
+        """Count a generation as waiting."""
+        self._move(name, self._metrics.waiting)
+
+    def begun(self, name: Hashable) -> None:
+        """Count a generation as running from its first token on; later ones change nothing."""
+        if name in self._stages:
+            self._move(name, self._metrics.running)
+
+    def ended(self, name: Hashable) -> None:
+        """Stop counting a generation; an unknown one changes nothing."""
+        self._move(name, None)
+
+    def clear(self) -> None:
+        """Stop counting all of them."""
+        for name in list(self._stages):
+            self.ended(name)
+
+    def _move(self, name: Hashable, to: Gauge | None) -> None:
+        if left := self._stages.pop(name, None):
+            left.labels(self._tenant).dec()
+        if to is not None:
+            self._stages[name] = to
+            to.labels(self._tenant).inc()
+
+
+PATIENCE = 0.5
+"""Longest wait for a busy engine, in seconds; then the figures of the last answer are shown."""
+COUNTERS = {
+    "hit_tokens": "Prompt tokens whose KV was on the device when their request was admitted.",
+    "host_hit_tokens": "Those of them that a request had to wait for.",
+    "evictions": "Blocks evicted from the device.",
+    "host_evictions": "Blocks evicted from the host.",
+    "blocks_loaded": "Blocks copied from the host to the device.",
+    "blocks_offloaded": "Blocks copied from the device to the host.",
+    "failed_copies": "Copies that failed; their blocks were computed.",
+    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
+    "skipped_backups": "Backups that found no room on the host.",
+}
+DISK_COUNTERS = {
+    "written": "Blocks written to the disk.",
+    "read": "Blocks read from the disk.",
+    "evicted": "Blocks deleted from the disk to make room.",
+    "skipped": "Blocks not written, as the disk was behind, had failed or had no room.",
+    "failed": "Blocks not read, as a file was gone or unreadable, or the host had no room.",
+    "corrupt": "Blocks not read, as their file was damaged.",
+}
+GAUGES = {
+    "cached_blocks": "Blocks cached on the device.",
+    "host_cached_blocks": "Blocks cached on the host.",
+    "disk_blocks": "Blocks on disk.",
+}
+
+
+class CacheMetrics(Collector):
+    """The figures of an engine's cache, of all tenants together. The event loop owns it."""
+
+    def __init__(self, engine: Engine, threads: Threads) -> None:
+        self._engine, self._threads = engine, threads
+        self._look: Future[Mapping[str, Any]] | None = None
+        self._seen: Mapping[str, Any] = {}
+
+    async def refresh(self) -> None:
+        """Ask the engine, unless it still owes an answer, and wait for it for `PATIENCE` seconds at most."""
+
+        def ask() -> Mapping[str, Any]:
+            try:
+                return self._engine.inspect()
+            except EngineClosed:
+                return {}
+
+        if self._look is None:
+            self._look = self._threads.wait(ask)
+        look = self._look
+        await asyncio.wait([asyncio.wrap_future(look)], timeout=PATIENCE)
+        if look.done():
+            self._look = None if self._look is look else self._look
+            self._seen = look.result() or self._seen
+
+    def collect(self) -> Iterator[Metric]:
+        """Iterate over the families of the figures that the engine has."""
+        cache = self._seen.get("cache", {})
+        disk = cache.get("disk", {})
+        counts = {f"cache_{name}": (text, cache.get(name)) for name, text in COUNTERS.items()}
+        counts |= {f"disk_{name}_blocks": (text, disk.get(name)) for name, text in DISK_COUNTERS.items()}
+        for name, (text, value) in counts.items():
+            if value is not None:
+                yield CounterMetricFamily(f"kedge:{name}", text, value=value)
+        for name, text in GAUGES.items():
+            if name in cache:
+                yield GaugeMetricFamily(f"kedge:{name}", text, value=cache[name])
+        yield from guard_families(self._seen.get("guard", {}))
+
+
+GUARD_COUNTERS = {
+    "suspicions": "Times that an answer changed, or a check was far off, and a placeholder was withheld.",
+    "breaches": "Times that too many answers changed, and anchors were discarded.",
+}
+
+
+def guard_families(figures: Mapping[str, Any]) -> Iterator[Metric]:
+    """Iterate over the families of an engine's figures of its guard; none where it has no guard."""
+    if not figures:
+        return
+    states = [one["state"] for one in figures["agents"]]
+    by_state = GaugeMetricFamily("kedge:guard_placeholders", "Placeholders of agents by state.", labels=["state"])
+    for state in GuardState:
+        by_state.add_metric([state], states.count(state))
+    yield by_state
+    withheld = sum(one["withheld"] for one in figures["agents"])
+    yield GaugeMetricFamily("kedge:guard_withheld", "Those that are not translated as answers changed.", value=withheld)
+    checks = CounterMetricFamily("kedge:guard_checks", "Checks by outcome.", labels=["outcome"])
+    for outcome in ("done", "dropped"):
+        checks.add_metric([outcome], figures[f"checks_{outcome}"])
+    yield checks
+    for name, text in GUARD_COUNTERS.items():
+        yield CounterMetricFamily(f"kedge:guard_{name}", text, value=figures[name])

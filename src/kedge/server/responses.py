@@ -1,0 +1,280 @@
+"""OpenAI's Responses API, without responses that are stored: bodies are read as chats, answers are written as items."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+
+from kedge.errors import RequestError
+from kedge.server.http import BODY_ERRORS, ERRORS, EVENTS, JSON, Body, TypedRoute, accepted, answers, read_as, usage
+from kedge.server.openai.protocol import CalledFunction, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
+from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
+from kedge.server.openai.tool_calls import ParsedText, ToolCall
+from kedge.server.service import TheService, TheTenant
+from kedge.server.workflows.server_runs import TheWorkflows
+from kedge.types import Completion, FinishReason, GenerateRequest
+
+TEXTS = frozenset({"input_text", "output_text", "text"})
+"""Types of parts that are text"""
+NO_EFFECT = (
+    "store", "include", "reasoning", "truncation", "service_tier", "background", "stream_options", "max_tool_calls",
+    "text", "instructions", "input", "max_output_tokens", "tools", "tool_choice", "previous_response_id",
+)  # fmt: skip
+"""Fields that a chat does not have; all others are passed on."""
+Input = Annotated[str | list[dict[str, Any]], accepted("a string or a list of items (objects)")]
+
+
+class ResponsesBody(Body):
+    """Body of `/v1/responses`. Fields that it does not list are those of a chat, or hints."""
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    text: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+
+    def chat(self) -> ChatBody:
+        """Return the same call as a chat. Raises `RequestError` naming what this server cannot read."""
+        if not self.input:
+            raise RequestError("input", self.input, "must have a text or at least one item")
+        if self.previous_response_id is not None:
+            why = "this server stores no responses: send the whole conversation as `input`"
+            raise RequestError("previous_response_id", self.previous_response_id, why)
+        if self.background:
+            raise RequestError("background", self.background, "this server stores no responses")
+        messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        for at, item in enumerate(items):
+            _add(messages, item, f"input.{at}")
+        others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
+        return read_as(
+            ChatBody,
+            {
+                **others,
+                "messages": messages,
+                "max_completion_tokens": self.max_output_tokens,
+                "tools": [_tool(one) for one in self.tools or ()] or None,
+                "tool_choice": _choice(self.tool_choice),
+                "response_format": _format((self.text or {}).get("format")),
+            },
+        )
+
+
+def _choice(choice: Any) -> Any:
+    """Return a choice of a tool as chats have it; they have a function's name one level deeper."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict):
+        raise RequestError("tool_choice.type", choice.get("type"), "must be function")
+    return choice
+
+
+def _format(given: Any) -> Any:
+    """Return a format of the text as chats have it; they have a schema one level deeper."""
+    if isinstance(given, dict) and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": given}
+    return given
+
+
+def _add(messages: list[ChatMessage], item: dict[str, Any], place: str) -> None:
+    """Add an item to a conversation; calls belong to the message before them, if that is the assistant's."""
+    match item.get("type", "message"):
+        case "message":
+            role: Any = item.get("role")
+            if role not in ("system", "developer", "user", "assistant"):
+                raise RequestError(f"{place}.role", role, "must be system, developer, user or assistant")
+            messages.append(ChatMessage(role=role, content=_content(item.get("content"), f"{place}.content")))
+        case "function_call":
+            call_id, name = _text(item, "call_id", place), _text(item, "name", place)
+            function = CalledFunction(name=name, arguments=_text(item, "arguments", place))
+            call = CalledTool(id=call_id, function=function)
+            if messages and messages[-1].role == "assistant":
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+            else:
+                messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+        case "function_call_output":
+            output = _content(item.get("output"), f"{place}.output")
+            messages.append(ChatMessage(role="tool", content=output, tool_call_id=_text(item, "call_id", place)))
+        case "reasoning":
+            pass
+        case other:
+            why = "must be message, function_call, function_call_output or reasoning"
+            raise RequestError(f"{place}.type", other, why)
+
+
+def _content(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(place, content, "must be a string or a list of text parts")
+    text = ""
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in TEXTS:
+            why = f"must be {', '.join(sorted(TEXTS))}: this server reads text only"
+            raise RequestError(f"{place}.{at}.type", kind, why)
+        text += _text(part, "text", f"{place}.{at}")
+    return text
+
+
+def _text(item: dict[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{place}.{name}", value, "must be a string")
+    return value
+
+
+def _tool(tool: dict[str, Any]) -> Tool:
+    if tool.get("type") != "function":
+        raise RequestError("tools.type", tool.get("type"), "must be function: this server runs no tools itself")
+    fields = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return Tool(type="function", function=read_as(Function, fields))
+
+
+Item = dict[str, Any]
+
+
+class ResponsesWriter(AnswerWriter):
+    """Writer of one response. Its items are a message, unless that is empty, and the calls of tools."""
+
+    def __init__(self, body: ResponsesBody, model: str) -> None:
+        self._id, self._created = _new_id("resp"), int(time.time())
+        self._body, self._model = body, model
+        self._items: list[Item] = []
+        self._message: Item | None = None
+        self._events = 0
+
+    def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
+        for _ in (*self.add(parsed), *self._close(completion)):
+            pass  # the events of a stream that nobody reads; they leave the items behind
+        return self._response(_status(completion), completion)
+
+    def begin(self, request: GenerateRequest) -> Iterator[AnswerEvent]:  # noqa: ARG002 (all events have the request)
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress"))
+
+    def add(self, parsed: ParsedText) -> Iterator[AnswerEvent]:
+        if parsed.content:
+            yield from self._open()
+            assert self._message is not None
+            self._message["content"][0]["text"] += parsed.content
+            yield self._event("response.output_text.delta", **self._place(), delta=parsed.content, logprobs=[])
+        for call in parsed.calls:
+            yield from self._call(call)
+
+    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[AnswerEvent]:
+        yield from self._close(completion)
+        status = _status(completion)
+        yield self._event(f"response.{status}", response={**self._response(status, completion), "kedge": kedge})
+
+    def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    # items ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Iterator[AnswerEvent]:
+        """Begin a message, if none has begun."""
+        if self._message is None:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
+            self._message = {**item, "content": [part]}
+            self._items.append(self._message)
+            yield self._item_event("added", {**item, "content": []})
+            yield self._event("response.content_part.added", **self._place(), part=dict(part))
+
+    def _close(self, completion: Completion) -> Iterator[AnswerEvent]:
+        """End the message; an answer without calls has one, even if it is empty."""
+        if not self._items:
+            yield from self._open()
+        if self._message is not None:
+            message, (part,) = self._message, self._message["content"]
+            message["status"] = _status(completion)
+            yield self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
+            yield self._event("response.content_part.done", **self._place(), part=part)
+            yield self._item_event("done", message)
+
+    def _call(self, call: ToolCall) -> Iterator[AnswerEvent]:
+        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.name}
+        self._items.append({**item, "arguments": call.arguments, "status": "completed"})
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, arguments=call.arguments, name=call.name)
+        yield self._item_event("done", self._items[-1])
+
+    def _place(self) -> dict[str, Any]:
+        assert self._message is not None
+        at = next(at for at, item in enumerate(self._items) if item is self._message)
+        return {"item_id": self._message["id"], "output_index": at, "content_index": 0}
+
+    def _item_event(self, what: str, item: Item) -> AnswerEvent:
+        at = next(at for at, one in enumerate(self._items) if one["id"] == item["id"])
+        return self._event(f"response.output_item.{what}", output_index=at, item=item)
+
+    def _event(self, kind: str, /, **data: Any) -> AnswerEvent:
+        self._events += 1
+        return AnswerEvent(kind, {"type": kind, "sequence_number": self._events - 1, **data})
+
+    def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": (body.model_extra or {}).get("metadata") or {},
+            "model": self._model,
+            "output": list(self._items),
+            "parallel_tool_calls": (body.model_extra or {}).get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": (body.model_extra or {}).get("temperature"),
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": (body.model_extra or {}).get("top_p"),
+            "usage": _usage(completion) if completion else None,
+        }
+
+
+def _status(completion: Completion) -> str:
+    return "incomplete" if completion.finish_reason is FinishReason.LENGTH else "completed"
+
+
+def _usage(completion: Completion) -> dict[str, Any]:
+    counts = usage([completion], 1)
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": counts["prompt_tokens_details"],
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts["total_tokens"],
+    }
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
+ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
+
+
+@router.post("/v1/responses", response_model=None, responses=ANSWERS)
+async def responses(
+    body: ResponsesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
+) -> Response:
+    """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
+    writer = ResponsesWriter(body, service.model_name)
+    return await answer(body.chat(), writer, request, service, workflows, tenant)

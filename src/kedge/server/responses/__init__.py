@@ -1,1 +1,0 @@
-"""OpenAI's Responses API, without responses that are stored."""

@@ -1,1 +1,0 @@
-"""Metrics, traces and logs of the server."""

@@ -1,0 +1,256 @@
+"""Tracing of generations and runs, with OpenTelemetry or not at all.
+
+A span is a child of the one in the caller's `traceparent` header. Attributes are those of OpenTelemetry's conventions
+for generative AI. No span contains text of prompts, answers or tools. The extra `otel` is needed only where tracing is
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from kedge.errors import ConfigError
+from kedge.runner.run import EventKind, RunEvent
+from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, Source
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.spec import tool_name
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer, TracerProvider
+
+CHAT = "/v1/chat/completions"
+_OPERATION = "kedge.operation"
+PROVIDER = {"gen_ai.provider.name": "kedge"}
+FIRST_TOKEN = "gen_ai.first_token"
+
+
+class CallSpan:
+    """Span of one call's generations, from their submission to their end. This one records nothing."""
+
+    def submitting(self, requests: Sequence[GenerateRequest]) -> Sequence[GenerateRequest]:
+        """Record the attributes of the requests and return them unchanged."""
+        return requests
+
+    def begun(self) -> None:
+        """Record the first token of a generation."""
+
+    def ended(self, completions: Sequence[Completion]) -> None:
+        """End the span: nothing of the call is left in the engine."""
+
+    def failed(self, error: BaseException) -> None:
+        """End the span with the error that kept the call from beginning."""
+
+
+class RunSpan:
+    """Span of one run that the server drives. Only one thread at a time calls it. This one records nothing."""
+
+    def record(self, event: RunEvent) -> None:
+        """Record an event of the run."""
+
+    def ended(self, status: str, error: BaseException | None) -> None:
+        """End the span and those of unfinished calls, with the error if one ended the run."""
+
+
+class Tracing:
+    """Factory of spans. This one makes spans that record nothing."""
+
+    def called(self, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context in which new spans are children of the caller's; `path` is the route's."""
+        return nullcontext()
+
+    def generation(self, tenant: str) -> CallSpan:  # noqa: ARG002
+        """Begin the span of a call's generations, before they are submitted."""
+        return CallSpan()
+
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:  # noqa: ARG002
+        """Begin the span of a workflow run."""
+        return RunSpan()
+
+
+class OpenTelemetry(Tracing):
+    """Tracing with a tracer provider of OpenTelemetry."""
+
+    def __init__(self, provider: TracerProvider, model_name: str) -> None:
+        from opentelemetry.propagate import extract
+
+        self._tracer: Tracer = provider.get_tracer("kedge")
+        self._model_name, self._extract = model_name, extract
+
+    @contextmanager
+    def called(self, path: str, headers: Mapping[str, str]) -> Iterator[None]:
+        from opentelemetry import context
+
+        operation = "chat" if path == CHAT else "text_completion"
+        token = context.attach(context.set_value(_OPERATION, operation, self._extract(headers)))
+        try:
+            yield
+        finally:
+            context.detach(token)
+
+    def generation(self, tenant: str) -> CallSpan:
+        from opentelemetry import context
+        from opentelemetry.trace import SpanKind
+
+        operation = str(context.get_value(_OPERATION))
+        attributes = {
+            **PROVIDER,
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": self._model_name,
+            "kedge.tenant": tenant,
+        }
+        span = self._tracer.start_span(f"{operation} {self._model_name}", kind=SpanKind.SERVER, attributes=attributes)
+        return GenerationSpan(span, self._model_name)
+
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:
+        attributes = {
+            **PROVIDER,
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": workflow.name,
+            "gen_ai.conversation.id": run_id,
+            "kedge.tenant": tenant,
+        }
+        span = self._tracer.start_span(f"invoke_workflow {workflow.name}", attributes=attributes)
+        return WorkflowSpan(self._tracer, span, workflow, run_id, self._model_name)
+
+
+def exporting(model_name: str) -> OpenTelemetry:
+    """Return tracing to an OTLP collector, as OpenTelemetry's `OTEL_…` variables configure it.
+
+    Raises `ConfigError` without the extra `otel`.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError("server.tracing", error.name, "is not installed: pip install 'kedge[otel]'") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": "kedge"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return OpenTelemetry(provider, model_name)
+
+
+class GenerationSpan(CallSpan):
+    """Span of OpenTelemetry for one call's generations."""
+
+    def __init__(self, span: Span, model_name: str) -> None:
+        self._span, self._model_name = span, model_name
+
+    def submitting(self, requests: Sequence[GenerateRequest]) -> Sequence[GenerateRequest]:
+        first = requests[0]
+        _set(
+            self._span,
+            {
+                **_request_attributes(first.sampling),
+                "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
+                "gen_ai.agent.name": first.agent or None,
+                "gen_ai.conversation.id": first.run or None,
+                "kedge.workflow": first.workflow or None,
+                "kedge.reuse": first.reuse.value,
+            },
+        )
+        return requests
+
+    def begun(self) -> None:
+        self._span.add_event(FIRST_TOKEN)
+
+    def ended(self, completions: Sequence[Completion]) -> None:
+        _set(self._span, _answer_attributes(completions, self._model_name))
+        self._span.end()
+
+    def failed(self, error: BaseException) -> None:
+        _fail(self._span, error, str(error))
+
+
+class WorkflowSpan(RunSpan):
+    """Span of OpenTelemetry for a run, with a child per call of an agent or a tool."""
+
+    def __init__(self, tracer: Tracer, span: Span, workflow: Workflow, run_id: str, model_name: str) -> None:
+        self._tracer, self._span, self._workflow = tracer, span, workflow
+        self._model_name = model_name
+        self._about = {**PROVIDER, "gen_ai.conversation.id": run_id, "kedge.workflow": workflow.name}
+        self._open: dict[RequestId, Span] = {}
+        """Open child span per request: the agent's, then its tool's."""
+        self._begun: set[RequestId] = set()
+
+    def record(self, event: RunEvent) -> None:
+        match event.kind:
+            case EventKind.SUBMITTED:
+                agent = self._workflow.agent(event.agent)
+                attributes = {
+                    "gen_ai.request.model": self._model_name,
+                    "kedge.turn": event.turn,
+                    "kedge.reuse": agent.reuse.value if agent.reuse else None,
+                    **_request_attributes(agent.sampling),
+                }
+                self._open[event.request_id] = self._child("invoke_agent", agent, agent.id, attributes)
+            case EventKind.TEXT:
+                if event.request_id not in self._begun:
+                    self._begun.add(event.request_id)
+                    self._open[event.request_id].add_event(FIRST_TOKEN)
+            case EventKind.ANSWERED:
+                self._answered(event)
+            case EventKind.TOOL:
+                self._open.pop(event.request_id).end()
+
+    def ended(self, status: str, error: BaseException | None) -> None:
+        self._span.set_attribute("kedge.run.status", status)
+        for span in (*self._open.values(), self._span):
+            if error is None:
+                span.end()
+            else:
+                _fail(span, error)
+
+    def _answered(self, event: RunEvent) -> None:
+        assert event.completion is not None
+        span, agent = self._open.pop(event.request_id), self._workflow.agent(event.agent)
+        _set(span, _answer_attributes([event.completion], self._model_name))
+        span.end()
+        if agent.tool is not None:
+            name = tool_name(agent.tool)
+            attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": event.turn}
+            self._open[event.request_id] = self._child("execute_tool", agent, name, attributes)
+
+    def _child(self, operation: str, agent: Agent, name: str, attributes: Mapping[str, Any]) -> Span:
+        from opentelemetry.trace import set_span_in_context
+
+        span = self._tracer.start_span(f"{operation} {name}", set_span_in_context(self._span))
+        _set(span, {**self._about, "gen_ai.operation.name": operation, "gen_ai.agent.name": agent.id, **attributes})
+        return span
+
+
+def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
+    return {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stop_sequences": list(sampling.stop) or None,
+    }
+
+
+def _answer_attributes(completions: Sequence[Completion], model_name: str) -> dict[str, Any]:
+    by_source = {
+        f"kedge.prompt_tokens.{source}": sum(one.receipt.tokens(source) for one in completions) for source in Source
+    }
+    return {
+        "gen_ai.response.model": model_name,
+        "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
+        "gen_ai.usage.input_tokens": sum(one.receipt.prompt_tokens for one in completions),
+        "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
+        **by_source,
+    }
+
+
+def _fail(span: Span, error: BaseException, why: str | None = None) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("error.type", type(error).__name__)
+    span.set_status(Status(StatusCode.ERROR, why))
+    span.end()
+
+
+def _set(span: Span, attributes: Mapping[str, Any]) -> None:
+    span.set_attributes({key: value for key, value in attributes.items() if value is not None})

@@ -1,0 +1,105 @@
+"""Heaps whose entries change: outdated ones stay until they surface, or until they are most of the heap."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Key = tuple[float, ...]
+Item = TypeVar("Item", bound=Hashable)
+
+
+class LazyHeap(Generic[Item]):
+    """Candidates by ascending key, logarithmic in their number.
+
+    Push an item again when it becomes a candidate or its key changes: only its newest entry counts, by its ticket.
+    """
+
+    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool] | None = None) -> None:
+        """Create an empty queue; without `is_candidate`, what was pushed is a candidate until it is popped."""
+        self._key, self._is_candidate = key, is_candidate
+        self._numbers = itertools.count(1)
+        self._tickets: dict[Item, int] = {}
+        self._heap: list[tuple[Key, int, Item]] = []
+        self._limit = 64
+
+    def push(self, item: Item) -> None:
+        """Enter `item` under its present key."""
+        ticket = self._tickets[item] = next(self._numbers)
+        heappush(self._heap, (self._key(item), ticket, item))
+        if len(self._heap) > self._limit:
+            self._drop_outdated()
+
+    def pop(self) -> Item | None:
+        """Remove and return the candidate with the least key; None if there is none."""
+        while self._heap:
+            entry = heappop(self._heap)
+            if self._is_current(entry):
+                del self._tickets[entry[2]]
+                return entry[2]
+        return None
+
+    def covers(self, items: Iterable[Item]) -> bool:
+        """Return whether exactly `items` would be popped, each under the key that it has now."""
+        current = {entry[2]: entry[0] for entry in self._heap if self._is_current(entry)}
+        return current == {item: self._key(item) for item in items}
+
+    def _is_current(self, entry: tuple[Key, int, Item]) -> bool:
+        _, ticket, item = entry
+        return self._tickets.get(item) == ticket and (self._is_candidate is None or self._is_candidate(item))
+
+    def _drop_outdated(self) -> None:
+        tickets, is_candidate = self._tickets, self._is_candidate
+        current = [entry for entry in self._heap if tickets.get(entry[2]) == entry[1]]
+        self._heap = current if is_candidate is None else [entry for entry in current if is_candidate(entry[2])]
+        heapify(self._heap)
+        self._tickets = {item: ticket for _, ticket, item in self._heap}
+        self._limit = max(64, 2 * len(self._heap))
+
+
+class StepCounts:
+    """A multiset of steps-to-execution with its least in O(1): a node's own labels and its children's priorities.
+
+    Adding and removing cost by the logarithm of the different steps, however many children there are.
+    """
+
+    __slots__ = ("_counts", "_heap")
+
+    def __init__(self) -> None:
+        self._counts: dict[float, int] = {}
+        self._heap: list[float] = []
+
+    @property
+    def least(self) -> float | None:
+        """The least step, or None where there is none."""
+        heap = self._heap
+        while heap and heap[0] not in self._counts:
+            heappop(heap)
+        return heap[0] if heap else None
+
+    @property
+    def counts(self) -> Counter[float]:
+        """How often each step is in it; a copy."""
+        return Counter(self._counts)
+
+    def add(self, step: float) -> None:
+        count = self._counts[step] = self._counts.get(step, 0) + 1
+        if count == 1:
+            heappush(self._heap, step)
+            self._drop_outdated()
+
+    def remove(self, step: float) -> None:
+        """Remove one `step`, which must be there."""
+        count = self._counts[step] - 1
+        if count:
+            self._counts[step] = count
+        else:
+            del self._counts[step]
+
+    def _drop_outdated(self) -> None:
+        if len(self._heap) > 2 * len(self._counts) + 8:
+            self._heap = list(self._counts)
+            heapify(self._heap)

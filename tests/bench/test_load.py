@@ -1,0 +1,211 @@
+"""The measurement under load: what is asked, what is counted, and what a run that fails changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+
+from kedge.bench.load import (
+    AGENTS,
+    OPEN,
+    PREFIX,
+    LoadSettings,
+    LoadTeam,
+    Selection,
+    TeamSizes,
+    TimedCall,
+    WindowEngine,
+    case_names,
+    load,
+    measure,
+    nano_team,
+    now,
+    random_flow,
+    random_team,
+    team,
+)
+from kedge.engine.local.engine import LocalEngine
+from kedge.errors import ConfigError, EngineClosed
+from kedge.runner.prompts import compiled
+from kedge.settings import EngineSettings, PlannerSettings
+from kedge.types import (
+    GenerateRequest,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SamplingParams,
+    Segment,
+)
+
+TINY = TeamSizes(question=40, answer=6)
+FIGURES = {
+    "teams_per_min", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "batch_mean",
+    "batch_mean_last_third", "translated_share",
+}  # fmt: skip
+
+
+LONG = LoadSettings(seconds=600, device="cpu")
+"""A window that nobody waits for: clients without questions end it."""
+
+
+@pytest.fixture(scope="module")
+def nano() -> LoadTeam:
+    return nano_team("cpu", 0)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadTeam:
+    return random_team("tiny", TINY, "cpu", 0)
+
+
+def test_a_random_team_has_prompts_and_answers_of_the_sizes_that_it_is_named_for() -> None:
+    asked = team("32m", "32m", "cpu", 0)
+    prompts = compiled(asked.flow, asked.tokenizer).values()
+    assert [len(prompt.prefixes[0]) for prompt in prompts] == [PREFIX] * AGENTS
+    assert [len(asked.tokenizer.encode(text)) for text in islice(asked.questions("a"), 3)] == [500] * 3
+    assert {agent.max_tokens for agent in asked.flow.agents} == {64}
+    assert not asked.runner.eos_token_ids
+    assert random_flow(16384, 64) == asked.flow
+
+
+def test_all_that_is_translated_has_the_trail_that_templates_share(tiny: LoadTeam) -> None:
+    for prompt in compiled(tiny.flow, tiny.tokenizer).values():
+        assert [trail[:2] for trail in prompt.trails] == [prompt.trails[0][:2]] * len(prompt.trails)
+
+
+@pytest.mark.parametrize("make", [nano_team, lambda device, seed: random_team("tiny", TINY, device, seed)])
+def test_a_client_has_the_same_questions_every_time_and_no_other_client_has_them(make: Any) -> None:
+    asked = make("cpu", 0)
+    first, again, other = (list(islice(asked.questions(name), 5)) for name in ("a", "a", "b"))
+    assert first == again
+    assert len({*first, *other}) == 10
+    assert list(islice(make("cpu", 1).questions("a"), 5)) != first
+
+
+def some(asked: LoadTeam, count: int) -> LoadTeam:
+    """The same team with so many questions for each client: then the clients end, whatever the clock says."""
+    return replace(asked, questions=lambda client: islice(asked.questions(client), count))
+
+
+@pytest.mark.parametrize("mode", ReuseMode)
+def test_two_clients_run_the_team_of_the_bundled_model(nano: LoadTeam, mode: ReuseMode) -> None:
+    figures = load(some(nano, 2), LONG, 2, mode).as_json()
+    assert set(figures) >= FIGURES
+    assert (figures["runs"], figures["calls"], figures["errors"]) == (4, 4 * 5, 0)
+    assert 0 <= figures["batch_mean"] <= 2
+    shares = {name: figures[f"{name}_share"] for name in ("translated", "exact", "computed")}
+    assert sum(shares.values()) == pytest.approx(1, abs=2e-4)
+    assert (shares["exact"] > 0) == (mode is not ReuseMode.OFF)
+
+
+def test_random_weights_are_translated_once_enough_has_been_learned(
+    tiny: LoadTeam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it costs: what pays on a busy machine changes from run to run."""
+    settings = LoadSettings.engine
+    always = {"planner": PlannerSettings(by_cost=False)}
+    monkeypatch.setattr(LoadSettings, "engine", lambda self, *given: settings(self, *given).model_copy(update=always))
+    figures = load(some(tiny, 12), LONG, 1, ReuseMode.TRANSLATE).as_json()
+    assert figures["translated_share"] > 0
+
+
+def test_all_modes_are_asked_the_same(tiny: LoadTeam) -> None:
+    heard: list[list[str]] = []
+    for mode in ReuseMode:
+        questions: list[str] = []
+        asked = some(replace(tiny, questions=partial(heard_questions, tiny, questions)), 2)
+        load(asked, LONG, 2, mode)
+        heard.append(sorted(questions))
+    assert heard[0] == heard[1] == heard[2]
+    assert len(set(heard[0])) == 4
+
+
+def heard_questions(asked: LoadTeam, heard: list[str], client: str) -> Iterator[str]:
+    for question in asked.questions(client):
+        heard.append(question)
+        yield question
+
+
+def test_what_is_done_is_not_measured_again_and_loads_no_model() -> None:
+    assert not list(measure(LoadSettings(), Selection(("32m",), (1,)), done=lambda _: True))
+
+
+def test_a_run_that_fails_is_counted_and_its_client_goes_on(tiny: LoadTeam) -> None:
+    def asked(client: str) -> Iterator[str]:
+        return chain([" "], islice(tiny.questions(client), 1), [" "])
+
+    figures = load(replace(tiny, questions=asked), LONG, 2, ReuseMode.TRANSLATE).as_json()
+    assert figures["errors_by_kind"] == {"MissingInput": 4}
+    assert (figures["errors"], figures["runs"], figures["calls"]) == (4, 2, 2 * AGENTS)
+
+
+def test_a_bug_in_a_client_is_not_hidden(tiny: LoadTeam) -> None:
+    def asked(client: str) -> Iterator[str]:
+        yield next(tiny.questions(client))
+        raise ValueError(client)
+
+    with pytest.raises(ValueError, match="client-0"):
+        load(replace(tiny, questions=asked), LONG, 1, ReuseMode.OFF)
+
+
+def test_no_call_is_taken_after_the_window(tiny: LoadTeam) -> None:
+    calls: list[TimedCall] = []
+    with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
+        watched = WindowEngine(inner, now(), calls)
+        with pytest.raises(EngineClosed, match="window"):
+            watched.submit(GenerateRequest((Segment((1, 2, 3), "p0"),)))
+        assert watched.running() == 0
+    assert not calls
+
+
+def test_of_a_window_the_calls_that_end_well_are_kept(tiny: LoadTeam) -> None:
+    calls: list[TimedCall] = []
+    request = GenerateRequest((Segment((1, 2, 3), "p0"),), SamplingParams(2), run=RunId("r"))
+    with LocalEngine.from_runner(tiny.runner, tiny.tokenizer, LONG.engine()) as inner:
+        watched = WindowEngine(inner, now() + 600, calls)
+        stopped = watched.submit(replace(request, sampling=SamplingParams(500), request_id=RequestId("stopped")))
+        watched.cancel(stopped.request_id)
+        stopped.result()
+        answered = watched.submit(request).result()
+    assert [(one.run, one.completion) for one in calls] == [("r", answered)]
+    assert all(one.began <= one.ended for one in calls)
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    keys = [key for key, _ in measure(LoadSettings(seconds=0.1, device="cpu"), Selection(("nano",), (1,)))]
+    assert keys == [("nano", 1, mode) for mode in ReuseMode]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "selection", "named"),
+    [
+        (LoadSettings(), Selection(("7b",)), "32m-long"),
+        (LoadSettings(model_size="8b"), Selection(("32m",)), "8b-long"),
+        (LoadSettings(), Selection(("nano",), (0,)), "clients"),
+        (LoadSettings(kv_memory="much"), Selection(("nano",)), "kv_memory"),
+        (LoadSettings(anchor_memory="much"), Selection(("nano",)), r"anchors\.max_bytes='much'"),
+        (LoadSettings(base_memory="0"), Selection(("nano",)), r"anchors\.max_base_bytes='0'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(settings: LoadSettings, selection: Selection, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        next(measure(settings, selection))
+
+
+def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:
+    settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB", base_memory="5GiB").engine(OPEN)
+    wanted = OPEN.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 5 << 30})
+    assert settings == EngineSettings(kv_memory=3 << 30, anchors=wanted)
+    assert LoadSettings().engine(OPEN) == EngineSettings(anchors=OPEN)
+
+
+def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:
+    assert case_names("8b") == ("nano", "8b", "8b-long")

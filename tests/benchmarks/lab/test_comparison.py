@@ -1,0 +1,199 @@
+"""The whole experiment on the bundled model: a few questions, all kinds of methods."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.lab import comparison
+from benchmarks.lab.comparison import JUDGED, Lab, LabSettings, MethodBench, MethodRuns, Probe, ProbeResult, run_pairs
+from benchmarks.lab.methods import METHODS, Method, method_named, open_engine
+from kedge.bench.shapes import load_model
+from kedge.errors import ConfigError
+from kedge.settings import EngineSettings
+from kedge.types import GenerateRequest, ReuseMode, Source, TenantId
+from kedge.workloads.miniature import TASKS, MiniatureTeam
+from tests.engine.local.test_translation import request, tokens
+
+CHOICE = MiniatureTeam(TASKS["choice"])
+OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
+CPU = {"device": "cpu", "num_blocks": 400}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, MethodRuns]:
+    settings = LabSettings(agents=3, taught=2, judged=True, anchors=OPEN, engine=CPU)
+    questions = islice(TASKS["choice"].questions("test", 4), 3)
+    return run_pairs(CHOICE, questions, ("dense", "rotation", "cacheblend", "token"), settings)
+
+
+def test_dense_again_is_the_ceiling(runs: dict[str, MethodRuns]) -> None:
+    summary = runs["dense"].summary()
+    assert summary.questions == 1
+    assert summary.accuracy == summary.accuracy_dense
+    assert (summary.same_final_answer, summary.judge_consistency, summary.top1) == (1, 1, 1)
+    assert summary.kl == pytest.approx(0, abs=1e-6)
+    assert summary.error is not None
+    assert max(*summary.error.keys, *summary.error.values) < 1e-4
+    assert (summary.flips, summary.reuse_rate, summary.reused_tokens) == (0, 0, 0)
+    assert (summary.forced_reuse_rate, summary.forced_reused_tokens) == (0, 0)
+
+
+def test_methods_reuse_and_pay_for_it(runs: dict[str, MethodRuns]) -> None:
+    summaries = {name: one.summary() for name, one in runs.items()}
+    for name in ("rotation", "cacheblend", "token"):
+        one = summaries[name]
+        assert one.forced_reuse_rate == pytest.approx(2 / 3)  # nobody has seen the first agent's question
+        assert 0.2 < one.forced_reused_tokens < 0.8
+        assert one.kl > 0
+        assert one.error.values[0] < 1e-3  # the first layer sees no context
+        assert one.error.values[3] > 0.01
+    far = {name: summaries[name].error.values[3] for name in ("rotation", "cacheblend", "token")}
+    assert max(far["token"], far["cacheblend"]) < 0.9 * far["rotation"]
+    assert summaries["cacheblend"].reused_tokens < summaries["rotation"].reused_tokens
+
+
+def test_methods_without_anchors_need_one_taught_question_and_answer_others_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which makes a study with many of them several times as fast, and changes no figure."""
+    monkeypatch.setattr(comparison, "AT_ONCE", 2)
+    names = ("epic", "cacheblend", "relay", "seams")
+    assert not any(method_named(name).learns for name in ("dense", "exact", *names))
+    settings = LabSettings(agents=3, taught=2, judged=True, kv=False, engine=CPU)
+
+    def run() -> dict[str, MethodRuns]:
+        return run_pairs(CHOICE, islice(TASKS["choice"].questions("test", 4), 6), names, settings)
+
+    short = run()
+    monkeypatch.setattr(Method, "learns", True)
+    full = run()
+    for name in names:
+        ours, theirs = short[name], full[name]
+        assert [one.receipt.spans for one in ours.forced] == [one.receipt.spans for one in theirs.forced]
+        assert [one.fidelity.kl for one in ours.forced] == pytest.approx(
+            [one.fidelity.kl for one in theirs.forced], rel=1e-3, abs=1e-9
+        )
+        assert (ours.finals, ours.choices) == (theirs.finals, theirs.choices)
+
+
+def test_every_agent_is_there_in_order(runs: dict[str, MethodRuns]) -> None:
+    for one in runs.values():
+        assert [pair.agent for pair in one.answers] == ["expert", "searcher", "final"]
+        assert [pair.agent for pair in one.forced] == ["expert", "searcher", "final"]
+        assert len(one.finals) == len(one.choices) == 1
+        assert {pair.dense.text for pair in one.answers} == {pair.dense.text for pair in runs["dense"].answers}
+        assert one.summary().questions == 1
+
+
+def test_the_judges_candidates_are_said_shuffled_and_partly_wrong() -> None:
+    with Lab(CHOICE, {}, LabSettings(agents=4, judged=True, engine=CPU)) as lab:
+        seen = []
+        lab._judge, inner = lambda *args: seen.append(inner(*args)), lab._judge  # type: ignore[method-assign]
+        lab.ask(list(enumerate(islice(TASKS["choice"].questions("test", 5), 3))))
+        decode = lab._dense.engine.tokenizer.decode
+    said = 0
+    for judge in seen:
+        by_sample = {segment.sample: segment.tokens for segment in judge.request.segments}
+        for producer, answer in judge.candidates.items():
+            assert by_sample[producer.produces] == answer
+            said += 1
+        assert all(decode(answer) for answer in judge.candidates.values())
+    assert said == 3 * 3
+    orders = {tuple(s.sample for s in j.request.segments if s.name.startswith("agent_")) for j in seen}
+    assert len(orders) > 1
+
+
+def test_a_judges_candidates_are_answered_only_where_something_reads_what_they_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: Counter[ReuseMode] = Counter()
+    look = MethodBench.look
+
+    def counted(bench: MethodBench, request: GenerateRequest, tenant: TenantId, *args: Any, **how: Any) -> ProbeResult:
+        seen[bench.reuse] += tenant == JUDGED
+        return look(bench, request, tenant, *args, **how)
+
+    monkeypatch.setattr(MethodBench, "look", counted)
+    settings = LabSettings(agents=3, forced=False, closed=False, judged=True, engine=CPU)
+    questions = islice(TASKS["choice"].questions("test", 4), 1)
+    runs = run_pairs(CHOICE, questions, ("dense", "exact", "epic"), settings)
+    assert seen == {ReuseMode.OFF: 1 + 1, ReuseMode.EXACT: 1, ReuseMode.TRANSLATE: 2 + 1}
+    assert all(one.summary().judge_consistency == 1 for name, one in runs.items() if name != "epic")
+
+
+class Undecided(MiniatureTeam):
+    """A team whose decisions alternate: of two answers that are compared, no two are the same."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(TASKS["choice"])
+        object.__setattr__(self, "decisions", iter(["sell", "keep"] * calls))
+
+    def first_decision(self, answer: str) -> str:
+        assert answer.strip()
+        return next(self.decisions)  # type: ignore[attr-defined]
+
+
+def test_decisions_that_differ_are_flips() -> None:
+    questions = islice(TASKS["choice"].questions("test", 4), 1)
+    settings = LabSettings(agents=2, forced=False, engine=CPU)
+    summary = run_pairs(Undecided(2), questions, ("dense",), settings)["dense"].summary()
+    assert (summary.flips, summary.same_final_answer) == (1, 1)
+
+
+def test_nothing_is_written_past_a_methods_assembler() -> None:
+    """Work ahead of a request is the engine's own translation: an ablation would not be one."""
+    with Lab(CHOICE, {"rotation": METHODS["rotation"]}, LabSettings(agents=3, forced=False, engine=CPU)) as lab:
+        lab.ask(list(enumerate(islice(TASKS["choice"].questions("test", 6), 2))))
+        bench = lab._benches["rotation"]
+        preassembled = bench.engine.inspect()["preassembly"]
+    assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)
+    assert not any(preassembled.values())
+    assert not bench.probe.probes
+
+
+def test_a_probe_forces_reads_and_teaches() -> None:
+    loaded = load_model(None, EngineSettings(device="cpu"))
+    probe = Probe()
+    with open_engine(METHODS["token"], loaded, OPEN, components=probe.components, **CPU) as engine:
+        natural = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), kv=True).result()
+        forced = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), (5, 6, 7), kv=True).result()
+        assert forced.completion.tokens == (5, 6, 7)
+        assert torch.allclose(natural.logits[0], forced.logits[0], atol=1e-4)
+        assert torch.allclose(natural.kv.keys, forced.kv.keys, atol=1e-4)
+        assert natural.kv.tokens == natural.request.prompt_tokens
+        assert len(forced.logits) == 3
+        probe.teaching = True
+        for seed in (50, 51, 52, 52):
+            taught = probe.submit(engine, request(tokens(seed, 30))).result()
+            engine.wait_idle(60)
+            assert taught.completion.receipt.tokens(Source.TRANSLATED) == 0
+        assert engine.inspect()["anchors"]["observed"] == 4
+        probe.teaching = False
+        probe.submit(engine, request(tokens(53, 30), agent="critic")).result()  # leaves base KV behind
+        engine.wait_idle(60)
+        again = probe.submit(engine, request(tokens(53, 30))).result()
+        assert again.completion.receipt.translated > 0
+        assert not probe.probes
+
+
+def test_methods_have_names() -> None:
+    with pytest.raises(ConfigError, match="method='magic'"):
+        method_named("magic")
+    assert method_named("kvcomm").anchors == {"estimator": "interpolate", "criterion": "entropy", "temperature": 100.0}
+    assert method_named("exact").reuse is ReuseMode.EXACT
+    for name, method in METHODS.items():
+        assert method.config({"capacity": 3}, {}, device="cpu").anchors.capacity == 3, name

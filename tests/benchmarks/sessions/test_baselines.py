@@ -1,0 +1,76 @@
+"""Belady against a naive twin, and the reference simulator's figures on the trace that ships."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.sessions.measure import belady_hit_rate, ttl_hit_rate
+from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
+from kedge.bench.sessions.measure import ceiling, lru_hit_rate
+from tests.bench.sessions.builders import arrival, traffic
+from tests.bench.sessions.test_replay import naive_hits, total
+
+CAPACITIES = st.integers(1, 25)
+REFERENCE = {0.1: (0.1713, 0.1760, 0.1708), 0.25: (0.4778, 0.5689, 0.4827), 0.5: (0.8283, 0.8852, 0.8322)}
+"""LRU, Belady and TTL by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Traffic:
+    (trace,) = load_traces([SLICE])
+    (found,) = traffic_of(trace, SessionBenchSettings(live=(8,), requests=1000))
+    return found
+
+
+def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
+    assert shipped.working_set == pytest.approx(1402.8675)
+    assert ceiling(shipped.arrivals) == pytest.approx(0.9716, abs=1e-4)
+    for share, expected in REFERENCE.items():
+        capacity = shipped.capacity(share)
+        found = [one(shipped.arrivals, capacity) for one in (lru_hit_rate, belady_hit_rate, ttl_hit_rate)]
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+def naive_belady(arrivals: list[Arrival], capacity: int) -> int:
+    """Look through all that is to come for each victim, and remember depths of blocks as last used."""
+    cached: list[int] = []
+    depth: dict[int, int] = {}
+    hits = 0
+    for number, one in enumerate(arrivals):
+        chain = one.chain[:capacity]
+        hits += naive_hits(chain, cached)
+        new = [block for block in chain if block not in cached]
+
+        def next_use(block: int, future: list[Arrival] = arrivals[number:]) -> float:
+            return next((later.at for later in future if block in later.chain), inf)
+
+        while len(cached) + len(new) > capacity:
+            others = [block for block in cached if block not in chain]
+            cached.remove(max(others, key=lambda block: (next_use(block), depth[block], -block)))
+        cached += new
+        depth |= {block: at for at, block in enumerate(chain)}
+    return hits
+
+
+@given(traffic(), CAPACITIES)
+@settings(deadline=None)
+def test_belady_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
+    assert belady_hit_rate(arrivals, capacity) == pytest.approx(naive_belady(arrivals, capacity) / total(arrivals))
+
+
+@given(traffic())
+@settings(deadline=None)
+def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
+    room = total(arrivals)
+    rates = {one(arrivals, room) for one in (lru_hit_rate, belady_hit_rate, ttl_hit_rate)}
+    assert rates == {ceiling(arrivals)}
+
+
+def test_nothing_is_hit_by_prompts_without_a_block() -> None:
+    empty = [arrival(0, "a", []), arrival(1, "a", [])]
+    assert [one(empty, 1) for one in (lru_hit_rate, belady_hit_rate, ttl_hit_rate)] == [0, 0, 0]
+    assert ceiling(empty) == 0

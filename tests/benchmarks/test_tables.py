@@ -1,0 +1,71 @@
+"""Whatever a benchmark shows fits 80 columns: nothing is cut, and no word or number is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from benchmarks import tables
+from benchmarks.cli import benchmarks
+from kedge.cli import checkout
+from kedge.cli.main import app
+from kedge.cli.tables import FittingTable
+from tests.cli.test_terminal import BORDER, WIDTH, shown, stored, words
+
+ROOT = Path(__file__).parents[2]
+GROUP: Any = typer.main.get_command(benchmarks)
+
+
+def test_every_command_is_known_outside_a_checkout() -> None:
+    assert set(GROUP.commands) == set(checkout.COMMANDS)
+
+
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_help_is_shown_in_one_piece(name: str) -> None:
+    done = CliRunner().invoke(app, ["bench", name, "--help"], env={"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": ""})
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert "…" not in done.output
+    seen = {word for line in lines for word in line.strip(BORDER).split()}
+    assert [word for word in words(GROUP.commands[name]) if word not in seen] == []
+
+
+@pytest.mark.parametrize("name", [name for name in GROUP.commands if name != "report"])
+def test_every_measurement_has_a_quick_form(name: str) -> None:
+    assert any("--quick" in parameter.opts for parameter in GROUP.commands[name].params)
+
+
+def made() -> Iterator[tuple[str, Any]]:
+    """Every table of results that are stored, or that are as large as any."""
+    yield "plain", tables.links({"mooncake_conversation": {"requests": 6000, "right": 0.99, "wrong": 0.006}})
+    yield "vllm, accuracy", next(tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"]))
+    for file in sorted(ROOT.glob("*/results/workflow-*.json")):
+        data = stored(file.name)
+        for case in (data, *data["other_cases"], *data["controls"].values()):
+            yield f"workflow, {file.stem}", tables.workflow(case)
+    for file in sorted(ROOT.glob("*/results/vllm-*.json")):
+        for case in stored(file.name)["cases"]:
+            yield f"vllm, {file.stem}", next(tables.VLLM["flows"]({"control": None, **case}))
+    for file in sorted(ROOT.glob("*/results/lab/*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        yield f"{data['study']}, {file.stem}", tables.study(data["title"], data["rows"])
+
+
+MADE = list(made())
+
+
+@pytest.mark.parametrize("table", [table for _, table in MADE], ids=[name for name, _ in MADE])
+def test_a_table_is_shown_in_one_piece(table: FittingTable) -> None:
+    text = shown(table)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "…" not in text
+    pieces = [cell for row in table.rows for cell in row] + [word for name in table.headings for word in name.split()]
+    around = f" {text} ".replace("\n", " \n ")
+    assert [piece for piece in pieces if f" {piece} " not in around] == []

@@ -1,0 +1,247 @@
+"""`kedge bench workflow`: the same tokens under every policy, hits as theory has them, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.workflow.measure import (
+    POLICIES,
+    ROLES,
+    CaseResult,
+    CaseSizes,
+    Lane,
+    LaneTrial,
+    Oracle,
+    WorkflowSettings,
+    WrongHints,
+    branching,
+    cases,
+    controls,
+    measure,
+    peer,
+    random_order,
+    spread,
+)
+from kedge.bench.flows import FlowWorkload, Sizes, cycle, single_flow
+from kedge.bench.shapes import random_runner
+from kedge.cli.main import app
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.errors import ConfigError
+from kedge.types import AgentId
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
+
+SMALL = Sizes(64, 16, 3)
+TINY = CaseSizes(sizes=SMALL, rooms=(4,), flows=((48, 3),), new=16, reply=16, room=10 * 80, answer=3, questions=1)
+KEYS = {"latency_s", "hit_tokens", "bytes_h2d", "stall_s", "wasted_prefetch", "p50", "p99"}
+VOCAB = 1000
+
+
+@cache
+def tiny() -> tuple[ModelRunner, HFTokenizer]:
+    return random_runner("tiny", "cpu")
+
+
+def trials(workload: FlowWorkload, name: str, count: int = 2) -> Iterator[LaneTrial]:
+    with Lane(POLICIES[name], workload, *tiny(), throttle=0.0) as lane:
+        lane.warm()
+        for _ in range(count):
+            yield lane.trial()
+
+
+@pytest.mark.parametrize("figure", [5, 6, 8])
+def test_every_policy_gives_the_same_tokens_and_the_promised_figures(figure: int) -> None:
+    result = measure(WorkflowSettings(figure, "tiny", seeds=2, load_ratio=0.1, shape=TINY)).as_json()
+    assert result["tokens_identical"] is True
+    assert result["figure"] == figure
+    blocking = ["lru_blocking"] if figure != 5 else []
+    policies = ["lru_device", "lru_host", *blocking, "evict_only", "prefetch_only", "full", "belady"]
+    assert list(result["policies"]) == policies
+    assert list(result["speedups"]) == ["lru_device", "lru_host", *blocking]
+    for row in result["policies"].values():
+        assert set(row) >= KEYS
+        assert row["latency_s"] > 0
+        assert row["latency_spread"]["min"] <= row["latency_s"] <= row["latency_spread"]["max"]
+        assert 0 < row["p50"] <= row["p99"]
+    assert result["policies"]["lru_device"]["bytes_h2d"] == 0
+
+
+@pytest.mark.parametrize("room", [3, 4, 5])
+def test_steps_keep_as_many_as_theory_has_it_and_as_the_oracle_does(room: int) -> None:
+    """Of N agents in a cycle with room for C, LRU hits none and steps-to-execution (C-1)/(N-1) of the tokens."""
+    sizes = Sizes(160, 8, 2)
+    workload = replace(single_flow(sizes, VOCAB, 0, room=room), calls=9, lead=0)  # after 9 calls it all repeats
+    found = {
+        name: [trial.counts["hit_tokens"] for trial in trials(workload, name)]
+        for name in ("lru_device", "lru_host", "evict_only", "belady")
+    }
+    assert found["lru_device"] == found["lru_host"] == [0, 0]
+    kept, best = sum(found["evict_only"]), sum(found["belady"])
+    assert kept == pytest.approx(2 * 9 * sizes.fixed * (room - 1) / 9, rel=0.1)
+    assert kept == pytest.approx(best, rel=0.05)
+
+
+def test_a_trial_goes_on_where_the_last_one_ended_and_counts_only_its_own_calls() -> None:
+    workload = single_flow(SMALL, VOCAB, 0, lead=2)
+    first, second = trials(workload, "lru_device")
+    for trial in (first, second):
+        prompts = 10 * (SMALL.fixed + SMALL.dynamic)
+        assert trial.counts["hit_tokens"] + trial.counts["computed_tokens"] == prompts
+        assert len(trial.completions) == 10
+    assert first.tokens != second.tokens
+
+
+def test_without_pressure_nothing_is_computed_twice_or_loaded() -> None:
+    (trial,) = trials(single_flow(SMALL, VOCAB, 0, room=12), "full", count=1)
+    assert trial.counts["hit_tokens"] == 10 * SMALL.fixed
+    assert trial.counts["bytes_h2d"] == trial.counts["stall_s"] == 0
+
+
+def test_the_full_policy_loads_ahead_what_the_others_wait_for() -> None:
+    workload = single_flow(SMALL, VOCAB, 0)
+    (full,) = trials(workload, "full", count=1)
+    (reactive,) = trials(workload, "lru_host", count=1)
+    assert full.counts["prefetched_hit_tokens"] > 0 == reactive.counts["prefetched_hit_tokens"]
+    assert reactive.counts["host_hit_tokens"] > full.counts["host_hit_tokens"]
+
+
+# speed-ups ------------------------------------------------------------------------------------------------------
+
+
+def test_speedups_are_of_trials_that_belong_together() -> None:
+    def of(*seconds: float) -> list[LaneTrial]:
+        return [LaneTrial(one, (), {}) for one in seconds]
+
+    case = CaseResult(
+        single_flow(SMALL, VOCAB, 0),
+        1.0,
+        0.0,
+        {"lru_device": of(4, 8, 9), "lru_host": of(2, 2, 3), "full": of(1, 2, 1)},
+    )
+    assert case.speedup("full", "lru_device") == [4, 4, 9]
+    assert case.speedups()["lru_host"]["full"] == {"median": 2, "min": 1, "max": 3}
+
+
+def test_spread_rounds() -> None:
+    assert spread([3.26, 1.0, 2.04], 1) == {"median": 2.0, "min": 1.0, "max": 3.3}
+
+
+# workloads ------------------------------------------------------------------------------------------------------
+
+
+def test_controls_are_those_that_were_promised() -> None:
+    assert set(controls(TINY, VOCAB, 0)) == {
+        "no pressure", "no hints", "10% wrong hints", "50% wrong hints", "100% wrong hints", "random order",
+        "1 branches", "2 branches", "4 branches",
+    }  # fmt: skip
+
+
+def test_the_same_seed_gives_the_same_workload_and_another_one_another() -> None:
+    def prompts(seed: int) -> list[tuple[int, ...]]:
+        flow = random_order(SMALL, VOCAB, seed).flows[0]
+        return [flow.request(turn).tokens for turn in range(20)]
+
+    assert prompts(1) == prompts(1) != prompts(2)
+
+
+@pytest.mark.parametrize("branches", [1, 2, 4])
+def test_a_branching_flow_walks_its_own_graph(branches: int) -> None:
+    workload = branching(branches, SMALL, VOCAB, 0)
+    flow = workload.flows[0]
+    seen = set()
+    for turn in range(200):
+        agent, successor = flow.agent(turn), flow.agent(turn + 1)
+        steps = flow.graph.steps(running={agent}, done={flow.agent(back) for back in range(turn)} - {agent})
+        assert steps[successor] == 1  # type: ignore[index]
+        seen.add(agent)
+    assert seen == set(flow.fixed)
+
+
+def test_a_cycle_has_every_agent_once() -> None:
+    assert [node.id for node in cycle(3).nodes] == ["a0", "a1", "a2"]
+    assert cycle(3).steps(running={"a1"}, done={"a0"}) == {"a0": 2, "a1": 0, "a2": 1}
+
+
+def test_peer_agents_share_their_house_rules_and_read_each_other() -> None:
+    workload = peer(lambda text: tuple(text.encode()), 0, output=4, rounds=1)
+    flow = workload.flows[0]
+    planner, executor = (flow.fixed[AgentId(role)] for role in ("planner", "executor"))
+    shared = next(i for i, (a, b) in enumerate(zip(planner, executor, strict=False)) if a != b)
+    assert len(planner) / 4 < shared < len(planner) / 1.1
+    assert [flow.agent(turn) for turn in range(4)] == list(ROLES)
+    assert flow.request(1, answer=(7, 8)).tokens[-2:] == (7, 8)
+    assert flow.request(0).tokens[len(planner) :] == flow.request(1).tokens[len(executor) :]
+    assert flow.request(3).tokens[-20:] != flow.request(4).tokens[-20:]
+
+
+@pytest.mark.parametrize("figure", [0, 7])
+def test_an_unknown_figure_is_refused(figure: int) -> None:
+    with pytest.raises(ConfigError, match=f"figure={figure}"):
+        cases(figure, TINY, VOCAB, 0, lambda text: tuple(text.encode()))
+
+
+# hints and the oracle -------------------------------------------------------------------------------------------
+
+
+def test_as_many_hints_are_wrong_as_was_asked_for() -> None:
+    flow = single_flow(SMALL, VOCAB, 0).flows[0]
+    changes = {AgentKey(*flow.run, AgentId(str(i))): NextRun(100.0) for i in range(2000)}
+    for share in (0.0, 0.3, 1.0):
+        told = WrongHints(share, 10, 0)(changes)
+        wrong = sum(next_run != NextRun(100.0) for next_run in told.values())
+        assert wrong == pytest.approx(2000 * share, abs=80 if 0 < share < 1 else 0)
+    assert WrongHints(1.0, 10, 0)(dict.fromkeys(changes)) == dict.fromkeys(changes)
+
+
+def test_the_oracle_looks_forward_from_the_turn_that_runs() -> None:
+    workload = single_flow(SMALL, VOCAB, 0)
+    flow, oracle = workload.flows[0], Oracle(workload.flows)
+
+    def next_use(tokens: tuple[int, ...]) -> float:
+        return oracle.next_use(SimpleNamespace(prefix=lambda: array("i", tokens).tobytes()))  # type: ignore[arg-type]
+
+    fixed = [flow.fixed[AgentId(f"a{i}")] for i in range(10)]
+    assert [next_use(fixed[i]) for i in (0, 3, 9)] == [0, 3, 9]
+    oracle.started(0, 3)
+    assert [next_use(fixed[i][:16]) for i in (0, 3, 9)] == [10, 13, 9]
+    assert next_use((*fixed[0], 5)) == math.inf
+    assert next_use(tuple(Random(0).choices(range(VOCAB), k=16))) == math.inf
+
+
+# the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_json_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.workflow.measure.controls", lambda *given: {"no hints": controls(*given)["no hints"]}
+    )
+    file, picture = tmp_path / "flow.json", tmp_path / "flow.png"
+    flags = ["--quick", "--model-size", "tiny", "--seeds", "1", "--fixed", "64", "--output", "2", "--load-ratio", "0.1"]
+    command = ["bench", "workflow", *flags, "--room", "3", "--controls", "--json", str(file), "--plot", str(picture)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert {"machine", "figure", "settings", "policies", "tokens_identical", "controls"} <= set(data)
+    assert data["settings"]["shape"]["sizes"] == {"fixed": 64, "dynamic": 32, "output": 2}
+    assert data["case"] == "64/32/2, room for 3 of 10"
+    assert list(data["controls"]["no hints"]["policies"]) == ["lru_device", "lru_host", "full"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert "prefetch_only" in done.output
+
+
+def test_an_unknown_figure_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["bench", "workflow", "--figure", "7", "--model-size", "tiny"])
+    assert done.exit_code == 2
+    assert "figure=7" in done.output

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.workloads.parsing import boxed, code, number, other_number
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("He has 3 + 4 = 7. The answer is 7.", "7"),
+        ("The answer is $1,200.50", "1200.5"),
+        ("The answer is: **42**", "42"),
+        ("First the answer is 3, no: the answer is 4. It took 9 minutes.", "4"),
+        ("so #### -10", "-10"),
+        ("12 apples and 5 pears", "5"),
+        ("The answer is -0.0", "0"),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_number(text: str, stated: str | None) -> None:
+    assert number(text) == stated
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 99))
+def test_another_number_is_stated_and_nothing_else_changes(first: int, last: int, seed: int) -> None:
+    text = f"There are {first} of them.\nThe answer is {last}. Done."
+    changed = other_number(random.Random(seed), text)
+    assert number(changed) not in (None, str(last))
+    assert changed.startswith(f"There are {first} of them.\nThe answer is ")
+    assert changed.endswith(". Done.")
+
+
+def test_what_has_no_number_stays() -> None:
+    assert other_number(random.Random(0), "none") == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("Here:\n```python\ndef f():\n    return 1\n```\nDone.", "def f():\n    return 1"),
+        ("```\n$ ls\n```\n```py\nimport math\nprint(math.pi)\n```", "import math\nprint(math.pi)"),
+        ("```python\ndef a(): pass\n```\nbetter:\n```python\ndef b(): pass\n```", "def b(): pass"),
+        ("```\nprint(6 * 7)\n```", "print(6 * 7)"),
+        ("```python\nprint('unended)\n```", "print('unended)"),
+        ("```python\ndef cut_short():\n    return", "def cut_short():\n    return"),
+        ("Sure.\n\nfrom typing import List\n\ndef f(): ...\n", "from typing import List\n\ndef f(): ..."),
+        ("I would use a loop.", None),
+    ],
+)
+def test_code(text: str, program: str | None) -> None:
+    assert code(text) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{1} or rather \boxed{2}", "2"),
+        (r"\boxed{unfinished", None),
+        (r"\boxed{}", ""),
+        ("none", None),
+    ],
+)
+def test_boxed(text: str, content: str | None) -> None:
+    assert boxed(text) == content
