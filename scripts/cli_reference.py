@@ -16,10 +16,6 @@ import typer.main
 from kedge.cli.main import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
-MEASUREMENTS = ("ttft", "load", "vllm", "sessions")
-"""What `kedge bench` measures wherever Kedge is installed"""
-CHECKOUT = ("report",)
-"""Commands that only a checkout has"""
 HEAD = """# Command line
 
 Made by `scripts/cli_reference.py` from the commands' own help; `kedge COMMAND --help` says the same.
@@ -39,10 +35,9 @@ def reference() -> str:
     """Return the page: every command with its arguments and options, and a line for each measurement."""
     commands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     bench = commands.pop("bench").commands
-    texts = [_command(name, one) for name, one in commands.items() if name not in CHECKOUT]
-    return (
-        HEAD + "".join(texts) + BENCH + "".join(f"| `{name}` | {_line(bench[name].help)} |\n" for name in MEASUREMENTS)
-    )
+    texts = [_command(name, one) for name, one in commands.items()]
+    lines = (f"| `{name}` | {_line(one.help)} |\n" for name, one in bench.items())
+    return HEAD + "".join(texts) + BENCH + "".join(lines)
 
 
 def _command(name: str, command: Any) -> str:
