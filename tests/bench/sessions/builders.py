@@ -10,7 +10,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.arrivals import Arrival, TraceLine, TraceRecord, TraceTurn, agent_record
+from kedge.bench.sessions.arrivals import (
+    SLICE,
+    Arrival,
+    SessionBenchSettings,
+    TraceLine,
+    TraceRecord,
+    TraceTurn,
+    Traffic,
+    agent_record,
+    load_traces,
+    traffic_of,
+)
 
 AGENT: Mapping[str, Any] = {
     "s": "s0", "c": "c0", "agent": "main", "parent": None, "turn": 0, "t": 0.0, "dur": 2.0, "gap": 3.0, "why": "tool",
@@ -58,3 +69,10 @@ def link(arrivals: list[Arrival]) -> list[Arrival]:
     for at, one in enumerate(arrivals):
         one.next_at = next((x.at for x in arrivals[at + 1 :] if x.session == one.session), float("inf"))
     return arrivals
+
+
+def shipped_traffic() -> Traffic:
+    """The trace that ships, as the reference simulator replays it: 8 live, gaps cut at 3,600 s, 1,000 requests."""
+    (trace,) = load_traces([SLICE])
+    (found,) = traffic_of(trace, SessionBenchSettings(live=(8,), requests=1000))
+    return found

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
+from kedge.bench.sessions.arrivals import Arrival, Traffic
 from kedge.bench.sessions.measure import (
     SPACE,
     CacheReplay,
@@ -20,7 +20,7 @@ from kedge.bench.sessions.measure import (
 from kedge.cache import CacheManager
 from kedge.settings import TierSettings
 from kedge.types import RequestId
-from tests.bench.sessions.builders import arrival, link, traffic
+from tests.bench.sessions.builders import arrival, link, shipped_traffic, traffic
 
 CAPACITIES = st.integers(1, 25)
 REFERENCE = {0.1: 0.1713, 0.25: 0.4778, 0.5: 0.8283}
@@ -29,9 +29,7 @@ REFERENCE = {0.1: 0.1713, 0.25: 0.4778, 0.5: 0.8283}
 
 @pytest.fixture(scope="module")
 def shipped() -> Traffic:
-    (trace,) = load_traces([SLICE])
-    (found,) = traffic_of(trace, SessionBenchSettings(live=(8,), requests=1000))
-    return found
+    return shipped_traffic()
 
 
 def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:

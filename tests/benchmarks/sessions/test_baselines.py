@@ -9,29 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.sessions.measure import belady_hit_rate, ttl_hit_rate
-from kedge.bench.sessions.arrivals import SLICE, Arrival, SessionBenchSettings, Traffic, load_traces, traffic_of
+from kedge.bench.sessions.arrivals import Arrival, Traffic
 from kedge.bench.sessions.measure import ceiling, lru_hit_rate
-from tests.bench.sessions.builders import arrival, traffic
+from tests.bench.sessions.builders import arrival, shipped_traffic, traffic
 from tests.bench.sessions.test_replay import naive_hits, total
 
 CAPACITIES = st.integers(1, 25)
-REFERENCE = {0.1: (0.1713, 0.1760, 0.1708), 0.25: (0.4778, 0.5689, 0.4827), 0.5: (0.8283, 0.8852, 0.8322)}
-"""LRU, Belady and TTL by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
+REFERENCE = {0.1: (0.1760, 0.1708), 0.25: (0.5689, 0.4827), 0.5: (0.8852, 0.8322)}
+"""Belady and TTL by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
 
 
 @pytest.fixture(scope="module")
 def shipped() -> Traffic:
-    (trace,) = load_traces([SLICE])
-    (found,) = traffic_of(trace, SessionBenchSettings(live=(8,), requests=1000))
-    return found
+    return shipped_traffic()
 
 
 def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
-    assert shipped.working_set == pytest.approx(1402.8675)
-    assert ceiling(shipped.arrivals) == pytest.approx(0.9716, abs=1e-4)
     for share, expected in REFERENCE.items():
         capacity = shipped.capacity(share)
-        found = [one(shipped.arrivals, capacity) for one in (lru_hit_rate, belady_hit_rate, ttl_hit_rate)]
+        found = [one(shipped.arrivals, capacity) for one in (belady_hit_rate, ttl_hit_rate)]
         assert found == pytest.approx(expected, abs=1e-3)
 
 
