@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kedge.decisions import first_decision
@@ -84,10 +84,6 @@ class Team:
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
         return self.wrong(rng, answer)
-
-    def with_max_tokens(self, max_tokens: int) -> Team:
-        """Return the same team with longer or shorter answers (the paper: 512 tokens)."""
-        return replace(self, agents=tuple(replace(agent, max_tokens=max_tokens) for agent in self.agents))
 
 
 def _cast(name: str, agents: Sequence[Agent], count: int | None) -> list[Agent]:
