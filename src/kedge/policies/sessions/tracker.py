@@ -527,7 +527,7 @@ class SessionSteps:
         return self._next_run(key, self.tracker.rank(key)) is not None
 
     def obstacle(self, key: SessionKey) -> str:
-        """Return why what is said of when an idle session returns does not count now; "" where it does."""
+        """Return why a hint on when an idle session returns is not used yet; "" where it is."""
         agent, flow = self._agents.get(key, (None, None))
         if agent is None:
             return ""

@@ -66,7 +66,7 @@ def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Map
 def answer_logprobs(
     tokens: Iterable[int], positions: Iterable[Mapping[int, RankedLogprob]], top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities of drawn tokens, each with those of the `top` likeliest in its place."""
+    """Return the log-probabilities of drawn tokens, each with those of the `top` most probable tokens there."""
     return tuple(_logprob(token, ranked, top) for token, ranked in zip(tokens, positions, strict=True))
 
 
@@ -79,7 +79,7 @@ def prompt_logprobs(
 
 
 def _logprob(token: int, ranked: Mapping[int, RankedLogprob], top: int) -> TokenLogprob:
-    """Return a token's own log-probability, which vLLM gives beside the likeliest, and those of the `top` likeliest."""
+    """Return a token's own log-probability and those of the `top` most probable ones; vLLM gives them together."""
     by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
     likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
     return TokenLogprob(token, ranked[token].logprob, tuple(likeliest))
