@@ -24,180 +24,31 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from benchmarks.lab.methods import Method, fitting_model, method_named, open_engine
+from benchmarks.lab.methods import METHODS, fitting_model
+from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits, method_named
 from kedge.bench.shapes import Loaded, load_model
-from kedge.engine.base import Engine
-from kedge.engine.local.components import Assembler, EngineComponents
-from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.sampler import Draw, Sampler
-from kedge.engine.local.sequence import LocalStream
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan, spans_of
 from kedge.runner.run import AgentResult, RunResult, run
 from kedge.settings import EngineSettings
 from kedge.types import (
     AgentId,
-    Completion,
     GenerateRequest,
     Namespace,
     Receipt,
-    RequestId,
     ReuseMode,
     RunId,
     RunKey,
-    Source,
     TenantId,
     Tokens,
     new_request_id,
 )
-from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.graph import Workflow
 from kedge.workflow.template import CompiledAgent, Value, compile_agents
 from kedge.workloads.base import QUESTION, Question, Workload
-
-ROWS = 32
-"""Tokens of an answer whose logits are kept."""
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """The observations of one request."""
-
-    request: GenerateRequest
-    completion: Completion
-    logits: Tensor
-    """float32 [up to `ROWS`, vocab] on the CPU, one row per token of the answer."""
-    kv: KVSegment | None
-    """The prompt's KV when the first token was drawn, keys unrotated; None unless requested."""
-
-
-@dataclass
-class _RequestProbe:
-    """A draw function that also records logits and KV of one request. Only the engine's thread calls it."""
-
-    draw: Draw
-    wants_kv: bool
-    read: Callable[[], KVSegment] | None = None
-    kv: KVSegment | None = None
-    logits: list[Tensor] = field(default_factory=list)
-
-    def __call__(self, logits: Tensor) -> int:
-        if self.wants_kv and not self.logits and self.read:
-            self.kv = self.read()
-        if len(self.logits) < ROWS:
-            self.logits.append(logits.float().cpu().clone())
-        return self.draw(logits)
-
-
-class Probe:
-    """The observer of one engine, which has to be built with `probe.components`.
-
-    While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
-    """
-
-    def __init__(self, components: EngineComponents = EngineComponents()) -> None:  # noqa: B008 (it is frozen)
-        self.probes: dict[RequestId, _RequestProbe] = {}
-        self.teaching = False
-        self.components = replace(components, assembler=partial(self._assembler, components))
-
-    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
-
-    def submit(
-        self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
-    ) -> ProbedRequest:
-        """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
-        if forced:
-            sampling = replace(request.sampling, max_tokens=len(forced), ignore_eos=True, stop=())
-            request = replace(request, sampling=sampling)
-        probe = _RequestProbe(_forcing(forced) if forced else Sampler(request.sampling), kv)
-        self.probes[request.request_id] = probe
-        return ProbedRequest(
-            request, engine.submit(request, probe), probe, partial(self.probes.pop, request.request_id, None)
-        )
-
-
-@dataclass(frozen=True)
-class ProbedRequest:
-    """A submitted request under observation."""
-
-    request: GenerateRequest
-    stream: LocalStream
-    _probe: _RequestProbe
-    _close: Callable[[], object]
-
-    def result(self, timeout: float | None = None) -> ProbeResult:
-        """Wait for the end. Raises the request's error."""
-        try:
-            completion = self.stream.result(timeout)
-        finally:
-            self._close()
-        return ProbeResult(self.request, completion, torch.stack(self._probe.logits), self._probe.kv)
-
-
-class Recorder(Engine):
-    """An engine that observes every request of a run."""
-
-    def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
-        self._engine, self._probe, self._kv = engine, probe, kv
-        self.tokenizer = engine.tokenizer
-        self.pending: list[ProbedRequest] = []
-        """In the order of submission."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._engine.failure
-
-    def submit(self, request: GenerateRequest) -> LocalStream:
-        self.pending.append(self._probe.submit(self._engine, request, kv=self._kv))
-        return self.pending[-1].stream
-
-    def cancel(self, request_id: RequestId) -> bool:
-        return self._engine.cancel(request_id)
-
-    def end_run(self, run: RunKey) -> None:
-        self._engine.end_run(run)
-
-    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        self._engine.forecast(changes, prompts)
-
-    def close(self) -> None:
-        """Do nothing: the engine's owner closes it."""
-
-
-@dataclass(frozen=True)
-class _ProbingAssembler:
-    """An assembler that gives each request's probe access to its KV."""
-
-    works_ahead: ClassVar[bool] = False
-    inner: Assembler
-    storage: PagedStorage
-    probe: Probe
-
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        if probe := self.probe.probes.get(request.request_id):
-            probe.read = partial(self.storage.read, table, 0, request.prompt_tokens)
-        return self.inner.assemble(request, table, _densely(plan) if self.probe.teaching else plan)
-
-
-def _densely(plan: ReusePlan) -> ReusePlan:
-    """Return the plan with the same exact tokens and all others computed."""
-    sources = [span.source for span in plan.spans for _ in range(len(span))]
-    computed = (Source.COMPUTED if source is Source.TRANSLATED else source for source in sources)
-    return ReusePlan(spans_of(computed), misses=plan.misses)
-
-
-def _forcing(answer: Tokens) -> Draw:
-    tokens = iter(answer)
-    return lambda _: next(tokens)
 
 
 @dataclass(frozen=True)
@@ -236,13 +87,6 @@ def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
     first = _first_placeholder(dense.request)
     kv = dense.kv.slice(first), other.kv.slice(first)
     return Fidelity(kl, top1, relative_error(*kv))
-
-
-def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the mean KL(dense ‖ other) in nats and the share of equal argmax, for logits [rows, vocab]."""
-    log_p, log_q = dense.double().log_softmax(1), other.double().log_softmax(1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(1).mean()
-    return float(kl), float((dense.argmax(1) == other.argmax(1)).double().mean())
 
 
 def relative_error(dense: KVSegment, other: KVSegment) -> Layers:
@@ -432,8 +276,8 @@ class LabSettings:
     model: Path | None = None
     """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
     taught: int = 0
-    """First questions, which do not count: methods with anchors prefill them densely and learn from them, so that all
-    pools hold the same samples. With 0, pools fill as they do in use."""
+    """First questions, which do not count: methods with anchors prefill them densely and learn from them, and from no
+    other, so that all pools hold the same samples. With 0, pools fill as they do in use."""
     taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
     """The team of the taught questions, made from the team of the others."""
     forced: bool = True
@@ -460,7 +304,7 @@ def run_pairs(
 
     `on_question` is called with the number of the last answered question. Raises `ConfigError` for an unknown method.
     """
-    chosen = methods if isinstance(methods, Mapping) else {name: method_named(name) for name in methods}
+    chosen = methods if isinstance(methods, Mapping) else {name: method_named(name, METHODS) for name in methods}
     with Lab(workload, chosen, settings) as lab:
         rest = iter(questions)
         lab.teach(list(islice(rest, settings.taught)))
@@ -476,9 +320,8 @@ class MethodBench:
 
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
         self.probe, self.reuse, self.method = Probe(method.components), method.reuse, method
-        self.engine = open_engine(
-            method, loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine
-        )
+        self._is_taught = settings.taught > 0
+        self.engine = method.open(loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine)
         self._compiled: dict[AgentId, CompiledAgent] = {}
 
     def team(self, flow: Workflow) -> Workflow:
@@ -495,8 +338,14 @@ class MethodBench:
         """Serve a request in this method's mode and wording, for another tenant and run; force it to `answer` if there
         is one.
         """
-        moved = replace(request, request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse)
+        moved = replace(
+            self.prepared(request), request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse
+        )
         return self.probe.submit(self.engine, self._worded(moved), answer, kv=kv).result()
+
+    def prepared(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request from which nothing is learned, once this method was taught."""
+        return replace(request, guard=replace(request.guard, held_out=self._is_taught and not self.probe.teaching))
 
     def _worded(self, request: GenerateRequest) -> GenerateRequest:
         """Return a request with the same values in this method's prompt."""
@@ -572,19 +421,25 @@ class Lab:
 
     def _each(self, bench: MethodBench, asked: Sequence[DenseAnswers], *, timed: bool) -> Callable[..., Iterable[Any]]:
         """Return the map over questions: in turn where times count, or what earlier questions leave behind."""
-        first = asked[0].number == 0 and not self._settings.taught  # leaves base KV of templates
-        follows = bench.reuse is not ReuseMode.OFF and (first or bench.method.keeps)
+        # Without taught questions, the first one leaves base KV of templates, and each is learned from.
+        depends = bench.reuse is not ReuseMode.OFF and not self._settings.taught
+        follows = depends and (asked[0].number == 0 or bench.method.keeps)
         return map if timed or follows else self._pool.map
 
     def _answer_densely(self, flow: Workflow, numbered: tuple[int, Question]) -> DenseAnswers:
         number, question = numbered
         run_id = RunId(f"question-{next(self._asked)}")
-        recorder = Recorder(self._dense.engine, self._dense.probe, kv=self._settings.kv and self._settings.forced)
+        prepare, kv = partial(self._constrained, question), self._settings.kv and self._settings.forced
+        recorder = Recorder(self._dense.engine, self._dense.probe, prepare, kv=kv)
         dense = _run(recorder, flow, question, ReuseMode.OFF, TenantId("dense"))
         results = [pending.result() for pending in recorder.pending]
         judge = self._judge(results, question, run_id) if self._settings.judged else None
         choice = self._choice(judge, self._dense) if judge else None
         return DenseAnswers(number, question, run_id, dense, results, judge, choice)
+
+    def _constrained(self, question: Question, request: GenerateRequest) -> GenerateRequest:
+        grammar = self._workload.grammar(request.agent, question)
+        return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
     def _compare(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
         runs = MethodRuns()
@@ -611,7 +466,8 @@ class Lab:
 
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
-        recorder = Recorder(bench.engine, bench.probe, kv=False)
+        constrained = partial(self._constrained, asked.question)
+        recorder = Recorder(bench.engine, bench.probe, lambda one: bench.prepared(constrained(one)), kv=False)
         began = time.perf_counter()
         result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
         bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too

@@ -6,7 +6,7 @@ A baseline changes the plan of a request before it is written; planning, pools a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
@@ -20,21 +20,18 @@ from torch.nn.functional import cosine_similarity
 
 from kedge.anchors.base_store import BaseStore, KnownBase
 from kedge.anchors.offsets import empty_table
-from kedge.anchors.registry import ESTIMATORS
 from kedge.anchors.sites import OffsetEstimate, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, translate_into
-from kedge.bench.shapes import Loaded
+from kedge.bench.probe import SERVED, Method
 from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import Batch, Scoring
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import Assembler, EngineComponents
-from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.errors import ConfigError
-from kedge.guard import GuardMode
 from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
@@ -42,9 +39,8 @@ from kedge.models import NANO_BOTH
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation, spans_of
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
+from kedge.settings import PlannerSettings, estimator_settings
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, Source, Tokens
-from kedge.workflow.graph import Workflow
 from kedge.workloads.miniature import TOOLS, role_last
 
 
@@ -495,46 +491,6 @@ _PAPER: Mapping[str, Any] = {
 """The paper recomputes one token, keeps no trail behind values, computes no unexpected tokens of answers, and has no
 least share."""
 
-_ANCHORED: Mapping[str, Any] = {"move": "unlearned"}
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to serve requests: the mode, settings that differ from the engine's defaults, and replaced components."""
-
-    reuse: ReuseMode
-    anchors: Mapping[str, Any] = field(default_factory=dict)
-    planner: Mapping[str, Any] = field(default_factory=dict)
-    components: EngineComponents = EngineComponents()
-    team: Callable[[Workflow], Workflow] | None = None
-    """The team that it serves, made from the one that was asked for; None: the same."""
-    is_timed: bool = True
-    """Whether its times can be compared with those of others: not where tokens run through layers twice only because
-    it is an experiment."""
-
-    @property
-    def learns(self) -> bool:
-        """Whether it learns anchors from past questions."""
-        store = self.components.anchors
-        has_none = isinstance(store, type) and issubclass(store, NoAnchors)
-        return self.reuse is ReuseMode.TRANSLATE and not has_none
-
-    @property
-    def keeps(self) -> bool:
-        """Whether past questions change what it computes: by anchors, or as cached prompts."""
-        return self.learns or self.reuse is ReuseMode.EXACT
-
-    def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
-        """Return the settings of an engine that serves this way; the arguments override the method's own.
-
-        Cost-based choices and the guard are off: methods are compared by what they translate.
-        """
-        return EngineSettings(
-            anchors=AnchorSettings(**{**self.anchors, **anchors}),
-            planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
-            **{"guard": GuardSettings(mode=GuardMode.OFF), **engine},
-        )
-
 
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
     """Return KVCOMM as published without some of its three steps (Table 5)."""
@@ -545,7 +501,7 @@ def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
 def cacheblend(*ratios: float) -> Method:
     """Return CacheBlend with these shares of recomputed tokens."""
     components = EngineComponents(NoAnchors, CacheBlend(ratios))
-    return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=components, is_timed=False)
+    return Method(ReuseMode.TRANSLATE, {}, _PAPER, components, is_timed=False, has_anchors=False)
 
 
 def epic(first: int) -> Method:
@@ -562,13 +518,14 @@ def epic(first: int) -> Method:
         ReuseMode.TRANSLATE,
         planner={**_PAPER, "recompute_head": first},
         components=EngineComponents(NoAnchors, Ablation(values=False, prefixes=False)),
+        has_anchors=False,
     )
 
 
 def relay(share: float | None = None) -> Method:
     """Return RelayCaching, with this share of each answer's tokens corrected; None: as its thresholds choose them."""
     components = EngineComponents(RelayedAnswers, RelayCaching(share), DecodedBases)
-    return Method(ReuseMode.TRANSLATE, planner=_PAPER, components=components, is_timed=share == 0)
+    return Method(ReuseMode.TRANSLATE, {}, _PAPER, components, is_timed=share == 0, has_anchors=False)
 
 
 def seams(last: int, *, inputs: bool = True) -> Method:
@@ -579,12 +536,11 @@ def seams(last: int, *, inputs: bool = True) -> Method:
     """
     components = EngineComponents(NoAnchors, Seams(last, inputs))
     planner = {**_PAPER, "trail": PlannerSettings().trail}
-    return Method(ReuseMode.TRANSLATE, {"criterion": "length"}, planner, components)
+    return Method(ReuseMode.TRANSLATE, {"criterion": "length"}, planner, components, has_anchors=False)
 
 
 METHODS: Mapping[str, Method] = {
-    "dense": Method(ReuseMode.OFF),
-    "exact": Method(ReuseMode.EXACT),
+    **SERVED,
     "role-last": Method(ReuseMode.EXACT, team=role_last),
     "rotation": epic(0),
     "epic": epic(16),
@@ -596,18 +552,8 @@ METHODS: Mapping[str, Method] = {
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
-    "kedge": Method(ReuseMode.TRANSLATE),
-    **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name), _ANCHORED) for name in ESTIMATORS},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors, `kedge` is the
-default, and an estimator's name is Kedge with that estimator's anchors wherever they are learned."""
-
-
-def method_named(name: str) -> Method:
-    """Return the method of this name. Raises `ConfigError` for an unknown one."""
-    if name not in METHODS:
-        raise ConfigError("method", name, f"must be one of {', '.join(METHODS)}")
-    return METHODS[name]
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors."""
 
 
 def fitting_model(task: str, methods: Iterable[Method]) -> Path | None:
@@ -616,19 +562,3 @@ def fitting_model(task: str, methods: Iterable[Method]) -> Path | None:
     """
     needs_both = task == TOOLS.name or any(method.team is role_last for method in methods)
     return Path(NANO_BOTH) if needs_both else None
-
-
-def open_engine(
-    method: Method,
-    loaded: Loaded,
-    anchors: Mapping[str, Any] | None = None,
-    planner: Mapping[str, Any] | None = None,
-    components: EngineComponents | None = None,
-    **engine: Any,
-) -> LocalEngine:
-    """Open an engine that serves by `method`; `anchors`, `planner` and `engine` override its settings,
-    `components` its components.
-    """
-    runner, tokenizer = loaded
-    config = method.config(anchors or {}, planner or {}, **engine)
-    return LocalEngine.from_runner(runner, tokenizer, config, components=components or method.components)

@@ -11,13 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from benchmarks.lab.comparison import LabSettings, Probe, Summary, run_pairs
-from benchmarks.lab.methods import WHOLE, Method, ablation, cacheblend, epic, method_named, open_engine, relay, seams
+from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
+from benchmarks.lab.methods import METHODS, WHOLE, ablation, cacheblend, epic, relay, seams
 from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings, asked, compared, noted, picked, team_sizes
 from benchmarks.workloads.catalog import load
 from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
+from kedge.bench.probe import Method, Probe, method_named
 from kedge.bench.shapes import load_model
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
@@ -31,9 +32,9 @@ class Contexts:
 
     def __init__(self, settings: StudySettings) -> None:
         loaded = load_model(settings.model, EngineSettings())
-        dense = method_named("dense")
+        dense = METHODS["dense"]
         self._probe = Probe(dense.components)
-        self._engine = open_engine(dense, loaded, components=self._probe.components)
+        self._engine = dense.open(loaded, components=self._probe.components)
 
     def __enter__(self) -> Self:
         return self
@@ -148,12 +149,12 @@ def swept(*, quick: bool) -> dict[tuple[str, str], Method]:
     levels = QUICK_ESTIMATED if quick else ESTIMATED
     blends, heads, relays = (("20%",), (16,), (None,)) if quick else (tuple(_BLENDS), _HEADS, _RELAYS)
     return {
-        ("kedge", "default"): method_named("kedge"),
+        ("kedge", "default"): METHODS["kedge"],
         **{(name, f"{level:g}"): estimated(name, level) for name in levels for level in levels[name]},
         **{("seams", level): seams(last) for level, last in _SEAMS.items()},
-        ("answers", ""): method_named("answers"),
-        ("rotation", ""): method_named("rotation"),
-        ("kvcomm", ""): method_named("kvcomm"),
+        ("answers", ""): METHODS["answers"],
+        ("rotation", ""): METHODS["rotation"],
+        ("kvcomm", ""): METHODS["kvcomm"],
         **{("epic", str(first)): epic(first) for first in heads},
         **{("cacheblend", share): cacheblend(*_BLENDS[share]) for share in blends},
         **{("relay", "" if share is None else f"{share:.0%}"): relay(share) for share in relays},
@@ -167,7 +168,7 @@ def measure_frontier(settings: StudySettings, seed: int, note: Note) -> list[Row
     computes in them differs. A method is on the frontier of a task if no other one computes as few tokens at as small a
     KL.
     """
-    named = {(name, ""): method_named(name) for name in settings.methods or ()}
+    named = {(name, ""): method_named(name, METHODS) for name in settings.methods or ()}
     methods = {" ".join(key): (key, one) for key, one in (named or swept(quick=settings.quick)).items()}
     rows: list[Row] = []
     for task in TASKS if settings.task == ALL else (settings.task,):
@@ -236,8 +237,8 @@ def alike(*estimators: str) -> dict[str, Method]:
     `token` also comes with offsets in 8 bits, some also with a trail behind each value, and the paper's and Kedge's
     default then also with weak tokens computed.
     """
-    planner = method_named("kvcomm").planner
-    methods = {"rotation": method_named("rotation")}
+    planner = METHODS["kvcomm"].planner
+    methods = {"rotation": METHODS["rotation"]}
     for name in estimators:
         anchors = {**estimator_settings(name), "criterion": "length"}
         methods[name] = Method(ReuseMode.TRANSLATE, anchors, planner)
@@ -361,8 +362,8 @@ def measure_criterion(settings: StudySettings, seed: int, note: Note) -> list[Ro
     methods = {
         f"{estimator}, {criterion}": Method(ReuseMode.TRANSLATE, {**anchors, "criterion": criterion}, planner)
         for estimator, anchors, planner in (
-            ("interpolate", method_named("kvcomm").anchors, method_named("kvcomm").planner),
-            ("token", method_named("token").anchors, method_named("token").planner),
+            ("interpolate", METHODS["kvcomm"].anchors, METHODS["kvcomm"].planner),
+            ("token", METHODS["token"].anchors, METHODS["token"].planner),
         )
         for criterion in CRITERIA
     }
@@ -393,7 +394,7 @@ _WEAK_ERRORS, _QUICK_WEAK_ERRORS = (0.1, 0.15, 0.2, 0.25, 0.4, 1e9), (0.15, 1e9)
 
 def measure_sensitivity(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     """Return a row for every γ (V = 20), then for every V (γ = 0.3) and for every w; pools fill as they do in use."""
-    published, token = method_named("kvcomm"), method_named("token")
+    published, token = METHODS["kvcomm"], METHODS["token"]
     points = [(published, "γ", "gamma", gamma) for gamma in (_QUICK_GAMMAS if settings.quick else _GAMMAS)]
     points += [(published, "V", "capacity", size) for size in (_QUICK_SIZES if settings.quick else _SIZES)]
     points += [
@@ -428,7 +429,7 @@ ANCHORS_METHODS = ("kvcomm", "token")
 def measure_anchors(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     """Return a row for every method and tenth of its anchors, those with the most hits first."""
     stores: dict[str, AnchorStore] = {}
-    methods = {name: _kept(method_named(name), name, stores) for name in ANCHORS_METHODS}
+    methods = {name: _kept(method_named(name, METHODS), name, stores) for name in ANCHORS_METHODS}
     workload, questions = asked(settings, seed, taught=False)
     lab = LabSettings(agents=settings.agents, model=settings.model, forced=False, seed=seed)
     run_pairs(workload, questions, methods, lab, lambda n: note(f"{n + 1} of {settings.questions} questions"))

@@ -13,8 +13,8 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
-from benchmarks.lab.methods import Method
 from benchmarks.workloads.catalog import load, team_of
+from kedge.bench.probe import Method
 from kedge.errors import ConfigError
 from kedge.workloads.base import Question, Workload
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from benchmarks.lab.methods import method_named, open_engine
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, questions
 from kedge.bench.flows import FlowWorkload, single_flow
+from kedge.bench.probe import method_named
 from kedge.bench.shapes import load_model
 from kedge.bench.vllm import (
     BLOCK,
@@ -108,7 +108,7 @@ def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
 
 
 def _embedded(settings: AccuracySettings, progress: Progress) -> Scores:
-    with open_engine(method_named(METHOD), load_model(None, EngineSettings())) as engine:
+    with method_named(METHOD).open(load_model(None, EngineSettings())) as engine:
         return scores(engine, engine.wait_idle, settings, lambda what: progress(f"accuracy: embedded, {what}"))
 
 

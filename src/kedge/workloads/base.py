@@ -47,6 +47,9 @@ class Workload(Protocol):
     def first_decision(self, answer: str) -> str:
         """Return the name of the function that an agent's answer begins by calling, or `kedge.decisions.PROSE`."""
 
+    def grammar(self, agent: AgentId, question: Question) -> str:
+        """Return what an agent's answer has to conform to, see `SamplingParams.grammar`; "" for nothing."""
+
     def corrupt(self, rng: random.Random, answer: str) -> str:
         """Return a wrong version of an agent's answer; the answer itself where nothing in it can be made wrong."""
 
@@ -81,6 +84,9 @@ class Team:
 
     def first_decision(self, answer: str) -> str:
         return first_decision(answer)
+
+    def grammar(self, agent: AgentId, question: Question) -> str:  # noqa: ARG002
+        return ""
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
         return self.wrong(rng, answer)

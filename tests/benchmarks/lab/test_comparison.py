@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks.lab import comparison
-from benchmarks.lab.comparison import JUDGED, Lab, LabSettings, MethodBench, MethodRuns, Probe, ProbeResult, run_pairs
-from benchmarks.lab.methods import METHODS, Method, method_named, open_engine
+from benchmarks.lab.comparison import JUDGED, Lab, LabSettings, MethodBench, MethodRuns, run_pairs
+from benchmarks.lab.methods import METHODS
+from kedge.bench.probe import Method, Probe, ProbeResult, method_named
 from kedge.bench.shapes import load_model
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
@@ -72,7 +73,7 @@ def test_methods_without_anchors_need_one_taught_question_and_answer_others_side
     """Which makes a study with many of them several times as fast, and changes no figure."""
     monkeypatch.setattr(comparison, "AT_ONCE", 2)
     names = ("epic", "cacheblend", "relay", "seams")
-    assert not any(method_named(name).learns for name in ("dense", "exact", *names))
+    assert not any(METHODS[name].learns for name in ("dense", "exact", *names))
     settings = LabSettings(agents=3, taught=2, judged=True, kv=False, engine=CPU)
 
     def run() -> dict[str, MethodRuns]:
@@ -168,7 +169,7 @@ def test_nothing_is_written_past_a_methods_assembler() -> None:
 def test_a_probe_forces_reads_and_teaches() -> None:
     loaded = load_model(None, EngineSettings(device="cpu"))
     probe = Probe()
-    with open_engine(METHODS["token"], loaded, OPEN, components=probe.components, **CPU) as engine:
+    with METHODS["token"].open(loaded, OPEN, components=probe.components, **CPU) as engine:
         natural = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), kv=True).result()
         forced = probe.submit(engine, request(tokens(50, 30), reuse=ReuseMode.OFF), (5, 6, 7), kv=True).result()
         assert forced.completion.tokens == (5, 6, 7)
@@ -192,8 +193,8 @@ def test_a_probe_forces_reads_and_teaches() -> None:
 
 def test_methods_have_names() -> None:
     with pytest.raises(ConfigError, match="method='magic'"):
-        method_named("magic")
-    assert method_named("kvcomm").anchors == {"estimator": "interpolate", "criterion": "entropy", "temperature": 100.0}
+        method_named("magic", METHODS)
+    assert METHODS["kvcomm"].anchors == {"estimator": "interpolate", "criterion": "entropy", "temperature": 100.0}
     assert method_named("exact").reuse is ReuseMode.EXACT
     for name, method in METHODS.items():
         assert method.config({"capacity": 3}, {}, device="cpu").anchors.capacity == 3, name

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.lab.comparison import (
     Layers,
-    ProbeResult,
     compare,
-    compare_logits,
     consistency,
     relative_error,
     shuffled,
 )
+from kedge.bench.probe import ProbeResult, compare_logits
 from kedge.kv.segment import KVSegment
 from kedge.types import GenerateRequest, SampleId, Segment
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
-from benchmarks.lab.methods import method_named
+from benchmarks.lab.methods import METHODS
 from benchmarks.workloads.catalog import load
 from kedge.anchors.store import AnchorStore
 from kedge.engine.local.components import EngineComponents
@@ -53,7 +53,7 @@ def served(anchors: Mapping[str, Any], tiers: Mapping[str, Any]) -> tuple[Summar
     """Let a team answer five questions by `token`, with anchors within bounds."""
     workload, questions = load("choice", None, 0)
     watched = Watched()
-    method = replace(method_named("token"), components=EngineComponents(anchors=watched))
+    method = replace(METHODS["token"], components=EngineComponents(anchors=watched))
     settings = LabSettings(agents=3, forced=False, kv=False, anchors=anchors, engine={"tiers": tiers})
     summary = run_pairs(workload, islice(questions, 5), {"token": method}, settings)["token"].summary()
     assert watched.made is not None

@@ -143,7 +143,7 @@ class EngineCore:
         for item in work:
             del item.sequence.todo[: len(item.positions)]
             self.parts.snapshots.computed(item.sequence, item.positions[-1] + 1)
-        self.requests.read_prompts(work, logits)
+        self.requests.read_all(work, logits)
         ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         refuted = self._refuted([item.sequence for item, _ in ended])
         for wrong in refuted:

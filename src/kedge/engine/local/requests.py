@@ -137,12 +137,21 @@ class Requests:
 
     # answers --------------------------------------------------------------------------------------------------
 
-    def read_prompts(self, work: Many[Work], logits: Many[Tensor]) -> None:
-        """Record the log-probabilities of prompts, where requested."""
+    def read_all(self, work: Many[Work], logits: Many[Tensor]) -> None:
+        """Record the log-probabilities of prompts, where requested, and the logits of forced answers."""
         for item, rows in zip(work, logits, strict=True):
-            if isinstance(item.sequence, RequestSequence) and item.sequence.needs_all_logits:
-                with self._contained(item.sequence, "its prompt's log-probabilities were read"):
-                    item.sequence.logprobs.read_prompt(item.positions, rows)
+            sequence = item.sequence
+            if not isinstance(sequence, RequestSequence) or not sequence.needs_all_logits:
+                continue
+            with self._contained(sequence, "all of its logits were read"):
+                if sequence.waits_for_first_token:
+                    sequence.logprobs.read_prompt(item.positions, rows)
+                elif forced := sequence.forced:
+                    place = item.positions[0] + 1 - sequence.request.prompt_tokens
+                    followed = forced.read(place, rows)
+                    places = range(max(0, place), len(forced.tokens))[: len(followed)]
+                    drawn = [forced.tokens[at] for at in places]
+                    self._note_surprises([sequence] * len(places), followed, drawn, places)
 
     def go_on(self, computed: Many[Drawing]) -> None:
         """Draw the next tokens of requests with all tokens computed, or finish them."""
@@ -167,15 +176,20 @@ class Requests:
         """Draw the next tokens of all these at once."""
         logits = torch.stack([row for _, row in drawing])
         drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
-        self._note_surprises([sequence for sequence, _ in drawing], logits, drawn)
+        sequences = [sequence for sequence, _ in drawing]
+        self._note_surprises(sequences, logits, drawn, [len(sequence.response) for sequence in sequences])
         for (sequence, row), token in zip(drawing, drawn, strict=True):
             with self._contained(sequence, "its next token was drawn"):
                 if isinstance(token, Exception):
                     raise token
                 self._next_token(sequence, token, row)
 
-    def _note_surprises(self, sequences: Many[RequestSequence], logits: Tensor, drawn: Many[int | Exception]) -> None:
-        """Note which of the tokens drawn from logits [sequences, vocab] their readers are to compute."""
+    def _note_surprises(
+        self, sequences: Many[RequestSequence], logits: Tensor, drawn: Many[int | Exception], places: Many[int]
+    ) -> None:
+        """Note which of the tokens drawn from logits [sequences, vocab] their readers are to compute; `places` are
+        those in the answers.
+        """
         read = {
             row: token
             for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True))
@@ -185,7 +199,7 @@ class Requests:
             rows = surprising_rows(logits[list(read)], list(read.values()), self._parts.runtime.surprise)
             for row, is_surprising in zip(read, rows, strict=True):
                 if is_surprising:
-                    sequences[row].surprising.append(len(sequences[row].response))
+                    sequences[row].surprising.append(places[row])
 
     def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
         sequence.logprobs.read_answer(token, logits)
@@ -199,11 +213,15 @@ class Requests:
         if is_first:  # which takes milliseconds: whoever waits for the token has it by now
             self._parts.learning.started(sequence)
         last = len(sequence.tokens) - 1
+        if forced := sequence.forced:
+            rest = forced.tokens[1 : sequence.max_tokens]
+            sequence.tokens += rest
+            sequence.tell("".join(map(sequence.text.push, rest)), rest)
         if is_end:
             self._end_response(sequence, FinishReason.STOP, computed=last + 1)
         elif sequence.text.stopped:
             self._end_response(sequence, FinishReason.STOP, computed=last)
-        elif len(sequence.response) >= sequence.max_tokens:
+        elif forced or len(sequence.response) >= sequence.max_tokens:
             self._end_response(sequence, FinishReason.LENGTH, computed=last)
         else:
             sequence.todo = [last]

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kedge.engine.common.grammars import GrammarState
-from kedge.types import SamplingParams
+from kedge.types import SamplingParams, Tokens
 
 Draw = Callable[[Tensor], int]
 """A function that draws a request's next token from logits [vocab]; called by the engine's thread for every token"""
 GREEDY = 1e-5
 """Temperatures below this are greedy, since dividing by them would overflow."""
+
+
+@dataclass(slots=True)
+class ForcedAnswer:
+    """An answer that a request gives whatever the logits are (teacher forcing), and what these were. Its first token is
+    drawn like any other; the others follow in one pass.
+    """
+
+    tokens: Tokens
+    """At least one"""
+    rows: int
+    """Of how many of its first tokens the logits are kept"""
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """The logits [vocab] that each of these would have been drawn from, by its place, float32 on the CPU"""
+
+    def __call__(self, logits: Tensor) -> int:
+        self.logits[0] = logits.float().cpu().clone()
+        return self.tokens[0]
+
+    def read(self, place: int, rows: Tensor) -> Tensor:
+        """Record logits [rows, vocab], of which the first are after `place` tokens of the answer (negative: before its
+        beginning). Returns those that a token of the answer follows.
+        """
+        first, stop = max(0, -place), max(0, len(self.tokens) - place)
+        kept = rows[first : min(stop, max(0, self.rows - place))].float().cpu()
+        self.logits |= dict(enumerate(kept, place + first))
+        return rows[first:stop]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import TextStream
-from kedge.engine.local.sampler import Sampler
+from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.engine.local.states import States
 from kedge.kv.storage import SlotTable
@@ -222,8 +222,15 @@ class RequestSequence(Sequence):
         return self.request.exact_limit
 
     @property
+    def forced(self) -> ForcedAnswer | None:
+        """The answer that it is forced to."""
+        return self.sampler.draw if isinstance(self.sampler.draw, ForcedAnswer) else None
+
+    @property
     def needs_all_logits(self) -> bool:
-        return self.logprobs.of_prompt and self.waits_for_first_token
+        if self.waits_for_first_token:
+            return self.logprobs.of_prompt
+        return self.forced is not None
 
     @property
     def response(self) -> list[int]:
@@ -237,10 +244,10 @@ class RequestSequence(Sequence):
 
     def end_response(self, reason: FinishReason, computed: int, *, is_read: bool) -> None:
         """Mark the response as complete, with the KV of the first `computed` tokens there. If others are going to read
-        it, the KV of the rest and of the trail is computed next.
+        it, the KV of the rest and of the trail is computed next; of a forced one it is for its logits.
         """
         self.finish, self.response_stop = reason, len(self.tokens)
-        if is_read:
+        if is_read or self.forced:
             self.tokens += self.trail
             self.todo = list(range(computed, len(self.tokens)))
 

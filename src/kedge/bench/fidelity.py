@@ -1,0 +1,344 @@
+"""How near to dense prefill answers stay: the KL of every method beside that of rounded KV, on the same prompts.
+
+A team answers each question by dense prefill. Then every method serves the same prompts, forced to the same answers,
+and the distributions of the answers' tokens are compared. What production accepts is the yardstick: KV in fp8. Only
+readers count, the agents behind the first: what the first one reads nobody has computed before it.
+
+Questions are independent: methods that learn do so from others before, and from none that counts. So they are served
+side by side, but for the first few, one after the other, whose times to the first token count. Logits are a vocabulary
+wide, and are dropped with the questions that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits
+from kedge.bench.shapes import Loaded, load_model
+from kedge.engine.local.build import apart
+from kedge.engine.local.model.passes import PromptPiece, one_pass, storage_for
+from kedge.engine.local.model.passes import run as run_pass
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.errors import ConfigError, TranslationRefused
+from kedge.guard import GuardOrders
+from kedge.kv.storage import SlotTable
+from kedge.runner.run import run
+from kedge.settings import EngineSettings
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    RunId,
+    RunKey,
+    TenantId,
+    Tokens,
+    new_request_id,
+)
+from kedge.workflow.graph import Workflow
+from kedge.workloads.base import QUESTION, Question, Workload
+
+TENANT = TenantId("fidelity")
+DENSE = Method(ReuseMode.OFF)
+Note = Callable[[str], None]
+
+
+def _by_token(most: int, kv: Tensor) -> Tensor:
+    """Round to whole numbers up to `most`, scaled by the largest element of each token and head."""
+    scale = kv.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    return (kv / scale).round() * scale
+
+
+def _as_float8(dtype: torch.dtype, kv: Tensor) -> Tensor:
+    """Round to a format of 8 bits with scale 1, as vLLM does by default; what is beyond its range becomes its end."""
+    end = torch.finfo(dtype).max
+    return kv.clamp(-end, end).to(dtype).to(kv.dtype)
+
+
+YARDSTICKS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "bf16": lambda kv: kv.bfloat16().to(kv.dtype),
+    "int8": partial(_by_token, 127),
+    "fp8 e4m3": partial(_as_float8, torch.float8_e4m3fn),
+    "fp8 e5m2": partial(_as_float8, torch.float8_e5m2),
+    "int4": partial(_by_token, 7),
+}
+"""Roundings of KV, keys rotated, each [..., head_dim]: what serving systems store to save memory"""
+
+
+@dataclass(frozen=True)
+class FidelitySettings:
+    """What is measured, and on what."""
+
+    model: Path | None = None
+    """None: the bundled one, which says nothing about quality"""
+    questions: int = 50
+    """Questions that count"""
+    taught: int = 10
+    """Questions before them, which methods with anchors learn from"""
+    tokens: int = 24
+    """First tokens of each answer, which are compared"""
+    timed: int = 5
+    """First questions that are served alone, for their times"""
+    at_once: int = 8
+    """Questions side by side after these"""
+    agents: int | None = None
+    """The first of the team and its last; None: all"""
+    curve: tuple[int, ...] = ()
+    """Also measure methods with anchors after so many samples, in place of after `taught`"""
+    engine: Mapping[str, Any] | None = None
+    """Settings of all engines; None: float32 on a CPU, whose own rounding in 16 bits is as large as what is measured"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One answer, forced to that of dense prefill, compared with it."""
+
+    question: int
+    kl: float
+    """Mean KL(dense ‖ other) in nats a token"""
+    top1: float
+    """Share of tokens at which both have the same argmax"""
+    computed: int = 0
+    translated: int = 0
+    prompt: int = 0
+    """Prompt tokens: those that ran through the model, those with translated KV, and all"""
+
+    @classmethod
+    def of(cls, question: int, dense: Tensor, other: Tensor, **tokens: int) -> Seen:
+        """Compare the logits [rows, vocab] of one answer."""
+        rows = min(len(dense), len(other))
+        return cls(question, *compare_logits(dense[:rows], other[:rows]), **tokens)
+
+
+def summary(seen: Sequence[Seen]) -> dict[str, Any]:
+    """Return means over answers, with 95 % intervals of KL, agreement, and answers without a changed token: by
+    bootstrap over questions, since what one of them shares makes its answers alike.
+    """
+    by_question: dict[int, list[Seen]] = {}
+    for one in seen:
+        by_question.setdefault(one.question, []).append(one)
+    means = np.array(
+        [
+            [fmean(one.kl for one in some), fmean(one.top1 for one in some), fmean(one.top1 == 1 for one in some)]
+            for some in by_question.values()
+        ]
+    )
+    draws = np.random.default_rng(0).integers(len(means), size=(2000, len(means)))
+    low, high = np.quantile(means[draws].mean(1), (0.025, 0.975), axis=0)
+    prompt = sum(one.prompt for one in seen)
+    names = ("kl", "top1", "same")
+    return {
+        **dict(zip(names, means.mean(0).tolist(), strict=True)),
+        "computed": sum(one.computed for one in seen) / prompt if prompt else None,
+        "translated": sum(one.translated for one in seen) / prompt if prompt else None,
+        "questions": len(means),
+        "ci95": {name: [float(low[i]), float(high[i])] for i, name in enumerate(names)},
+    }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as dense prefill answers it: one result for each agent, in speaking order."""
+
+    number: int
+    run: RunId
+    results: tuple[ProbeResult, ...]
+
+    def answer(self, agent: int) -> Tokens:
+        """Return what an agent's requests are forced to: its answer, or of an empty one the token that ended it."""
+        one = self.results[agent]
+        return one.completion.tokens or (int(one.logits[0].argmax()),)
+
+
+class Served:
+    """One method's engine. It is taught, and then serves questions from which it learns nothing."""
+
+    def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings, taught: int) -> None:
+        self.method, self.taught = method, taught
+        self.probe = Probe(method.components, settings.tokens)
+        self.engine = method.open(loaded, components=self.probe.components, **(settings.engine or {}))
+        self.seen: list[Seen] = []
+        self.ttft_ms: list[float] = []
+
+    def teach(self, asked: Sequence[Asked]) -> None:
+        """Prefill questions densely and learn from them, agent by agent. A method without anchors gets the last one
+        only, which leaves the KV of its templates.
+        """
+        chosen = asked[: self.taught] if self.method.learns else asked[-1:]
+        self.probe.teaching = True
+        for one in chosen:
+            for _ in self._forced([one], held_out=False):
+                self.engine.wait_idle()
+        self.probe.teaching = False
+
+    def ask(self, asked: Sequence[Asked], *, timed: bool) -> None:
+        """Serve questions side by side, each agent's prompts together, and compare the readers' answers."""
+        for agent, results in enumerate(self._forced(asked, held_out=True)):
+            if agent and timed:
+                self.ttft_ms += [one.completion.ttft_ms for one in results]
+            if agent:
+                apart(partial(self._compare, asked, agent, results))
+        self.engine.wait_idle()
+
+    def _forced(self, asked: Sequence[Asked], *, held_out: bool) -> Iterator[list[ProbeResult]]:
+        """Yield the results of one agent after the other: an answer's KV is what its own decoding leaves behind."""
+        for agent in range(len(asked[0].results)):
+            pending = [
+                self.probe.submit(self.engine, self._request(one, agent, held_out=held_out), one.answer(agent))
+                for one in asked
+            ]
+            yield [one.result() for one in pending]
+        for one in asked:
+            self.engine.end_run(RunKey(Namespace(TENANT), "", one.run))
+
+    def _request(self, asked: Asked, agent: int, *, held_out: bool) -> GenerateRequest:
+        request = asked.results[agent].request
+        changes: dict[str, Any] = {"reuse": self.method.reuse, "guard": GuardOrders(held_out=held_out)}
+        return replace(request, request_id=new_request_id(), tenant=TENANT, run=asked.run, **changes)
+
+    def _compare(self, asked: Sequence[Asked], agent: int, results: Sequence[ProbeResult]) -> None:
+        for one, result in zip(asked, results, strict=True):
+            receipt = result.completion.receipt
+            tokens = {"computed": receipt.computed, "translated": receipt.translated, "prompt": receipt.prompt_tokens}
+            self.seen.append(Seen.of(one.number, one.results[agent].logits, result.logits, **tokens))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the method's figures."""
+        return {**summary(self.seen), "ttft_ms": median(self.ttft_ms) if self.ttft_ms else None}
+
+
+class Team:
+    """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
+
+    def __init__(self, workload: Workload, loaded: Loaded, settings: FidelitySettings) -> None:
+        self._workload, self._runner = workload, loaded[0]
+        flow = workload.workflow(settings.agents)
+        shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
+        self._flow: Workflow = replace(flow, agents=tuple(shorter))
+        self._probe = Probe(rows=settings.tokens)
+        self.engine = DENSE.open(loaded, components=self._probe.components, **(settings.engine or {}))
+        self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
+        self.ttft_ms: list[float] = []
+
+    def answer(self, numbered: tuple[int, Question], *, kv: bool = True) -> Asked:
+        """Let the team answer a question."""
+        number, question = numbered
+        recorder = Recorder(self.engine, self._probe, partial(self._constrained, question), kv=kv)
+        inputs = {QUESTION: question.text}
+        run(recorder, self._flow, inputs, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
+        results = {one.request.agent: one.result() for one in recorder.pending}
+        return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))
+
+    def _constrained(self, question: Question, request: GenerateRequest) -> GenerateRequest:
+        grammar = self._workload.grammar(request.agent, question)
+        return replace(request, sampling=replace(request.sampling, grammar=grammar))
+
+    def measure_yardsticks(self, asked: Iterable[Asked]) -> None:
+        """Compare what the readers' answers are over rounded KV, and drop the KV."""
+        for one in asked:
+            for agent, result in enumerate(one.results):
+                if agent:
+                    for name, logits in over_rounded(self._runner, result, one.answer(agent)).items():
+                        self.seen[name].append(Seen.of(one.number, result.logits, logits))
+
+
+@torch.inference_mode()
+def over_rounded(
+    runner: ModelRunner,
+    dense: ProbeResult,
+    answer: Tokens,
+    roundings: Mapping[str, Callable[[Tensor], Tensor]] = YARDSTICKS,
+) -> dict[str, Tensor]:
+    """Return the logits [rows, vocab] of a forced answer over the prompt's KV in each rounding: one pass for all.
+
+    The prompt's last token is computed again, as its logits are those of the answer's first.
+    """
+    assert dense.kv is not None
+    prompt = dense.request.prompt_tokens
+    tokens = torch.tensor([*dense.request.tokens, *answer], device=runner.device)
+    storage = storage_for(runner, len(tokens) * len(roundings))
+    pieces = []
+    for number, rounding in enumerate(roundings.values()):
+        start = number * len(tokens)
+        storage.write(SlotTable(torch.arange(start, start + prompt)), 0, dense.kv, None)
+        for pool in (storage.keys, storage.values):
+            pool[:, start : start + prompt] = rounding(pool[:, start : start + prompt])
+        pieces.append(PromptPiece(tokens, start, prompt - 1, len(tokens) - 1))
+    logits = run_pass(runner, one_pass(pieces, storage)).float().cpu()
+    return dict(zip(roundings, logits.split(len(answer)), strict=True))
+
+
+def measure(
+    workload: Workload,
+    questions: Sequence[Question],
+    methods: Mapping[str, Method],
+    settings: FidelitySettings,
+    note: Note = lambda _: None,
+) -> dict[str, Any]:
+    """Return the figures of dense prefill, of all yardsticks and of all methods, as plain data.
+
+    Raises `ConfigError` for too few questions, and `TranslationRefused` for a model whose KV cannot be translated.
+    """
+    taught = max((settings.taught, *settings.curve))
+    if len(questions) < taught + settings.questions:
+        why = f"with those learned from before it takes {taught + settings.questions}, and there are {len(questions)}"
+        raise ConfigError("questions", settings.questions, why)
+    if settings.engine is None:
+        settings = replace(settings, engine={"dtype": "auto" if torch.cuda.is_available() else "float32"})
+    note("loading the model")
+    loaded = load_model(settings.model, EngineSettings(**(settings.engine or {})))
+    if loaded[0].refusal:
+        raise TranslationRefused("model", str(settings.model), loaded[0].refusal)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(settings.at_once, "kedge-fidelity"))
+        team = Team(workload, loaded, settings)
+        stack.enter_context(team.engine)
+        served = {name: Served(method, loaded, settings, count) for name, method, count in _expanded(methods, settings)}
+        for one in served.values():
+            stack.enter_context(one.engine)
+        note(f"{taught} questions to learn from")
+        numbered = enumerate(questions[: taught + settings.questions], -taught)
+        lessons = [next(numbered) for _ in range(taught)]
+        if lessons:
+            asked = list(pool.map(partial(team.answer, kv=False), lessons))
+            for name, one in served.items():
+                note(f"{name} learns from {taught} questions")
+                one.teach(asked)
+        counted = list(numbered)
+        alone = [[one] for one in counted[: settings.timed]]
+        starts = range(settings.timed, len(counted), settings.at_once)
+        for some in (*alone, *(counted[at : at + settings.at_once] for at in starts)):
+            timed = some[0][0] < settings.timed
+            asked = list(pool.map(team.answer, some))
+            if timed:
+                team.ttft_ms += [one.completion.ttft_ms for one in asked[0].results[1:]]
+            apart(partial(team.measure_yardsticks, asked))
+            asked = [replace(one, results=tuple(replace(of, kv=None) for of in one.results)) for one in asked]
+            for one in served.values():
+                one.ask(asked, timed=timed)
+            note(f"{some[-1][0] + 1} of {settings.questions} questions")
+        return {
+            "dense": {"ttft_ms": median(team.ttft_ms) if team.ttft_ms else None},
+            "yardsticks": {name: summary(seen) for name, seen in team.seen.items()},
+            "methods": {name: one.as_json() for name, one in served.items()},
+        }
+
+
+def _expanded(methods: Mapping[str, Method], settings: FidelitySettings) -> Iterator[tuple[str, Method, int]]:
+    """Yield each method with the number of samples that it learns from; on a curve one for every number."""
+    for name, method in methods.items():
+        if method.learns and settings.curve:
+            yield from ((f"{name} after {count}", method, count) for count in settings.curve)
+        else:
+            yield name, method, settings.taught
