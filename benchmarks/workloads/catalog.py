@@ -9,11 +9,11 @@ from pathlib import Path
 from benchmarks.workloads import humaneval, mathematics, mmlu
 from benchmarks.workloads.rows import DatasetSource
 from kedge.errors import ConfigError
+from kedge.workloads import real
 from kedge.workloads.base import Question, Workload
 from kedge.workloads.miniature import ALL_TASKS, MiniatureTeam
 
 _DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
-    "gsm8k": (mathematics.GSM8K, mathematics.GSM8K_SOURCE),
     "humaneval": (humaneval.TEAM, humaneval.SOURCE),
     "mmlu": (mmlu.TEAM, mmlu.SOURCE),
     "math500": (mathematics.MATH500, mathematics.MATH500_SOURCE),
@@ -22,14 +22,16 @@ _DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
 _GENERATED: Mapping[str, tuple[Workload, Callable[[int], Iterable[Question]]]] = {
     name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in ALL_TASKS.items()
 }
-NAMES = (*_GENERATED, *_DATASETS)
+NAMES = (*_GENERATED, *real.TEAMS, *_DATASETS)
 
 
 def require_available(name: str, file: Path | None = None) -> None:
     """Raise `ConfigError` as `load` does, as far as that can be known without reading or downloading a data set."""
     _require_known(name, file)
-    if name in _DATASETS:
-        _DATASETS[name][1].require_available(file)
+    if file is not None and not file.is_file():
+        raise ConfigError("dataset", str(file), "no such file")
+    if name in _DATASETS and file is None:
+        _DATASETS[name][1].require_available()
 
 
 def _require_known(name: str, file: Path | None) -> None:
@@ -42,17 +44,19 @@ def _require_known(name: str, file: Path | None) -> None:
 def team_of(name: str) -> Workload:
     """Return a workload without its questions. Raises `ConfigError` for an unknown name."""
     _require_known(name, None)
-    return _DATASETS[name][0] if name in _DATASETS else _GENERATED[name][0]
+    return real.TEAMS[name] if name in real.TEAMS else ({**_DATASETS, **_GENERATED})[name][0]
 
 
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, Iterable[Question]]:
-    """Return a workload with its questions: an endless stream generated from `seed`, or those of a data set in their
-    own order, read from `file` or else from the hub.
+    """Return a workload with its questions: an endless stream generated from `seed`, those of the package or of `file`
+    shuffled by it, or those of another data set in their own order, read from `file` or else from the hub.
 
     Raises `ConfigError` for an unknown name, for a file where questions are generated, and as `DatasetSource.questions`
     does.
     """
     _require_known(name, file)
+    if name in real.TEAMS:
+        return real.load(name, file, seed)
     if name in _DATASETS:
         team, source = _DATASETS[name]
         return team, source.questions(file)

@@ -6,12 +6,13 @@ import random
 import re
 from collections.abc import Mapping
 
-from benchmarks.workloads.parsing import code
-from benchmarks.workloads.rows import DatasetSource, Row
+from benchmarks.workloads.rows import DatasetSource
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import QUESTION, Question, Team
+from kedge.workloads.gsm8k import code
+from kedge.workloads.rows import Row
 from kedge.workloads.sandbox import SandboxLimits, run_python
 
 LIMITS = SandboxLimits(seconds=15.0)

@@ -1,4 +1,4 @@
-"""Teams for mathematics: GSM8K with the roles of KVCOMM, 6.3.2, reworded; MATH500 and AIME (KVCOMM, Table A.2).
+"""Teams for mathematics: MATH500 and AIME (KVCOMM, Table A.2), with the roles of GSM8K's.
 
 MATH500's answers are LaTeX expressions; whether two are the same is decided by `math-verify` (extra `data`).
 """
@@ -8,122 +8,25 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Mapping
 
-from benchmarks.workloads.parsing import boxed, code, number, other_number
-from benchmarks.workloads.rows import DatasetSource, Row
-from kedge.decisions import spelled
+from benchmarks.workloads.rows import DatasetSource
+from kedge.decisions import braced
 from kedge.errors import ConfigError
-from kedge.types import AgentId
-from kedge.workflow.graph import Agent
-from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Team
-from kedge.workloads.sandbox import SandboxLimits, run_python
-
-LIMITS = SandboxLimits(seconds=5.0)
-SILENT = frozenset({AgentId("programmer")})
-WORDING = Wording(
-    header="The problem:\n{user_question}",
-    intro="\n\nWhat your colleagues have done so far:",
-    speaker="\n\n{title} wrote:\n",
-    tool="\nRunning it printed:\n",
-    footer="\n\nIt is your turn, {title}.",
-)
-
-
-def run_program(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (a tool's signature)
-    """Run the agent's program and return its output or the name of its error (the agent's tool)."""
-    program = code(answer)
-    return run_python(program, LIMITS).summary or "nothing" if program else "no code found"
-
-
-_CAST = (
-    (
-        "solver",
-        "Math Solver",
-        "You solve mathematical problems step by step. Write down what is given and what is asked, do one small "
-        "calculation per line and keep units apart. If colleagues have worked on it before you, check their "
-        "numbers first instead of repeating them.",
-    ),
-    (
-        "analyst",
-        "Mathematical Analyst",
-        "You analyse mathematical problems with symbols. Give every quantity a letter, state the relations "
-        "between them, solve for the one that is asked and only then put in the numbers. Point out where a "
-        "colleague used a wrong relation.",
-    ),
-    (
-        "programmer",
-        "Programming Expert",
-        "You solve mathematical problems with a program. Write one block of Python that computes the result from "
-        "the numbers of the problem and prints it, and nothing else. Use the standard library only, ask for no "
-        "input, and fence the block with three backticks.",
-    ),
-    (
-        "inspector",
-        "Inspector",
-        "You inspect the work of others. Go through their reasoning line by line, compare it with what the code "
-        "printed, name the first mistake if there is one and correct everything that follows from it.",
-    ),
-    (
-        "final",
-        "FinalRefer",
-        "You decide. You are given a problem and what your colleagues made of it. Weigh agreement, checked "
-        "calculations and the output of code; where they differ, find out who is right. Give a short reason.",
-    ),
-)
-
-
-def agents(ending: str, max_tokens: int, *, pick: str) -> tuple[Agent, ...]:
-    """Return the five agents; `ending` says how to state an answer. It is a template, so braces are doubled. `pick` is
-    where the last one's stands.
-    """
-    endings = {name: "" if AgentId(name) in SILENT else f" {ending}" for name, _, _ in _CAST}
-    return tuple(
-        Agent(
-            name,
-            system + endings[name],
-            "",
-            run_program if name == "programmer" else None,
-            title,
-            max_tokens,
-            pick=pick if name == "final" else "",
-            tool_seconds=30.0,
-        )
-        for name, title, system in _CAST
-    )
-
-
-def gsm8k_question(row: Row) -> Question:
-    """Convert a row with `question` and `answer`, a worked solution that ends in `#### <number>`."""
-    solution, mark, last = str(row["answer"]).rpartition("####")
-    if not mark:
-        raise ValueError("the answer has no ####")
-    return Question(str(row["question"]).strip(), spelled(last.strip()), {"solution": solution.strip()})
-
-
-def same_number(stated: str | None, asked: Question) -> bool:
-    """Return whether both are equal as numbers."""
-    return stated == asked.answer
-
-
-GSM8K_SOURCE = DatasetSource("openai/gsm8k", "test", gsm8k_question, "main")
-GSM8K = Team(
-    "gsm8k",
-    agents("End with a line that says: The answer is <number>.", 512, pick="answer is <number>"),
-    WORDING,
-    stated=number,
-    accepts=same_number,
-    silent=SILENT,
-    wrong=other_number,
-)
-
+from kedge.workloads.gsm8k import SILENT, WORDING, agents, number, other_number
+from kedge.workloads.rows import Row
 
 SECONDS = 5
 """Time limit for parsing or comparing an expression; one that takes longer counts as wrong."""
 _BOX = r"Put the final result, and only that, into \boxed{{}}."
 _PICK = r"\boxed<braced>"
 _STATED = re.compile(r"answer is:?\s*(.+?)\.?\s*$", re.IGNORECASE | re.MULTILINE)
+
+
+def boxed(text: str) -> str | None:
+    """Return the content of the last `\\boxed{…}`, inner braces included; None where none is closed."""
+    start = text.rfind(r"\boxed{")
+    return braced(text[start + len(r"\boxed") :]) if start >= 0 else None
 
 
 def competition_question(row: Row) -> Question:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.workloads.rows import DatasetSource, Row
+from benchmarks.workloads.rows import DatasetSource
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Team
+from kedge.workloads.rows import Row
 
 LETTERS = "ABCD"
 _STATED = re.compile(r"answer is[\s:*(]*([A-D])\b", re.IGNORECASE)

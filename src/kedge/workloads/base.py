@@ -48,7 +48,7 @@ class Workload(Protocol):
         """Return the name of the function that an agent's answer begins by calling, or `kedge.decisions.PROSE`."""
 
     def grammar(self, agent: AgentId, question: Question) -> str:
-        """Return what an agent's answer has to conform to, see `SamplingParams.grammar`; "" for nothing."""
+        """Return the grammar of an agent's answer, as `SamplingParams.grammar` takes it; "" for none."""
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
         """Return a wrong version of an agent's answer; the answer itself where nothing in it can be made wrong."""
@@ -69,6 +69,8 @@ class Team:
     silent: frozenset[AgentId] = frozenset()
     """Agents without a scored answer."""
     wrong: Callable[[random.Random, str], str] = field(default=lambda _, answer: answer, repr=False)
+    constrained: Callable[[AgentId, Question], str] = field(default=lambda *_: "", repr=False)
+    """(agent, question) -> the grammar of its answer."""
 
     def workflow(self, agents: int | None = None, topology: str | Topology = "fully_connected") -> Workflow:
         cast = _cast(self.name, self.agents, agents)
@@ -85,8 +87,8 @@ class Team:
     def first_decision(self, answer: str) -> str:
         return first_decision(answer)
 
-    def grammar(self, agent: AgentId, question: Question) -> str:  # noqa: ARG002
-        return ""
+    def grammar(self, agent: AgentId, question: Question) -> str:
+        return self.constrained(agent, question)
 
     def corrupt(self, rng: random.Random, answer: str) -> str:
         return self.wrong(rng, answer)

@@ -10,18 +10,19 @@ import pytest
 from benchmarks.workloads import catalog, mathematics, mmlu
 from kedge.decisions import PROSE, first_decision, pick_of
 from kedge.workloads.base import Workload
+from kedge.workloads.gsm8k import GSM8K
 from kedge.workloads.miniature import ALL_TASKS, MiniatureTeam
 
 DATASETS: dict[str, tuple[Workload, tuple[str, ...]]] = {
     "mmlu": (mmlu.TEAM, ("A fits. The answer is B.", "The answer is **(B)**, as A fails.", "The answer is\nC.")),
     "gsm8k": (
-        mathematics.GSM8K,
+        GSM8K,
         ("5 + 7. The answer is 1,200.50.", "The answer is 12 of 13\n", "The answer is **$8**"),
     ),
     "math500": (mathematics.MATH500, (r"\boxed{1} no: \boxed{\frac{1}{2}} of it", r"$\boxed{x^{2}}$")),
     "aime": (mathematics.AIME, (r"It is \boxed{042}.",)),
 }
-WITHOUT = {"code", "humaneval"}
+WITHOUT = {"code", "humaneval", "reading", "reading-picks"}
 """Teams whose last agent answers with code or a text as a whole"""
 
 

@@ -18,11 +18,13 @@ import pytest
 
 from benchmarks.workloads import humaneval, mathematics, mmlu
 from benchmarks.workloads.catalog import NAMES, load
-from benchmarks.workloads.mathematics import run_program
+from benchmarks.workloads.mathematics import boxed
 from benchmarks.workloads.rows import DatasetSource
 from kedge.errors import ConfigError, WorkflowError
 from kedge.types import AgentId
+from kedge.workloads import gsm8k, real
 from kedge.workloads.base import QUESTION, Question, Team
+from kedge.workloads.gsm8k import run_program
 
 FINAL = AgentId("final")
 SQUARES = '''from typing import List
@@ -102,8 +104,9 @@ def test_gold_answers_are_right_and_wrong_ones_are_not(loaded: tuple[str, Team, 
 def test_the_gold_solution_itself_is_right(loaded: tuple[str, Team, list[Question]]) -> None:
     name, team, questions = loaded
     if name == "gsm8k":
-        for row, asked in zip(ROWS[name], questions, strict=True):
-            assert team.right(FINAL, str(row["answer"]), asked) is True
+        solutions = {str(row["question"]): str(row["answer"]) for row in ROWS[name]}
+        for asked in questions:
+            assert team.right(FINAL, solutions[asked.text], asked) is True
 
 
 @pytest.mark.parametrize("agents", [2, 3, 4, 5])
@@ -148,9 +151,9 @@ def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.
 
 def test_silent_agents_have_nothing_to_be_right_about() -> None:
     asked = Question("", "7")
-    assert mathematics.GSM8K.right(AgentId("programmer"), "print(7)", asked) is None
+    assert gsm8k.GSM8K.right(AgentId("programmer"), "print(7)", asked) is None
     assert mmlu.TEAM.right(AgentId("searcher"), "Search: seven", asked) is None
-    assert mathematics.GSM8K.right(AgentId("solver"), "The answer is 7.", asked) is True
+    assert gsm8k.GSM8K.right(AgentId("solver"), "The answer is 7.", asked) is True
 
 
 def test_the_programmers_tool_runs_the_code_and_nothing_else() -> None:
@@ -196,8 +199,9 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path) -> None:
             load("gsm8k", file)
     with pytest.raises(ConfigError, match="nowhere"):
         load("gsm8k", tmp_path / "nowhere.jsonl")
+    file.write_text(json.dumps({"question": "?", "choices": ["a"], "answer": 0}))
     with pytest.raises(ConfigError, match="is not a row of"):
-        mmlu.SOURCE._read({"question": "?", "choices": ["a"], "answer": 0}, "here")
+        load("mmlu", file)
 
 
 def test_the_hub_is_asked_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,18 +209,19 @@ def test_the_hub_is_asked_through_datasets(monkeypatch: pytest.MonkeyPatch) -> N
 
     def load_dataset(*args: object, **kwargs: object) -> list[dict[str, object]]:
         asked.append((args, kwargs))
-        return ROWS["gsm8k"]
+        return ROWS["math500"]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert [q.answer for q in mathematics.GSM8K_SOURCE.questions()] == ["7", "1450000", "-10"]
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    answers = [question.answer for question in load("math500")[1]]
+    assert answers == [row["answer"] for row in ROWS["math500"]]
+    assert asked == [(("HuggingFaceH4/MATH-500", None), {"split": "test"})]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"kedge\[data\]"):
-        DatasetSource("some/thing", "test", mathematics.gsm8k_question).questions()
+        DatasetSource("some/thing", "test", gsm8k.question).questions()
 
 
 def test_the_catalog_knows_all_and_no_more(tmp_path: Path) -> None:
-    assert set(NAMES) == {"math", "choice", "code", "tools", *ROWS}
+    assert set(NAMES) == {"math", "choice", "code", "tools", *real.TEAMS, *ROWS}
     with pytest.raises(ConfigError, match="workload='chess'"):
         load("chess")
     with pytest.raises(ConfigError, match="are generated"):
@@ -228,6 +233,20 @@ def test_the_catalog_knows_all_and_no_more(tmp_path: Path) -> None:
         assert workload.name == name
         assert first == next(iter(again))
         assert workload.workflow().agents
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{1} or rather \boxed{2}", "2"),
+        (r"\boxed{unfinished", None),
+        (r"\boxed{}", ""),
+        ("none", None),
+    ],
+)
+def test_boxed(text: str, content: str | None) -> None:
+    assert boxed(text) == content
 
 
 # the whole data sets --------------------------------------------------------------------------------------------------
@@ -243,8 +262,10 @@ def whole(name: str) -> Path:
 def test_all_of_gsm8k() -> None:
     file = whole("gsm8k.jsonl")
     team, questions = load("gsm8k", file)
-    solutions = [json.loads(line)["answer"] for line in file.read_text().splitlines()]
-    for seed, (asked, solution) in enumerate(zip(questions, solutions, strict=True)):
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    solutions = {row["question"].strip(): row["answer"] for row in rows}
+    for seed, asked in enumerate(questions):
+        solution = solutions[asked.text]
         assert team.right(FINAL, solution, asked)
         assert team.right(FINAL, f"The answer is {asked.answer}.", asked)
         assert not team.right(FINAL, team.corrupt(random.Random(seed), solution), asked)

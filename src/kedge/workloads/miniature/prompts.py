@@ -106,5 +106,8 @@ class MiniatureTeam:
     def first_decision(self, answer: str) -> str:
         return first_decision(answer)
 
+    def grammar(self, agent: AgentId, question: Question) -> str:  # noqa: ARG002 (any answer will do)
+        return ""
+
     def corrupt(self, rng: random.Random, answer: str) -> str:
         return self.task.corrupt(rng, answer)

@@ -1,3 +1,5 @@
+"""GSM8K's team: what it reads out of answers, and its agents' programs."""
+
 from __future__ import annotations
 
 import random
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.workloads.parsing import boxed, code, number, other_number
+from kedge.workloads.gsm8k import code, number, other_number
 
 
 @pytest.mark.parametrize(
@@ -55,17 +57,3 @@ def test_what_has_no_number_stays() -> None:
 )
 def test_code(text: str, program: str | None) -> None:
     assert code(text) == program
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
-        (r"\boxed{1} or rather \boxed{2}", "2"),
-        (r"\boxed{unfinished", None),
-        (r"\boxed{}", ""),
-        ("none", None),
-    ],
-)
-def test_boxed(text: str, content: str | None) -> None:
-    assert boxed(text) == content
