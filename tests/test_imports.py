@@ -47,16 +47,28 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
+    "anchors.registry.ESTIMATORS",
     "engine.local.build",
+    "engine.local.build.apart",
+    "engine.local.components.Assembler",
     "engine.local.components.EngineComponents",
     "engine.local.components.Translating",
     "engine.local.engine.LocalEngine",
     "engine.local.model.loading.checked_runner",
+    "engine.local.model.passes.PromptPiece",
+    "engine.local.model.passes.one_pass",
+    "engine.local.model.passes.run",
+    "engine.local.model.passes.storage_for",
     "engine.local.model.runner.ModelRunner",
+    "engine.local.sampler.Draw",
+    "engine.local.sampler.ForcedAnswer",
+    "engine.local.sampler.Sampler",
+    "engine.local.sequence.LocalStream",
     "engine.local.sessions.SessionCaching",
     "reuse.layout.with_trails",
     "reuse.plan.ReusePlan",
     "reuse.plan.Translation",
+    "reuse.plan.spans_of",
 }
 """Names of those rooms that bench imports: extension points of `engine.local.components`, and what it measures."""
 BENCHMARKS = ImportGraph(Path(__file__).parents[1] / "benchmarks")
@@ -86,10 +98,7 @@ BENCHMARKS_MAY_IMPORT = {
     "engine.local.components.Translating",
     "engine.local.engine.LocalEngine",
     "engine.local.model.runner.ModelRunner",
-    "engine.local.sampler.Draw",
-    "engine.local.sampler.Sampler",
     "engine.local.scheduler.Work",
-    "engine.local.sequence.LocalStream",
     "engine.local.sequence.Sequence",
     "engine.local.sessions.SessionCaching",
     "reuse.contracts.Experience",

@@ -161,7 +161,7 @@ class Asked:
         return one.completion.tokens or (int(one.logits[0].argmax()),)
 
 
-class Served:
+class MethodServer:
     """One method's engine. It is taught, and then serves questions from which it learns nothing."""
 
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings, taught: int) -> None:
@@ -218,7 +218,7 @@ class Served:
         return {**summary(self.seen), "ttft_ms": median(self.ttft_ms) if self.ttft_ms else None}
 
 
-class Team:
+class DenseTeam:
     """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
 
     def __init__(self, workload: Workload, loaded: Loaded, settings: FidelitySettings) -> None:
@@ -290,9 +290,9 @@ def measure(
 
     Raises `ConfigError` for too few questions, and `TranslationRefused` for a model whose KV cannot be translated.
     """
-    taught = max((settings.taught, *settings.curve))
-    if len(questions) < taught + settings.questions:
-        why = f"with those learned from before it takes {taught + settings.questions}, and there are {len(questions)}"
+    lessons = max((settings.taught, *settings.curve))
+    if len(questions) < lessons + settings.questions:
+        why = f"with those learned from before it takes {lessons + settings.questions}, and there are {len(questions)}"
         raise ConfigError("questions", settings.questions, why)
     if settings.engine is None:
         settings = replace(settings, engine={"dtype": "auto" if torch.cuda.is_available() else "float32"})
@@ -302,20 +302,21 @@ def measure(
         raise TranslationRefused("model", str(settings.model), loaded[0].refusal)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(settings.at_once, "kedge-fidelity"))
-        team = Team(workload, loaded, settings)
+        team = DenseTeam(workload, loaded, settings)
         stack.enter_context(team.engine)
-        served = {name: Served(method, loaded, settings, count) for name, method, count in _expanded(methods, settings)}
+        served = {
+            name: MethodServer(method, loaded, settings, count) for name, method, count in _expanded(methods, settings)
+        }
         for one in served.values():
             stack.enter_context(one.engine)
-        note(f"{taught} questions to learn from")
-        numbered = enumerate(questions[: taught + settings.questions], -taught)
-        lessons = [next(numbered) for _ in range(taught)]
+        note(f"{lessons} questions to learn from")
+        numbered = list(enumerate(questions[: lessons + settings.questions], -lessons))
         if lessons:
-            asked = list(pool.map(partial(team.answer, kv=False), lessons))
+            asked = list(pool.map(partial(team.answer, kv=False), numbered[:lessons]))
             for name, one in served.items():
-                note(f"{name} learns from {taught} questions")
+                note(f"{name} learns")
                 one.teach(asked)
-        counted = list(numbered)
+        counted = numbered[lessons:]
         alone = [[one] for one in counted[: settings.timed]]
         starts = range(settings.timed, len(counted), settings.at_once)
         for some in (*alone, *(counted[at : at + settings.at_once] for at in starts)):

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from kedge.cli import bench_tables as tables
 from kedge.cli import checkout, options
 from kedge.cli.options import Device, Json, ModelSize, Plot
-from kedge.cli.preflight import require_file, require_outputs, require_packages
+from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
 from kedge.cli.results import earlier, save, write
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
@@ -49,6 +49,49 @@ bench = typer.Typer(
 def with_given(settings: Any, **given: object) -> Any:
     """Return settings with the values that are not None."""
     return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+@bench.command()
+def fidelity(
+    model: Annotated[
+        Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")
+    ] = Path("smollm2"),
+    task: Annotated[str, options.name(help="gsm8k, reading or reading-picks.")] = "gsm8k",
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its whole data set; default: a slice in the package.")
+    ] = None,
+    questions: Annotated[int, options.number(help="Questions that count.")] = 50,
+    taught: Annotated[int, options.number(help="Questions before them, to learn from.")] = 10,
+    methods: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Default kedge,token, in a checkout epic too; with token:weak_error=0.25 …"),
+    ] = None,
+    curve: Annotated[
+        list[int] | None, options.number(help="Measure anchors after so many questions, too; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the questions.")] = 0,
+    json_file: Json = None,
+) -> None:
+    """Measure how near to dense prefill answers stay: KL a token by method, beside KV in fp8 on the same prompts."""
+    require_model(model)
+    require_outputs(json_file)
+    from kedge.bench.fidelity import FidelitySettings, measure
+    from kedge.bench.probe import SERVED, method_named
+    from kedge.workloads.real import load
+
+    known = checkout.benchmarks("lab.methods", "--methods", "epic").METHODS if checkout.is_there() else SERVED
+    default = "kedge,token,epic" if "epic" in known else "kedge,token"
+    chosen = {name: method_named(name, known) for name in (methods or default).split(",")}
+    workload, asked = load(task, dataset, seed)
+    settings = FidelitySettings(model, questions, taught, curve=tuple(curve or ()))
+    console = Console()
+    with console.status("fidelity") as status:
+        data = measure(workload, asked, chosen, settings, status.update)
+    console.print(tables.fidelity(data))
+    console.print(tables.fidelity_notes(data), highlight=False)
+    if json_file:
+        given = {"model": model.name, "task": task, "questions": questions, "taught": taught, "seed": seed}
+        save(console, json_file, {"settings": given, **data})
 
 
 @bench.command()

@@ -44,6 +44,39 @@ CLOSED_COLUMNS = {
 """Figure -> heading."""
 
 
+def fidelity(data: Row) -> FittingTable:
+    """Return the table of yardsticks and methods: KL with its interval, and beside that of fp8 KV."""
+    headings = ("prompt KV", "KL", "95 %", "fp8's", "top-1", "same", "computed", "moved", "TTFT ms")
+    rows = {**data["yardsticks"], **data["methods"]}
+    unit = data["yardsticks"]["fp8 e4m3"]["kl"]
+    title = f"nats a token from dense prefill, readers of {next(iter(rows.values()))['questions']} questions"
+    cells = [_fidelity_row(name, row, unit) for name, row in rows.items()]
+    return FittingTable(title, headings, cells, left=frozenset({headings[0]}))
+
+
+def _fidelity_row(name: str, row: Row, unit: float) -> list[str]:
+    (low, high), ratio, ttft = row["ci95"]["kl"], row["kl"] / unit, row.get("ttft_ms")
+    return [
+        name,
+        f"{row['kl']:.4f}",
+        f"{low:.4f}-{high:.4f}",
+        f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x",
+        f"{row['top1']:.1%}",
+        *("-" if share is None else f"{share:.0%}" for share in (row["same"], row["computed"], row["translated"])),
+        "-" if ttft is None else f"{ttft:.0f}",
+    ]
+
+
+def fidelity_notes(data: Row) -> str:
+    """Return how to read the table."""
+    dense = data["dense"]["ttft_ms"]
+    timed = "" if dense is None else f" TTFT: the median of calls served alone; by dense prefill {dense:.0f} ms."
+    return (
+        "Above: the prompt's KV rounded, nothing else changed; fp8 e4m3 is vLLM's --kv-cache-dtype fp8. Below: "
+        f"methods. Answers are forced to those of dense prefill; same: all tokens are the likeliest ones.{timed}"
+    )
+
+
 def ttft(settings: TtftSettings, data: Row) -> FittingTable:
     """Return the table of every agent's times, and how far they are above the floor."""
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"

@@ -163,7 +163,7 @@ def test_nothing_is_written_past_a_methods_assembler() -> None:
         preassembled = bench.engine.inspect()["preassembly"]
     assert any(pair.other.completion.receipt.translated for pair in lab.runs["rotation"].answers)
     assert not any(preassembled.values())
-    assert not bench.probe.probes
+    assert not bench.probe.watched
 
 
 def test_a_probe_forces_reads_and_teaches() -> None:
@@ -188,7 +188,7 @@ def test_a_probe_forces_reads_and_teaches() -> None:
         engine.wait_idle(60)
         again = probe.submit(engine, request(tokens(53, 30))).result()
         assert again.completion.receipt.translated > 0
-        assert not probe.probes
+        assert not probe.watched
 
 
 def test_methods_have_names() -> None:

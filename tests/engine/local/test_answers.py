@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.sampler import Draw
+from kedge.engine.local.sampler import Draw, ForcedAnswer
 from kedge.engine.local.sequence import RequestSequence
 from kedge.settings import AnchorSettings
 from kedge.types import GenerateRequest, Receipt, Source, Tokens
@@ -102,3 +102,44 @@ def test_nothing_in_a_greedy_answer_is_a_surprise() -> None:
         answer, receipt, start = read(engine, None)
     assert surprises(written().tokens, answer, 1e-9) == []
     assert any(span.start == start and len(span) == len(answer) for span in receipt.spans)
+
+
+def noted(draw: Draw, seen: list[Tensor]) -> Draw:
+    """The same draw, which also keeps the logits."""
+
+    def drawn(logits: Tensor) -> int:
+        seen.append(logits.clone())
+        return draw(logits)
+
+    return drawn
+
+
+@pytest.mark.parametrize("batch_tokens", [7, 2048])
+def test_a_forced_answer_in_one_pass_is_the_one_that_is_forced_step_by_step(batch_tokens: int) -> None:
+    """Its logits, its surprises and what its readers find of it; also where a pass has no room for all of it."""
+    planner = {"by_cost": False, "surprise": MARGIN, "recompute_head": 0}
+    engines = [
+        engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner, max_batch_tokens=batch_tokens)
+        for _ in range(2)
+    ]
+    seen = list[Tensor]()
+    with engines[0] as one, engines[1] as other:
+        slow = read(one, noted(against_the_odds(), seen))
+        forced = ForcedAnswer(slow[0], rows=20)
+        quick = read(other, forced)
+    assert quick[0] == slow[0] and quick[2] == slow[2]
+    assert quick[1].spans == slow[1].spans and any(span.source is Source.TRANSLATED for span in quick[1].spans)
+    assert sorted(forced.logits) == list(range(20))
+    for at, row in forced.logits.items():
+        assert torch.allclose(row, seen[at], atol=1e-4), at
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens"), [(1, 1), (6, 4), (3, 8)])
+def test_a_forced_answer_ends_with_its_last_token_or_with_the_room_for_it(tokens: int, max_tokens: int) -> None:
+    forced = ForcedAnswer(tuple(range(40, 40 + tokens)), rows=32)
+    with opened(math.inf) as engine:
+        done = engine.submit(prompt_of("writer", ASKED, max_tokens=max_tokens, ignore_eos=True), forced).result(60)
+        assert done.tokens == forced.tokens[: min(tokens, max_tokens)]
+        engine.wait_idle(60)
+        engine._core.parts.check_integrity()
+    assert set(range(len(done.tokens))) <= set(forced.logits) <= set(range(tokens))

@@ -1,0 +1,162 @@
+"""Fidelity to dense prefill: yardsticks, intervals, and that questions which count teach nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kedge.bench.fidelity import (
+    YARDSTICKS,
+    DenseTeam,
+    FidelitySettings,
+    MethodServer,
+    Seen,
+    measure,
+    over_rounded,
+    summary,
+)
+from kedge.bench.probe import SERVED, method_named
+from kedge.bench.shapes import Loaded, load_model
+from kedge.cli.main import app
+from kedge.errors import ConfigError
+from kedge.settings import EngineSettings
+from kedge.workloads.base import Question
+from kedge.workloads.miniature import MATH, MiniatureTeam
+
+SMALL: Mapping[str, Any] = {"num_blocks": 256, "device": "cpu"}
+TEAM = MiniatureTeam(MATH)
+SIZES = FidelitySettings(questions=3, taught=5, tokens=8, timed=1, at_once=2, engine=SMALL)
+
+
+def asked(count: int) -> list[Question]:
+    return list(islice(MATH.questions("test", seed=5), count))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load_model(None, EngineSettings(**SMALL))
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    methods = {name: SERVED[name] for name in ("dense", "exact", "kedge", "token")}
+    return measure(TEAM, asked(8), methods, SIZES)
+
+
+def test_dense_and_exact_are_the_floor(measured: dict[str, Any]) -> None:
+    for name in ("dense", "exact"):
+        figures = measured["methods"][name]
+        assert figures["kl"] < 1e-8 and figures["top1"] == figures["same"] == 1
+        assert figures["translated"] == 0 and figures["questions"] == 3
+    assert measured["methods"]["dense"]["computed"] == 1
+    for name in ("kedge", "token"):
+        assert measured["methods"][name]["translated"] > 0.1
+        assert measured["methods"][name]["kl"] > 1e-8
+
+
+def test_yardsticks_are_as_coarse_as_their_bits(measured: dict[str, Any]) -> None:
+    kl = {name: figures["kl"] for name, figures in measured["yardsticks"].items()}
+    assert 0 < kl["bf16"] < kl["int8"] < kl["int4"] and kl["bf16"] < kl["fp8 e4m3"] < kl["fp8 e5m2"]
+
+
+def test_the_json_has_what_is_promised(measured: dict[str, Any]) -> None:
+    assert set(measured["yardsticks"]) == set(YARDSTICKS) == {"bf16", "int8", "fp8 e4m3", "fp8 e5m2", "int4"}
+    assert measured["dense"]["ttft_ms"] > 0
+    for figures in measured["methods"].values():
+        assert set(figures) == {"kl", "top1", "same", "computed", "translated", "ttft_ms", "questions", "ci95"}
+        low, high = figures["ci95"]["kl"]
+        assert low <= figures["kl"] <= high
+
+
+def test_kv_that_is_not_rounded_gives_dense_logits(loaded: Loaded) -> None:
+    """So that a yardstick measures its rounding and nothing of the way there."""
+    team = DenseTeam(TEAM, loaded, SIZES)
+    with team.engine:
+        one = team.answer((0, asked(1)[0]))
+    for agent, result in enumerate(one.results):
+        (logits,) = over_rounded(loaded[0], result, one.answer(agent), {"none": lambda kv: kv}).values()
+        rows = len(one.answer(agent))
+        assert torch.allclose(logits, result.logits[:rows], atol=1e-4)
+
+
+def test_roundings_by_hand() -> None:
+    kv = torch.tensor([[7.0, -3.4, 0.5, 0.0]])
+    assert YARDSTICKS["int4"](kv).tolist() == [[7.0, -3.0, 0.0, 0.0]]
+    assert YARDSTICKS["fp8 e4m3"](torch.tensor([1.06, 1.07, 1e6, -1e6])).tolist() == [1.0, 1.125, 448.0, -448.0]
+    assert YARDSTICKS["fp8 e5m2"](torch.tensor([1.12, 1.13])).tolist() == [1.0, 1.25]
+    assert YARDSTICKS["int8"](torch.zeros(2, 4)).tolist() == [[0.0] * 4] * 2
+
+
+def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
+    team, served = DenseTeam(TEAM, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES, taught=5)
+    with team.engine, served.engine:
+        answers = [team.answer((number, one)) for number, one in enumerate(asked(8), -5)]
+        served.teach(answers[:5])
+        store = served.engine._core.parts.learned[0]
+        learned = {key: len(pool.anchors) for key, pool in store.pools.items()}
+        observed = served.engine._core.parts.learning.stats()["observed"]
+        served.ask(answers[5:], timed=False)
+        assert learned and {key: len(pool.anchors) for key, pool in store.pools.items()} == learned
+        assert served.engine._core.parts.learning.stats()["observed"] == observed > 0
+    assert {one.question for one in served.seen} == {0, 1, 2}
+
+
+def test_a_curve_measures_anchors_after_every_number_of_samples() -> None:
+    methods = {name: SERVED[name] for name in ("exact", "token")}
+    sizes = FidelitySettings(questions=1, taught=1, tokens=4, timed=0, curve=(1, 6), engine=SMALL)
+    found = measure(TEAM, asked(7), methods, sizes)["methods"]
+    assert list(found) == ["exact", "token after 1", "token after 6"]
+    assert found["exact"]["ttft_ms"] is None
+
+
+def test_too_few_questions_are_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"takes 8, and there are 7"):
+        measure(TEAM, asked(7), {}, FidelitySettings(questions=3, taught=5, model=Path("nowhere")))
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.integers(1, 4))
+def test_intervals_hold_the_mean_and_count_questions_not_answers(kls: list[float], answers: int) -> None:
+    once = summary([Seen(number, kl, 1.0) for number, kl in enumerate(kls)])
+    often = summary([Seen(number, kl, 1.0) for number, kl in enumerate(kls) for _ in range(answers)])
+    low, high = once["ci95"]["kl"]
+    assert low - 1e-9 <= once["kl"] <= high + 1e-9
+    assert often["ci95"]["kl"] == pytest.approx(once["ci95"]["kl"]) and often["questions"] == len(kls)
+
+
+def test_an_interval_is_that_of_the_mean() -> None:
+    """Of a hundred questions, half of which have KL 1 and half 0: 0.5 ± 1.96 times 0.05."""
+    low, high = summary([Seen(number, float(number % 2), 1.0) for number in range(100)])["ci95"]["kl"]
+    assert low == pytest.approx(0.402, abs=0.02) and high == pytest.approx(0.598, abs=0.02)
+
+
+def test_methods_take_settings_of_their_own() -> None:
+    one = method_named("token:weak_error=0.4:recompute_head=4")
+    config = one.config({}, {})
+    assert (config.anchors.weak_error, config.planner.recompute_head, config.planner.move) == (0.4, 4, "unlearned")
+    for wrong in ("tokens", "token:weak=1", "token:weak_error", "token:weak_error=much"):
+        with pytest.raises(ConfigError):
+            method_named(wrong)
+
+
+def test_the_command_refuses_before_it_loads_anything() -> None:
+    for wrong in (["--methods", "magic"], ["--task", "poetry"], ["--model", "nowhere"], ["--questions", "100000"]):
+        done = CliRunner().invoke(app, ["bench", "fidelity", "--model", "nano", *wrong])
+        assert done.exit_code == 2, done.output
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
+    file = tmp_path / "fidelity.json"
+    sizes = ["--questions", "1", "--taught", "1", "--task", "reading", "--methods", "kedge", "--json", str(file)]
+    done = CliRunner().invoke(app, ["bench", "fidelity", "--model", "nano", *sizes])
+    assert done.exit_code == 0, done.output
+    assert "fp8 e4m3" in done.output and "kedge" in done.output
+    assert json.loads(file.read_text())["methods"]["kedge"]["questions"] == 1
