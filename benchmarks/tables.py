@@ -36,18 +36,26 @@ def _sessions_row(live: str, name: str, row: Row | None) -> list[str]:
 def vllm_accuracy(engines: Mapping[str, Mapping[str, Row]]) -> Iterator[RenderableType]:
     """Yield the table of right answers of every agent, in the order of the team, from `AccuracyResult.as_json()`."""
     rows = [_accuracy_row(engine, task, row) for engine, tasks in engines.items() for task, row in tasks.items()]
-    headings = ("engine", "team", "right, dense %", "right, translated %", "same final %", "calls translated %")
+    headings = (
+        "engine", "team", "right, dense %", "right, translated %", "same final %", "calls translated %", "KL", "95 %",
+    )  # fmt: skip
     left = frozenset(headings[:4])
     yield FittingTable("accuracy by agent, and the translated mode's calls", headings, rows, keys=2, left=left)
 
 
 def _accuracy_row(engine: str, task: str, row: Row) -> list[str]:
     right = (
-        " ".join(f"{100 * agent[f'accuracy_{mode}']:.0f}" for agent in row["agents"])
+        " ".join(f"{100 * right:.0f}" if right is not None else "-" for right in _right(row, mode))
         for mode in ("dense", "translated")
     )
     shares = (row["same_final_answer"], row["translated_calls"] / row["calls"])
-    return [engine, task, *right, *(f"{100 * share:.0f}" for share in shares)]
+    kl = row.get("kl_until_parting")
+    numbers = ("-", "-") if kl is None else (f"{kl:.4f}", "-".join(f"{end:.4f}" for end in row["kl_ci95"]))
+    return [engine, task, *right, *(f"{100 * share:.0f}" for share in shares), *numbers]
+
+
+def _right(row: Row, mode: str) -> list[float | None]:
+    return [agent[f"accuracy_{mode}"] for agent in row["agents"]]
 
 
 VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {

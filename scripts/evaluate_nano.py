@@ -22,7 +22,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode
-from kedge.workloads.miniature import ALL_TASKS, TASKS, Task, role_last, workflow
+from kedge.workloads.miniature import ALL_TASKS, TASKS, MiniatureTeam, Task, role_last, workflow
 
 
 def score(engine: LocalEngine, task: Task, count: int, seed: int, *, with_role_last: bool = False) -> dict[str, float]:
@@ -33,8 +33,8 @@ def score(engine: LocalEngine, task: Task, count: int, seed: int, *, with_role_l
     asked = questions(task, count, seed)
     with ThreadPoolExecutor(12) as pool:
         for question, result in zip(asked, pool.map(ask, [{"user_question": q.text} for q in asked]), strict=True):
-            total.add(task, question, result)
-    return {agent: round(score.accuracy, 4) for agent, score in total.agents.items()}
+            total.add(MiniatureTeam(task), question, result)
+    return {agent: round(score.correct / score.calls, 4) for agent, score in total.agents.items()}
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 Sessions: every client asks, waits for the answer, pauses, and asks again with all of its history, on stock vLLM, on
 stock with its own CPU offloading, and with the plug-in; pauses are shortened recorded ones, and no hints are given.
-Accuracy (KVCOMM, Table 1): each of the bundled model's teams answers by itself, translated and densely, on vLLM and on
-the embedded engine, whatever it costs and without a guard; pools fill from empty.
+Accuracy (KVCOMM, Table 1): each of the bundled model's teams, or a real model's, answers by itself, translated and
+densely, on vLLM and on the embedded engine, whatever it costs and without a guard; pools fill from empty.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
-from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, questions
+from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, team
+from kedge.bench.fidelity import Seen, summary
 from kedge.bench.flows import FlowWorkload, single_flow
 from kedge.bench.probe import method_named
 from kedge.bench.shapes import load_model
@@ -38,17 +41,21 @@ from kedge.bench.vllm import (
     measure_flow,
     with_given,
 )
-from kedge.engine.base import Engine
+from kedge.engine.base import Engine, Stream
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.reuse.guard.comparison import TOP, divergence
 from kedge.settings import EngineSettings
-from kedge.types import ReuseMode, Tokens
-from kedge.workloads.miniature import TASKS, Task
+from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Tokens
+from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workloads.miniature import TASKS
 
-METHOD = "token"
-"""The embedded engine's method, with Kedge's defaults."""
+METHOD = "kedge"
+"""The embedded engine's method: the default, as on vLLM."""
+READING = ("reading",)
+"""What a real model is asked"""
 ARGUMENTS = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 64}
 """vLLM's: room for a team, and rows for the parts of a prompt that are computed side by side."""
 COMPARED: Mapping[str, Any] = {"planner": {"by_cost": False}, "guard": {"mode": "off"}}
@@ -66,6 +73,7 @@ class AccuracySettings:
     questions: int = 50
     tasks: Sequence[str] = tuple(TASKS)
     seed: int = 0
+    model: Path | None = None
 
 
 QUICK_ACCURACY = AccuracySettings(questions=4)
@@ -81,10 +89,64 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
             for name, score in translated.items()
         ],
         "same_final_answer": comparison.same_final_answer,
+        "same_answers": comparison.same_answers,
+        **until_parting(comparison),
         "calls": _total(comparison.translated, lambda score: score.calls),
         "translated_calls": _total(comparison.translated, lambda score: score.translated_calls),
         "tokens": comparison.translated.tokens(),
     }
+
+
+def until_parting(comparison: Comparison) -> dict[str, Any]:
+    """Return the mean KL of a token up to where answers part, in nats, and its interval by bootstrap over calls: of
+    agents behind the first, as long as all before them have answered alike. Nothing where no log-probabilities are.
+    """
+    seen: list[Seen] = []
+    for number, (dense, other) in enumerate(zip(comparison.dense.runs, comparison.translated.runs, strict=True)):
+        for place, (one, two) in enumerate(zip(dense.results, other.results, strict=True)):
+            if place and (kls := _divergences(one.completion, two.completion)):
+                seen.append(Seen(number, statistics.fmean(kls), float(one.text == two.text)))
+            if one.text != two.text:
+                break  # later agents read different prompts
+    if not seen:
+        return {}
+    figures = summary(seen)
+    return {"kl_until_parting": figures["kl"], "kl_ci95": figures["ci95"]["kl"], "compared_calls": len(seen)}
+
+
+def _divergences(dense: Completion, other: Completion) -> list[float]:
+    found = []
+    for ours, theirs in zip(dense.logprobs, other.logprobs, strict=False):
+        found.append(divergence(ours, theirs))
+        if ours.token != theirs.token:
+            break
+    return found
+
+
+class WithLogprobs(Engine):
+    """An engine that is asked for the log-probabilities of all answers, which a comparison reads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.tokenizer = engine, engine.tokenizer
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._engine.failure
+
+    def submit(self, request: GenerateRequest) -> Stream:
+        return self._engine.submit(replace(request, logprobs=TOP))
+
+    def cancel(self, request_id: RequestId) -> bool:
+        return self._engine.cancel(request_id)
+
+    def end_run(self, run: RunKey) -> None:
+        self._engine.end_run(run)
+
+    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
+        self._engine.forecast(changes, prompts)
+
+    def close(self) -> None:
+        """Do nothing: the engine's owner closes it."""
 
 
 def _total(score: TeamScore, count: Callable[[AgentScore], int]) -> int:
@@ -103,12 +165,13 @@ def accuracy_figures(engines: Mapping[str, Scores]) -> Figures:
 
 def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
     progress("accuracy: starting vLLM")
-    with VLLMEngine(config=EngineSettings(backend="vllm", **COMPARED, vllm=ARGUMENTS)) as engine:
+    with VLLMEngine(settings.model, EngineSettings(backend="vllm", **COMPARED, vllm=ARGUMENTS)) as engine:
         return scores(engine, lambda: settle(engine), settings, lambda what: progress(f"accuracy: vLLM, {what}"))
 
 
 def _embedded(settings: AccuracySettings, progress: Progress) -> Scores:
-    with method_named(METHOD).open(load_model(None, EngineSettings())) as engine:
+    dtype: Mapping[str, Any] = {"dtype": "auto" if torch.cuda.is_available() else "float32"}  # as vLLM's here
+    with method_named(METHOD).open(load_model(settings.model, EngineSettings(**dtype)), **dtype) as engine:
         return scores(engine, engine.wait_idle, settings, lambda what: progress(f"accuracy: embedded, {what}"))
 
 
@@ -118,19 +181,20 @@ def scores(engine: Engine, settle: Callable[[], object], settings: AccuracySetti
     Dense prefill comes second: vLLM caches what it computes, and the same prompts would then be found in its prefix
     cache, with nothing left to translate.
     """
-    return {name: _compared(engine, settle, TASKS[name], settings, progress) for name in settings.tasks}
+    asked = engine if settings.model is None else WithLogprobs(engine)
+    return {name: _compared(asked, settle, name, settings, progress) for name in settings.tasks}
 
 
 def _compared(
-    engine: Engine, settle: Callable[[], object], task: Task, settings: AccuracySettings, progress: Progress
+    engine: Engine, settle: Callable[[], object], task: str, settings: AccuracySettings, progress: Progress
 ) -> Comparison:
-    asked = questions(task, settings.questions, settings.seed)
+    workload, asked = team(task, settings.questions, settings.seed)
 
     def answered(reuse: ReuseMode) -> TeamScore:
         def note(score: TeamScore) -> None:
-            progress(f"{task.name}, {reuse.value}: {len(score.finals)} of {settings.questions} questions")
+            progress(f"{task}, {reuse.value}: {len(score.finals)} of {settings.questions} questions")
 
-        return answer(engine, task, asked, reuse, settle, note)
+        return answer(engine, workload, asked, reuse, settle, note)
 
     translated = answered(ReuseMode.TRANSLATE)
     return Comparison(answered(ReuseMode.OFF), translated)
@@ -365,8 +429,10 @@ def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Pro
 
 
 def accuracy(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:  # noqa: ARG001
-    """Measure how well the bundled model's teams answer."""
+    """Measure how well teams answer, the bundled model's or a real one's."""
     usual = QUICK_ACCURACY if settings.quick else AccuracySettings()
+    if settings.model is not None:
+        usual = replace(usual, model=settings.model, tasks=READING)
     return measure_accuracy(with_given(usual, questions=settings.questions), progress)
 
 

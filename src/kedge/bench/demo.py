@@ -1,4 +1,4 @@
-"""The demo: a miniature team answers questions with dense prefill and with translated KV, side by side."""
+"""The demo: a team answers questions with dense prefill and with translated KV, side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kedge.engine.base import Engine
 from kedge.runner.run import RunResult, run
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Workflow
-from kedge.workloads.miniature import Question, Task, workflow
+from kedge.workloads import real
+from kedge.workloads.base import QUESTION, Question, Workload
+from kedge.workloads.miniature import TASKS, MiniatureTeam, Task
 
 
 @dataclass
@@ -21,10 +23,13 @@ class AgentScore:
     agent: AgentId
     ttft_ms: list[float] = field(default_factory=list)
     correct: int = 0
+    """Answers that are right, of those that are scored"""
     translated_calls: int = 0
     exact: int = 0
     translated: int = 0
     computed: int = 0
+    is_scored: bool = True
+    """Whether its answers can be right or wrong"""
 
     @property
     def calls(self) -> int:
@@ -32,9 +37,9 @@ class AgentScore:
         return len(self.ttft_ms)
 
     @property
-    def accuracy(self) -> float:
-        """Share of calls with a correct answer."""
-        return self.correct / self.calls
+    def accuracy(self) -> float | None:
+        """Share of calls with a correct answer; None for an agent without a scored one."""
+        return self.correct / self.calls if self.is_scored else None
 
     @property
     def reuse_rate(self) -> float:
@@ -59,26 +64,29 @@ class TeamScore:
     agents: dict[AgentId, AgentScore]
     finals: list[str | None] = field(default_factory=list)
     """Decisions of the last agent, in the order of the questions."""
+    runs: list[RunResult] = field(default_factory=list)
 
     @classmethod
     def of(cls, flow: Workflow) -> TeamScore:
         """Return a score without answers."""
         return cls({AgentId(agent.id): AgentScore(AgentId(agent.id)) for agent in flow.agents})
 
-    def add(self, task: Task, question: Question, result: RunResult) -> None:
+    def add(self, workload: Workload, question: Question, result: RunResult) -> None:
         """Count one run of the team."""
+        self.runs.append(result)
         for one in result.results:
             score, receipt = self.agents[one.agent], one.completion.receipt
+            right = workload.right(one.agent, one.text, question)
             score.ttft_ms.append(one.completion.ttft_ms)
-            score.correct += task.role(one.agent).correct(one.text, question)
+            score.correct, score.is_scored = score.correct + bool(right), right is not None
             score.translated_calls += receipt.translated > 0
             score.exact += receipt.exact
             score.translated += receipt.translated
             score.computed += receipt.computed
-        self.finals.append(task.final(result.text))
+        self.finals.append(workload.final(result.text))
 
     @property
-    def accuracy(self) -> float:
+    def accuracy(self) -> float | None:
         """Share of questions that the last agent answers correctly."""
         return list(self.agents.values())[-1].accuracy
 
@@ -106,6 +114,13 @@ class Comparison:
         pairs = zip(self.dense.finals, self.translated.finals, strict=True)
         return sum(a == b and a is not None for a, b in pairs) / len(self.dense.finals)
 
+    @property
+    def same_answers(self) -> float:
+        """Share of answers of all agents but the first with the same text in both modes."""
+        runs = zip(self.dense.runs, self.translated.runs, strict=True)
+        pairs = [pair for one, other in runs for pair in zip(one.results[1:], other.results[1:], strict=True)]
+        return sum(one.text == other.text for one, other in pairs) / max(1, len(pairs))
+
     def as_json(self) -> dict[str, object]:
         """Return the figures as written to a file of results."""
         agents = [
@@ -127,6 +142,7 @@ class Comparison:
             "accuracy_dense": self.dense.accuracy,
             "accuracy_translated": self.translated.accuracy,
             "same_final_answer": self.same_final_answer,
+            "same_answers": self.same_answers,
             "reuse_rate": self.translated.reuse_rate,
             "tokens": self.translated.tokens(),
         }
@@ -137,24 +153,38 @@ def questions(task: Task, count: int, seed: int) -> list[Question]:
     return list(islice(task.questions("test", seed), count))
 
 
+DEMO_TASKS = (*TASKS, *real.TEAMS)
+
+
+def team(task: str, count: int, seed: int) -> tuple[Workload, list[Question]]:
+    """Return a team and its first questions: of a miniature task, or of one of `kedge.workloads.real`.
+
+    Raises `ConfigError` for an unknown task.
+    """
+    if task in TASKS:
+        return MiniatureTeam(TASKS[task]), questions(TASKS[task], count, seed)
+    workload, asked = real.load(task, None, seed)
+    return workload, asked[:count]
+
+
 def answer(
     engine: Engine,
-    task: Task,
+    workload: Workload,
     questions: Iterable[Question],
     reuse: ReuseMode,
     settle: Callable[[], object],
     on_question: Callable[[TeamScore], None] = lambda _: None,
 ) -> TeamScore:
-    """Answer all questions one after the other with the task's team.
+    """Answer all questions one after the other.
 
     Before each question `settle` waits until the engine is idle, so that its TTFT includes no learning from the one
     before; the agents of one question follow each other without a pause.
     """
-    flow = workflow(task)
+    flow = workload.workflow()
     score = TeamScore.of(flow)
     for question in questions:
         settle()
-        inputs = {"user_question": question.text}
-        score.add(task, question, run(engine, flow, inputs, reuse=reuse, on_tool_error="text"))
+        inputs = {QUESTION: question.text}
+        score.add(workload, question, run(engine, flow, inputs, reuse=reuse, on_tool_error="text"))
         on_question(score)
     return score

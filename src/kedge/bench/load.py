@@ -42,6 +42,7 @@ from kedge.settings import AnchorSettings, EngineSettings, GuardSettings
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
+from kedge.workloads import real
 from kedge.workloads.base import QUESTION
 from kedge.workloads.miniature import TASKS, workflow
 
@@ -118,6 +119,17 @@ def nano_questions(seed: int) -> Questions:
     def asked(client: str) -> Iterator[str]:
         rng = Random(f"load/{seed}/{client}")
         return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
+
+    return asked
+
+
+def reading_questions(seed: int) -> Questions:
+    """Return questions about paragraphs of XQuAD, in another order for each client, over and over."""
+
+    def asked(client: str) -> Iterator[str]:
+        rng = Random(f"load/{seed}/{client}")
+        while True:
+            yield from (question.text for question in real.load("reading", None, rng.getrandbits(32))[1])
 
     return asked
 

@@ -27,7 +27,7 @@ def demo_plot(results: Mapping[str, Comparison], file: Path) -> None:
         places = [x + (i - (len(scores) - 1) / 2) * width for x in range(len(names))]
         agents = [score.agents[agent] for agent in names]
         left.bar(places, [a.ttft_median for a in agents], width, label=name)
-        right.bar(places, [100 * a.accuracy for a in agents], width, label=name)
+        right.bar(places, [100 * (a.accuracy or 0) for a in agents], width, label=name)
     left.set(title="time to first token (median)", ylabel="ms")
     right.set(title="accuracy", ylabel="%", ylim=(0, 105))
     for axes in (left, right):

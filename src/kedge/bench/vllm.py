@@ -45,6 +45,7 @@ from kedge.bench.load import (
     nano_questions,
     random_flow,
     random_questions,
+    reading_questions,
     warm,
     word_tokenizer,
 )
@@ -59,6 +60,7 @@ from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, Tokens
 from kedge.workflow.graph import Workflow
+from kedge.workloads import real
 from kedge.workloads.miniature import TASKS, workflow
 
 BLOCK = 32
@@ -118,7 +120,7 @@ class VllmLoad:
     clients: Sequence[int] = (1, 8, 16)
     seconds: float = 60.0
     models: Sequence[str] | None = None
-    """None: the bundled model, and the random one of the benchmark's size."""
+    """The bundled one, a size of random weights, or a real one; None: the first, and the benchmark's size."""
     kv: KvRoom = KvRoom(32_768, 2048)
     rows: int = 64
     """Most requests, and parts of a prompt that are computed side by side, in a pass."""
@@ -144,6 +146,8 @@ class VllmBenchSettings:
     clients: Sequence[int] | None = None
     seconds: float | None = None
     seed: int = 0
+    model: Path | None = None
+    """A real model for the cases load and accuracy, in place of the bundled one and of random weights"""
 
     @property
     def team(self) -> TeamSettings:
@@ -154,6 +158,8 @@ class VllmBenchSettings:
     def load(self) -> VllmLoad:
         """The teams in a closed loop."""
         usual = QUICK_TEAMS if self.quick else VllmLoad()
+        if self.model is not None:
+            usual = replace(usual, models=(str(self.model),))
         return with_given(usual, clients=self.clients, seconds=self.seconds, trials=self.trials)
 
 
@@ -545,9 +551,13 @@ class ServedTeam:
 
 
 def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
-    """Return the math team of the bundled model, or that of the random model in `folder`; save its tokenizer there."""
+    """Return the math team of the bundled model, that of the random model in `folder`, where its tokenizer is saved, or
+    a reading team of a real one.
+    """
     if name == NANO:
         return ServedTeam(None, workflow(TASKS["math"]), nano_questions(seed))
+    if name not in SHAPES:
+        return ServedTeam(Path(name), real.load("reading")[0].workflow(), reading_questions(seed))
     vocab = SHAPES[name]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
     flow, questions = random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed)

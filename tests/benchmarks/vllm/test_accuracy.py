@@ -36,12 +36,13 @@ def test_figures_are_shares_of_answers_and_counts_of_calls_and_tokens() -> None:
     assert data["vllm"]["math"] == {
         "agents": [{"agent": name, "accuracy_dense": 1.0, "accuracy_translated": 0.75} for name in TEAM],
         "same_final_answer": 0.5,
+        "same_answers": 0.0,
         "calls": 8,
         "translated_calls": 4,
         "tokens": {"exact": 80, "translated": 60, "computed": 20},
     }
     (row,) = next(tables.vllm_accuracy(json.loads(json.dumps(data)))).rows
-    assert row == ["vllm", "math", "100 100", "75 75", "50", "50"]
+    assert row == ["vllm", "math", "100 100", "75 75", "50", "50", "-", "-"]
 
 
 class Asked(EchoEngine):
