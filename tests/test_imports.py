@@ -108,6 +108,7 @@ BENCHMARKS_MAY_IMPORT = {
     "reuse.guard.comparison.TOP",
     "reuse.guard.comparison.WordingComparison",
     "reuse.guard.comparison.compare_wording",
+    "reuse.guard.comparison.divergence",
     "reuse.layout.Placed",
     "reuse.layout.layout",
     "reuse.plan.ReusePlan",

@@ -647,4 +647,5 @@ def as_json(settings: VllmBenchSettings, found: Mapping[str, Figures]) -> dict[s
     """Return the figures as written to a file of results: workflows under `cases`, all others by name."""
     workflows = [figures for figures in found.values() if "workload" in figures]
     others = {name: figures for name, figures in found.items() if "workload" not in figures}
-    return {"settings": asdict(settings), "cases": workflows, **others}
+    given = {**asdict(settings), "model": settings.model and settings.model.name}
+    return {"settings": given, "cases": workflows, **others}

@@ -67,7 +67,9 @@ def fidelity(
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Default kedge,token, in a checkout epic too; with token:weak_error=0.25 …"),
+        typer.Option(
+            metavar="NAMES", help="By commas; default kedge,token, in a checkout epic too. token:trail=4 sets one."
+        ),
     ] = None,
     curve: Annotated[
         list[int] | None, options.number(help="Measure anchors after so many questions, too; repeatable.")
