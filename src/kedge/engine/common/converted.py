@@ -1,0 +1,132 @@
+"""The cache of converted GGUF files: a folder for each content and dtype, the least recently used ones removed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
+
+from safetensors import SafetensorError
+
+from kedge.engine.common.folder_lock import lock_folder
+from kedge.errors import ConfigError, ModelNotFound
+
+KEY = "KEDGE_CACHE"
+PARTIAL = ".partial-"
+_HELD: dict[Path, int] = {}
+"""Folders that this process may have mapped, with the descriptors that lock them until it ends."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of all copies: in `$KEDGE_CACHE`, or in `kedge` of the user's cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get(KEY) or home / "kedge").absolute() / "models"
+
+
+def find_copy(file: Path, dtype: str, *, hashing: bool = True) -> Path | None:
+    """Return the folder of a converted file; None where there is none, or where its content is not known and
+    `hashing` it is not wanted.
+    """
+    digest = _digest(file) if hashing else _known(file)
+    return folder if digest and (folder := cache_folder() / f"{digest}-{dtype}").is_dir() and _hold(folder) else None
+
+
+def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: int = 32 << 30) -> Path:
+    """Return the folder of a converted file, which `write` fills unless another process has.
+
+    Others that no process uses are removed, the least recently used first, until all have at most `max_bytes`. Raises
+    what `write` raises, and `ConfigError` for a cache without room or that cannot be written.
+    """
+    root = cache_folder()
+    try:
+        lock = lock_folder(root, KEY, wait=True)
+    except OSError as error:
+        raise ConfigError(KEY, str(root), f"cannot be written: {error}") from error
+    try:
+        if found := find_copy(file, dtype):
+            return found
+        for left in root.glob(f"*{PARTIAL}*"):  # nobody else writes: whoever began them is gone
+            shutil.rmtree(left, ignore_errors=True)
+        folder = root / f"{_digest(file)}-{dtype}"
+        partial = Path(mkdtemp(prefix=f"{folder.name}{PARTIAL}", dir=root))
+        try:
+            write(partial)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        _hold(folder)
+        _shrink(root, folder, max_bytes)
+        return folder
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(KEY, str(root), f"a converted copy of {file} cannot be written there: {error}") from error
+    finally:
+        os.close(lock)
+
+
+def _hold(folder: Path) -> bool:
+    """Mark a folder as used now, and by this process until it ends. Return whether it is still there."""
+    with suppress(OSError):  # a cache of somebody else's may be read-only
+        os.utime(folder)
+    if folder not in _HELD:
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        _HELD[folder] = handle
+    return folder.is_dir()
+
+
+def _shrink(root: Path, newest: Path, max_bytes: int) -> None:
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in root.iterdir() if path.is_dir()}
+    for path in sorted(sizes.keys() - {newest}, key=lambda path: path.stat().st_mtime):
+        if sum(sizes.values()) <= max_bytes:
+            return
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            del sizes[path]
+        except BlockingIOError:  # a process uses it
+            continue
+        finally:
+            os.close(handle)
+
+
+def _index() -> dict[str, list]:
+    try:
+        return dict(json.loads((cache_folder() / "files.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # none yet, or damaged: files are hashed again
+        return {}
+
+
+def _known(file: Path) -> str | None:
+    """Return the digest of a file's content, if it was hashed before and has not changed since."""
+    stat, entry = file.stat(), _index().get(str(file.resolve()))
+    return str(entry[2]) if entry and entry[:2] == [stat.st_size, stat.st_mtime_ns] else None
+
+
+def _digest(file: Path) -> str:
+    """Return the SHA-256 of a file's content, and remember it with the file's size and time."""
+    try:
+        if known := _known(file):
+            return known
+        stat = file.stat()
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelNotFound("model", str(file), f"cannot be read: {error}") from error
+    root, entries = cache_folder(), {path: entry for path, entry in _index().items() if Path(path).exists()}
+    entries[str(file.resolve())] = [stat.st_size, stat.st_mtime_ns, digest]
+    with suppress(OSError):  # then it is hashed at the next start, too
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = root / f"files.json.{os.getpid()}"
+        fresh.write_text(json.dumps(entries), encoding="utf-8")
+        fresh.replace(root / "files.json")
+    return digest
