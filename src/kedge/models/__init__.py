@@ -49,7 +49,7 @@ def find_model(model: str | Path | None) -> Path:
     files = sorted(file for file in path.glob("*") if file.suffix.lower() == ".gguf") if path.is_dir() else []
     if not files:
         names = ", ".join(BUNDLED)
-        why = f"no such folder, or no config.json in it; bundled are {names}, and {SMOLLM2} and GGUF files are read too"
+        why = f"no such folder, or no config.json in it; known by name are {names} and {SMOLLM2}"
         raise ModelNotFound("model", str(model), why)
     if len(files) > 1 and not all(map(_PART.search, map(str, files))):
         raise ModelNotFound("model", str(path), f"several GGUF files are in it, name one: {files[0].name}, ...")

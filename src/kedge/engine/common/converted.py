@@ -34,7 +34,9 @@ def find_copy(file: Path, dtype: str, *, hashing: bool = True) -> Path | None:
     `hashing` it is not wanted.
     """
     digest = _digest(file) if hashing else _known(file)
-    return folder if digest and (folder := cache_folder() / f"{digest}-{dtype}").is_dir() and _hold(folder) else None
+    return (
+        folder if digest and (folder := cache_folder() / f"{digest[:16]}-{dtype}").is_dir() and _hold(folder) else None
+    )
 
 
 def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: int = 32 << 30) -> Path:
@@ -53,7 +55,7 @@ def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: 
             return found
         for left in root.glob(f"*{PARTIAL}*"):  # nobody else writes: whoever began them is gone
             shutil.rmtree(left, ignore_errors=True)
-        folder = root / f"{_digest(file)}-{dtype}"
+        folder = root / f"{_digest(file)[:16]}-{dtype}"
         partial = Path(mkdtemp(prefix=f"{folder.name}{PARTIAL}", dir=root))
         try:
             write(partial)

@@ -118,14 +118,14 @@ class GGUFFile:
         if hasattr(text, "query_pre_attn_scalar"):  # as llama.cpp: by the head, but in the models of 27B
             per_head = text.hidden_size // text.num_attention_heads
             text.query_pre_attn_scalar = per_head if text.num_hidden_layers in (46, 62) else text.head_dim
-        if rope := self._rope(text):
+        if rope := self._rope():
             parameters = text.rope_parameters.get("full_attention", text.rope_parameters)
             parameters.update(rope)
         if FREQUENCIES in self.tensors:
             self._require_frequencies(text)
         return config
 
-    def _rope(self, text: PretrainedConfig) -> dict[str, Any]:
+    def _rope(self) -> dict[str, Any]:
         """Return the parameters of scaled rotary embeddings. Raises `UnsupportedModel` for a kind that is not known."""
         kind, factor = (self.values.get(f"rope.scaling.{name}") for name in ("type", "factor"))
         original = self.values.get("rope.scaling.original_context_length")
