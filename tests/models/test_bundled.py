@@ -22,9 +22,7 @@ def test_names_are_folders_of_the_package_and_nothing_is_the_default(tmp_path: P
     assert {model_path(name).name for name in BUNDLED} == set(BUNDLED)
     assert all((model_path(name) / "config.json").is_file() for name in BUNDLED)
     for folder in (tmp_path, Path("llama")):
-        with pytest.raises(
-            ModelNotFound, match=r"no config\.json in it; known by name are nano, nano-both and smollm2"
-        ):
+        with pytest.raises(ModelNotFound, match="by name are nano, nano-both and smollm2"):
             model_path(folder)
     (tmp_path / "config.json").touch()
     assert model_path(tmp_path) == tmp_path

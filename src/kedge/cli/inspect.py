@@ -88,14 +88,12 @@ def inspect(
 
 
 def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
-    from kedge.engine.common.converted import cache_folder, find_copy
+    from kedge.engine.common.converted import cache_folder, known_copies
     from kedge.engine.common.model_folder import read_config
     from kedge.models import find_model
 
-    folder, copies = find_model(path), None
-    if folder.is_file():
-        found = (find_copy(folder, dtype, hashing=False) for dtype in ("bfloat16", "float32", "float16"))
-        copies = [copy for copy in found if copy]
+    folder = find_model(path)
+    copies = known_copies(folder) if folder.is_file() else None
     config = read_config(copies[0] if copies else folder)
     table = Table(show_header=False)
     table.add_column(no_wrap=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kedge.engine.common.converted import known_copies
 from kedge.errors import ConfigError
 from kedge.models import find_model, require_gguf
 
@@ -47,7 +48,7 @@ def require_model(model: Path | None) -> None:
     `ConfigError` where a package is missing to convert one. None is the bundled model.
     """
     path = find_model(model)
-    if path.is_file():
+    if path.is_file() and not known_copies(path):
         require_gguf(path)
 
 

@@ -29,14 +29,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get(KEY) or home / "kedge").absolute() / "models"
 
 
-def find_copy(file: Path, dtype: str, *, hashing: bool = True) -> Path | None:
-    """Return the folder of a converted file; None where there is none, or where its content is not known and
-    `hashing` it is not wanted.
-    """
-    digest = _digest(file) if hashing else _known(file)
-    return (
-        folder if digest and (folder := cache_folder() / f"{digest[:16]}-{dtype}").is_dir() and _hold(folder) else None
-    )
+def find_copy(file: Path, dtype: str) -> Path | None:
+    """Return the folder of a converted file, which is kept until this process ends; None where there is none."""
+    folder = cache_folder() / f"{_digest(file)[:16]}-{dtype}"
+    return folder if folder.is_dir() and _hold(folder) else None
+
+
+def known_copies(file: Path) -> list[Path]:
+    """Return the folders of a converted file in all dtypes, if its content is known without reading it."""
+    digest = _known(file)
+    found = cache_folder().glob(f"{digest[:16]}-*") if digest else ()
+    return sorted(folder for folder in found if PARTIAL not in folder.name)
 
 
 def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: int = 32 << 30) -> Path:

@@ -112,15 +112,22 @@ class GGUFFile:
     def _completed(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return the config with the values that Transformers has left out."""
         text: Any = config.get_text_config()
-        for name, own in VALUES.items():
-            if name in self.values and hasattr(text, own) and not hasattr(text, "global_head_dim"):
+        for name in VALUES.keys() & self.values.keys():
+            if hasattr(text, own := VALUES[name]) and not hasattr(text, "global_head_dim"):
                 setattr(text, own, self.values[name])
+            elif own != "head_dim":  # shapes tell that one
+                why = f"{name} has no place in Transformers' {text.model_type}"
+                raise UnsupportedModel("model", str(self.path), why)
+        if (text.pad_token_id or 0) >= text.vocab_size:  # a default of the architecture
+            text.pad_token_id = None
         if hasattr(text, "query_pre_attn_scalar"):  # as llama.cpp: by the head, but in the models of 27B
             per_head = text.hidden_size // text.num_attention_heads
             text.query_pre_attn_scalar = per_head if text.num_hidden_layers in (46, 62) else text.head_dim
         if rope := self._rope():
             parameters = text.rope_parameters.get("full_attention", text.rope_parameters)
             parameters.update(rope)
+            if hasattr(text, "original_max_position_embeddings"):  # Phi's own, which goes before
+                text.original_max_position_embeddings = rope.get("original_max_position_embeddings")
         if FREQUENCIES in self.tensors:
             self._require_frequencies(text)
         return config
