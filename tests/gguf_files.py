@@ -49,8 +49,10 @@ def write_gguf(
     omit: str = "",
     bare: bool = False,
 ) -> Path:
-    """Write a model as a GGUF file: in float32, or 8-bit blocks if `quantized`; `omit` is a tensor to leave out, and `bare`
-    leaves out all."""
+    """Write a model as a GGUF file: in float32, or in 8-bit blocks if `quantized`.
+
+    `omit` is a tensor to leave out, and `bare` leaves out all.
+    """
     import gguf
 
     writer, config = gguf.GGUFWriter(path, family.architecture), family.config

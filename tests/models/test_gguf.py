@@ -76,7 +76,8 @@ def _phi3(**options: Any) -> PretrainedConfig:
     return Phi3Config(**BASE, head_dim=16, tie_word_embeddings=False, **options)
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHORT, "long_factor": LONG}
+ORIGINAL = {"original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHORT, "long_factor": LONG, **ORIGINAL}
 FAMILIES = {
     "llama": LLAMA,
     "llama, linear": Family(
@@ -108,9 +109,7 @@ FAMILIES = {
     "phi3": Family("phi3", _phi3(sliding_window=8), WINDOW),
     "phi3, longrope": Family(
         "phi3",
-        _phi3(
-            rope_parameters={**LONGROPE, "original_max_position_embeddings": 64}, original_max_position_embeddings=64
-        ),
+        _phi3(rope_parameters=LONGROPE, **ORIGINAL),
         {"rope.scaling.original_context_length": 64},
         tensors={
             "rope_factors_short.weight": torch.tensor(SHORT),
@@ -168,6 +167,7 @@ def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
 def test_folders_keep_float32_and_take_16_bits_as_they_are_only_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert dtypes.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for is_faster, taken in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(dtypes, "bfloat16_is_faster", lambda is_faster=is_faster: is_faster)
@@ -175,7 +175,6 @@ def test_folders_keep_float32_and_take_16_bits_as_they_are_only_where_that_is_fa
         assert dtypes.pick_dtype("auto", cpu, torch.float32) == dtypes.pick_dtype("auto", cpu) == torch.float32
         assert dtypes.pick_dtype("float16", cpu, torch.float32) == torch.float16
         assert dtypes.pick_dtype("auto", gpu, torch.float16) == "auto"
-    assert dtypes.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
 
 
 def test_a_file_is_converted_once_and_then_needs_no_package(
@@ -267,7 +266,7 @@ REFUSED: dict[str, tuple[Family, dict[str, Any], type[ModelError], str]] = {
     "architecture": (replace(LLAMA, architecture="mpt"), {"bare": True}, UnsupportedModel, "architecture mpt"),
     "no tokenizer": (LLAMA, {"tokens": False}, UnsupportedModel, "has no tokenizer in it"),
     "no tensor": (LLAMA, {"omit": "blk.1.ffn_up.weight"}, CorruptWeights, r"lacks model\.layers\.1\.mlp\.up_proj"),
-    "biases": (replace(LLAMA, config=BIASED), {}, UnsupportedModel, "has 54 tensors, and .* llama has room for 38"),
+    "biases": (replace(LLAMA, config=BIASED), {}, UnsupportedModel, "has 55 tensors, and .* llama has room for 39"),
     "shapes": (replace(LLAMA, values={"vocab_size": 99}), {}, CorruptWeights, "its weights do not fit"),
     "rope": (replace(LLAMA, values={"rope.scaling.type": "odd"}), {}, UnsupportedModel, "scaled as 'odd'"),
     "window": (replace(LLAMA, values=WINDOW), {}, UnsupportedModel, "attention.sliding_window has no place"),
