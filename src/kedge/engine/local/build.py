@@ -83,7 +83,7 @@ def load_runner(model: str | Path | None, config: EngineSettings) -> tuple[Model
     path = model_path(model, config.dtype, config.device)
     dtype = pick_dtype(config.dtype, device, getattr(read_config(path), "dtype", None))
     runner = checked_runner(models.load(path, dtype, device))
-    logger.info("%s computes in %s on %s", path, runner.spec.dtype, device)
+    logger.info("%s computes in %s on %s", path, str(runner.spec.dtype).removeprefix("torch."), device)
     return runner, path
 
 
