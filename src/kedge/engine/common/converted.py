@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
+from time import time
 
 from safetensors import SafetensorError
 
@@ -19,8 +19,6 @@ from kedge.errors import ConfigError, ModelNotFound
 
 KEY = "KEDGE_CACHE"
 PARTIAL = ".partial-"
-_HELD: dict[Path, int] = {}
-"""Folders that this process may have mapped, with the descriptors that lock them until it ends."""
 
 
 def cache_folder() -> Path:
@@ -30,9 +28,11 @@ def cache_folder() -> Path:
 
 
 def find_copy(file: Path, dtype: str) -> Path | None:
-    """Return the folder of a converted file, which is kept until this process ends; None where there is none."""
+    """Return the folder of a converted file, and mark it as used now; None where there is none."""
     folder = cache_folder() / f"{_digest(file)[:16]}-{dtype}"
-    return folder if folder.is_dir() and _hold(folder) else None
+    with suppress(OSError):  # a cache of somebody else's may be read-only
+        os.utime(folder)
+    return folder if folder.is_dir() else None
 
 
 def known_copies(file: Path) -> list[Path]:
@@ -45,8 +45,8 @@ def known_copies(file: Path) -> list[Path]:
 def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: int = 32 << 30) -> Path:
     """Return the folder of a converted file, which `write` fills unless another process has.
 
-    Others that no process uses are removed, the least recently used first, until all have at most `max_bytes`. Raises
-    what `write` raises, and `ConfigError` for a cache without room or that cannot be written.
+    Others are removed, the least recently used first, until all have at most `max_bytes`. Raises what `write` raises,
+    and `ConfigError` for a cache without room or that cannot be written.
     """
     root = cache_folder()
     try:
@@ -65,7 +65,6 @@ def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: 
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        _hold(folder)
         _shrink(root, folder, max_bytes)
         return folder
     except (OSError, SafetensorError) as error:
@@ -74,34 +73,16 @@ def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: 
         os.close(lock)
 
 
-def _hold(folder: Path) -> bool:
-    """Mark a folder as used now, and by this process until it ends. Return whether it is still there."""
-    with suppress(OSError):  # a cache of somebody else's may be read-only
-        os.utime(folder)
-    if folder not in _HELD:
-        try:
-            handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        fcntl.flock(handle, fcntl.LOCK_SH)
-        _HELD[folder] = handle
-    return folder.is_dir()
-
-
-def _shrink(root: Path, newest: Path, max_bytes: int) -> None:
+def _shrink(root: Path, newest: Path, max_bytes: int, spared_s: float = 3600) -> None:
+    """Remove copies. Those used in the last hour stay: a process may be about to load them. Afterwards its system keeps
+    what it has mapped.
+    """
     sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in root.iterdir() if path.is_dir()}
-    for path in sorted(sizes.keys() - {newest}, key=lambda path: path.stat().st_mtime):
-        if sum(sizes.values()) <= max_bytes:
-            return
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    ages = {path: time() - path.stat().st_mtime for path in sizes.keys() - {newest}}
+    for path in sorted(ages, key=lambda path: -ages[path]):
+        if sum(sizes.values()) > max_bytes and ages[path] > spared_s:
             shutil.rmtree(path, ignore_errors=True)
             del sizes[path]
-        except BlockingIOError:  # a process uses it
-            continue
-        finally:
-            os.close(handle)
 
 
 def _index() -> dict[str, list]:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from kedge.errors import CorruptWeights, UnsupportedModel
+from kedge.errors import CorruptWeights, ModelError, UnsupportedModel
 from kedge.models import require_gguf
 
 VALUES = {
@@ -89,7 +89,7 @@ class GGUFFile:
         model.hf_quantizer, model.is_quantized = None, False
         ends = {self.values.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS} - {None}
         model.generation_config.eos_token_id = sorted(ends) or model.generation_config.eos_token_id
-        with _silent():
+        with without_bars():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
@@ -101,8 +101,10 @@ class GGUFFile:
         before: Any = gguf.GGUFReader, gguf.get_tensor_name_map
         gguf.GGUFReader, gguf.get_tensor_name_map = (lambda *_: self._reader), cache(before[1])  # type: ignore
         try:
-            with _silent():
+            with without_bars():
                 yield
+        except ModelError:
+            raise
         except Exception as error:
             reason = str(error).strip() or type(error).__name__
             raise error_type("model", str(self.path), f"{why} (architecture {self.architecture}): {reason}") from error
@@ -171,8 +173,8 @@ class GGUFFile:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Silence Transformers' bars but the one of dequantizing, which alone takes long."""
+def without_bars() -> Iterator[None]:
+    """Silence Transformers' progress bars, but the one of dequantizing."""
     if not is_progress_bar_enabled():
         yield
         return
