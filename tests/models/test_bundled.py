@@ -12,6 +12,7 @@ from benchmarks.lab.comparison import LabSettings, run_pairs
 from benchmarks.lab.methods import METHODS, fitting_model
 from benchmarks.workloads.catalog import load
 from kedge.engine.common.model_folder import model_path
+from kedge.errors import ModelNotFound
 from kedge.models import BUNDLED, NANO, NANO_BOTH, bundled, default_model
 from kedge.workloads.miniature import ALL_TASKS, TASKS, TOOLS
 
@@ -20,12 +21,17 @@ def test_names_are_folders_of_the_package_and_nothing_is_the_default(tmp_path: P
     assert model_path(None) == default_model() == model_path(NANO) == model_path(Path(NANO))
     assert {model_path(name).name for name in BUNDLED} == set(BUNDLED)
     assert all((model_path(name) / "config.json").is_file() for name in BUNDLED)
-    assert model_path(tmp_path) == tmp_path and model_path("llama") == Path("llama")
+    for folder in (tmp_path, Path("llama")):
+        with pytest.raises(ModelNotFound, match="by name are nano, nano-both and smollm2"):
+            model_path(folder)
+    (tmp_path / "config.json").touch()
+    assert model_path(tmp_path) == tmp_path
 
 
 def test_a_folder_here_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / NANO_BOTH).mkdir()
+    (tmp_path / NANO_BOTH / "config.json").touch()
     assert bundled(NANO_BOTH) is None and model_path(NANO_BOTH) == Path(NANO_BOTH)
     (tmp_path / NANO).mkdir()
     assert model_path(None) == default_model() != Path(NANO)

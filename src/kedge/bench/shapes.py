@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kedge.engine.common.dtypes import pick_device
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
@@ -50,7 +51,7 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 def random_runner(size: str, device: str) -> Loaded:
     """Return a runner of `random_llama` and the bundled model's tokenizer."""
-    place = build.pick_device(device)
+    place = pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
     return runner, HFTokenizer.load(model_path(None))
@@ -63,5 +64,5 @@ def random_engine(size: str, config: EngineSettings, components: EngineComponent
 
 def load_model(model: Path | None, config: EngineSettings) -> Loaded:
     """Load a model (None: the bundled one) for several engines, of which only one may work at a time."""
-    path = model_path(model)
-    return build.load_runner(path, config), HFTokenizer.load(path)
+    runner, path = build.load_runner(model, config)
+    return runner, HFTokenizer.load(path)

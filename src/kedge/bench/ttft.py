@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.bench.shapes import SHAPES, random_engine, random_llama
+from kedge.engine.common.dtypes import pick_device
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
@@ -255,7 +256,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
                 record["dense"] = _ask(engine, request, 1).ttft_ms
                 record["generate"] = generate.ttft_ms(request.tokens)
         progress("measuring: the bandwidth")
-        speed = bandwidth(build.pick_device(settings.device))
+        speed = bandwidth(pick_device(settings.device))
         message = settings.question + (settings.agents - 1) * settings.output
         message_bytes = settings.samples * message * engine.kv_spec.bytes_per_token
     return {
@@ -306,7 +307,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
     return EngineSettings(
         device=settings.device,
         num_blocks=settings.agents * longest // 16 + 64,
-        max_batch_tokens=ONE_PASS if build.pick_device(settings.device).type == "cuda" else 2048,
+        max_batch_tokens=ONE_PASS if pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
         planner=PlannerSettings(by_cost=False, move="always" if is_moved else "never", **recompute),
         guard=GuardSettings(mode=GuardMode.OFF),
@@ -317,7 +318,7 @@ class ReferenceGenerate:
     """The model of `random_engine`, run by Transformers alone. Raises `ConfigError` for an unknown size."""
 
     def __init__(self, size: str, device: str) -> None:
-        chosen = build.pick_device(device)
+        chosen = pick_device(device)
         dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
         self._model = build.apart(partial(random_llama, size, chosen, dtype))
 

@@ -34,7 +34,8 @@ UNTRIED = "yes, according to its config: no small copy of it could be built and 
 
 def inspect(
     target: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL|FLOW]", help="A model's folder or a workflow file.")
+        Path | None,
+        typer.Argument(metavar="[MODEL|FLOW]", help="A model (as for run --model) or a workflow file."),
     ] = None,
     show_all: Annotated[
         bool, typer.Option("--all", "-a", help="Show everything: all facts of a model; every call, agent and step.")
@@ -87,10 +88,13 @@ def inspect(
 
 
 def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
-    from kedge.engine.common.model_folder import model_path, read_config
+    from kedge.engine.common.converted import cache_folder, known_copies
+    from kedge.engine.common.model_folder import read_config
+    from kedge.models import find_model
 
-    folder = model_path(path)
-    config = read_config(folder)
+    folder = find_model(path)
+    copies = known_copies(folder) if folder.is_file() else None
+    config = read_config(copies[0] if copies else folder)
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -99,6 +103,9 @@ def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
             table.add_row(name, value)
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+    if copies is not None:
+        where = ", ".join(map(str, copies)) or f"will be in {cache_folder()}"
+        console.print(f"converted: {where}", markup=False, highlight=False, soft_wrap=True)
     if not show_all:
         console.print("--all shows the model's shape and the size of its KV.", style="dim")
 

@@ -10,7 +10,7 @@ import typer
 
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Folder of a model, or nano or nano-both, which are bundled; default: nano."),
+    typer.Option(metavar="MODEL", help="A folder, a GGUF file, or nano, nano-both or smollm2. Default: nano."),
 ]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings; default: kedge.toml, if there is one here.")

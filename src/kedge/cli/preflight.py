@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kedge.errors import ConfigError, ModelNotFound
-from kedge.models import BUNDLED, bundled
+from kedge.engine.common.converted import known_copies
+from kedge.errors import ConfigError
+from kedge.models import find_model, require_gguf
 
 
 def require_file(option: str, file: Path | None) -> None:
@@ -43,11 +44,12 @@ def require_outputs(json_file: Path | None, plot_file: Path | None = None) -> No
 
 
 def require_model(model: Path | None) -> None:
-    """Raise `ModelNotFound` for a folder without a model; None is the bundled one, and others go by their names."""
-    if model is None or bundled(model) or (model / "config.json").is_file():
-        return
-    names = ", ".join(BUNDLED)
-    raise ModelNotFound("model", str(model), f"no such folder, or no config.json in it; bundled are {names}")
+    """Raise `ModelNotFound` where there is no such model, `UnsupportedModel` for a part of a GGUF file, and
+    `ConfigError` where a package is missing to convert one. None is the bundled model.
+    """
+    path = find_model(model)
+    if path.is_file() and not known_copies(path):
+        require_gguf(path)
 
 
 def require_packages(what: str, packages: Sequence[str], extra: str) -> None:

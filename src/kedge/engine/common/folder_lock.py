@@ -9,15 +9,15 @@ from pathlib import Path
 from kedge.errors import ConfigError
 
 
-def lock_folder(path: Path, key: str) -> int:
+def lock_folder(path: Path, key: str, *, wait: bool = False) -> int:
     """Create a folder if missing, and lock it until the returned file descriptor is closed, or the process ends.
 
-    Raises `ConfigError` for `key` if another process uses it, and `OSError`.
+    If another process uses it, `wait` for that one, or raise `ConfigError` for `key`. Raises `OSError`.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(lock)
         raise ConfigError(key, str(path), "another process uses this folder") from None

@@ -4,6 +4,7 @@ not in use yet.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ from kedge.anchors.translator import Translate, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.cache.disk import DiskLimits
 from kedge.discovery import PlainRequests
+from kedge.engine.common.dtypes import pick_device, pick_dtype
+from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.disk_files import DiskFiles
@@ -53,6 +56,7 @@ from kedge.settings import EngineSettings, TierSettings
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 LONG, LONG_ON_GPU = 128, 1024
 """Tokens of the longest pass that is measured; on a GPU some hundred take hardly longer than one"""
 MANY = 4
@@ -73,26 +77,14 @@ def apart(work: Callable[[], T]) -> T:
         return executor.submit(work).result()
 
 
-def load_runner(path: Path, config: EngineSettings) -> ModelRunner:
-    """Load the model that the settings name."""
+def load_runner(model: str | Path | None, config: EngineSettings) -> tuple[ModelRunner, Path]:
+    """Load a model in the dtype and on the device that the settings name. Return it, and its folder."""
     device = pick_device(config.device)
-    return checked_runner(models.load(path, pick_dtype(config.dtype, device), device))
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device that the settings name. Raises `ConfigError` where this machine has none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("engine.device", name, "this machine has no CUDA device")
-    return torch.device(name)
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """Return the dtype that the settings name; `auto` is that of the weights on a GPU."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    return getattr(torch, name)
+    path = model_path(model, config.dtype, config.device)
+    dtype = pick_dtype(config.dtype, device, getattr(read_config(path), "dtype", None))
+    runner = checked_runner(models.load(path, dtype, device))
+    logger.info("%s computes in %s on %s", path, str(runner.spec.dtype).removeprefix("torch."), device)
+    return runner, path
 
 
 class EngineParts:
@@ -179,6 +171,7 @@ class EngineParts:
     def stats(self) -> dict[str, object]:
         """Return figures of the queue, the cache, waiting for loads, learning, costs, and the anchors."""
         return {
+            "dtype": str(self.runner.spec.dtype).removeprefix("torch."),
             "scheduler": {"running": len(self.running), "waiting": len(self.scheduler.unadmitted)},
             "learning": self.learning.stats(),
             "costs": self.costs.stats(),

@@ -24,7 +24,6 @@ from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
 from kedge.engine.common.tokenizer import HFTokenizer, TextStream
 from kedge.engine.local import build
@@ -236,8 +235,7 @@ class LocalEngine(Engine):
 
     def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
         self.config = config or EngineSettings()
-        path = model_path(model or self.config.model)
-        runner = build.apart(partial(build.load_runner, path, self.config))
+        runner, path = build.apart(partial(build.load_runner, model or self.config.model, self.config))
         self.tokenizer = HFTokenizer.load(path)
         self._start(runner, None, EngineComponents())
 

@@ -17,6 +17,7 @@ from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine import options
 from kedge.integrations.vllm.engine.options import (
     FOREIGN,
+    copy_dtype,
     plugin_settings,
     refuse_foreign,
     require_vllm,
@@ -60,6 +61,14 @@ def test_vllms_own_arguments_reach_it_over_the_defaults() -> None:
 def test_bad_arguments_are_named(own: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         arguments(**own)
+
+
+def test_a_gguf_file_is_converted_to_the_dtype_that_vllm_computes_in() -> None:
+    def asked(is_cpu: bool = True, **own: Any) -> str:
+        return copy_dtype(EngineSettings(backend="vllm", vllm=own), is_cpu=is_cpu)
+
+    assert (asked(), asked(is_cpu=False), asked(dtype="auto")) == ("float32", "bfloat16", "bfloat16")
+    assert (asked(dtype="half"), asked(dtype="float"), asked(dtype="odd")) == ("float16", "float32", "bfloat16")
 
 
 def test_settings_without_a_meaning_are_refused_unless_left_at_their_defaults() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from kedge.engine.common.gguf_files import without_bars
 from kedge.engine.common.model_folder import read_config
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.latent import unwatch
@@ -50,18 +49,10 @@ def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrain
     return model.to(device).eval()
 
 
-@contextmanager
-def _progress_bar_for(path: Path) -> Iterator[None]:
+def _progress_bar_for(path: Path) -> AbstractContextManager[None]:
     """Silence the progress bar of Transformers for weights of less than `MIN_BYTES_WITH_BAR`."""
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    if size >= MIN_BYTES_WITH_BAR or not is_progress_bar_enabled():
-        yield
-        return
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        enable_progress_bar()
+    return nullcontext() if size >= MIN_BYTES_WITH_BAR else without_bars()
 
 
 def require_buildable(config: PretrainedConfig) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
@@ -35,6 +37,7 @@ from kedge.hints.without_prompt import UNREPORTED
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
+    copy_dtype,
     plugin_settings,
     refuse_foreign,
     require_vllm,
@@ -104,7 +107,7 @@ class VLLMEngine(Engine):
         self.state = self._keeping.state
         require_vllm()
         refuse_foreign(self.config)
-        path = model_path(model or self.config.model)
+        path = model_path(model or self.config.model, copy_dtype(self.config, is_cpu=not torch.cuda.is_available()))
         read_config(path)
         self.tokenizer = HFTokenizer.load(path)
         arguments = _engine_arguments(self.config, path, self._keeping, plugged)

@@ -107,6 +107,13 @@ def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *
     return {**ARGUMENTS, **(CPU_ARGUMENTS if is_cpu else {}), **given, **OWN, "model": str(model)}
 
 
+def copy_dtype(config: EngineSettings, *, is_cpu: bool) -> str:
+    """Return the dtype to convert a GGUF file to: vLLM's argument or its default, and bfloat16 where vLLM picks."""
+    asked = str(config.vllm.arguments.get("dtype", CPU_ARGUMENTS["dtype"] if is_cpu else "auto"))
+    named = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(asked, asked)
+    return named if named in ("bfloat16", "float16", "float32") else "bfloat16"
+
+
 def _checked(types: Mapping[str, Any], name: str, value: Any) -> Any:
     key = f"engine.vllm.{name}"
     if name not in types or name.startswith("_"):

