@@ -34,9 +34,12 @@ def contains_gold(stated: str | None, asked: Question) -> bool:
 
 
 def pick_grammar(agent: AgentId, asked: Question) -> str:
-    """Return the grammar of a pick: one of the question's options, word for word; none for who repeats a sentence."""
-    options = " | ".join(json.dumps(option, ensure_ascii=False) for option in asked.facts["options"])
-    return f"start: {options}" if options and agent != AgentId("checker") else ""
+    """Return the grammar of a pick: `{"answer": …}` with one of the question's options, word for word; none for who
+    repeats a sentence.
+    """
+    options = (json.dumps({"answer": option}, ensure_ascii=False) for option in asked.facts["options"])
+    picks = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+    return f"start: {picks}" if picks and agent != AgentId("checker") else ""
 
 
 def questions(row: Row, longest: int = 60) -> list[Question]:
@@ -82,4 +85,9 @@ READING = Team(
     contains_gold,
     wrong=other_number,
 )  # fmt: skip
-PICKS = replace(READING, name="reading-picks", constrained=pick_grammar)
+PICKS = replace(
+    READING,
+    name="reading-picks",
+    agents=tuple(replace(agent, max_tokens=48) for agent in READING.agents),
+    constrained=pick_grammar,
+)
