@@ -46,7 +46,8 @@ def questions(row: Row, longest: int = 60) -> list[Question]:
     """Convert a row with `context` and `questions`, in a random but fixed order.
 
     The options of a question are its answer and those of the paragraph's other questions that are neither part of it
-    nor the other way round, up to `longest` characters; a question with a longer answer has none.
+    nor the other way round and begin otherwise (a greedy pick is decided by its first token), up to `longest`
+    characters; a question with a longer answer has none.
     """
     rng = random.Random(row["context"])
     answers = sorted({one["answers"][0] for one in row["questions"] if len(one["answers"][0]) <= longest})
@@ -61,7 +62,7 @@ def questions(row: Row, longest: int = 60) -> list[Question]:
 
 
 def _overlaps(one: str, other: str) -> bool:
-    return normal(one) in normal(other) or normal(other) in normal(one)
+    return one[:1] == other[:1] or normal(one) in normal(other) or normal(other) in normal(one)
 
 
 _COPY = "with a few words copied from the passage"
