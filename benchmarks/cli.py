@@ -34,6 +34,7 @@ ABOUT = {
     "frontier": "Quality over the share of tokens computed, every method with that share swept, three tasks.",
     "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",
     "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",
+    "roles": "One text, two roles with opposite answers: accuracy when KV moves between them, by direction.",
 }
 PLAIN_CASES = ("links", "sessions", "gain", "teams")
 
@@ -260,8 +261,8 @@ def run_all(
     from benchmarks.studies.papers import STUDIES
 
     console = Console()
-    given = {"task": task, "questions": questions, "seeds": seeds, "model": model}
     for name, study in STUDIES.items():
+        given = {"task": task if name != "roles" else None, "questions": questions, "seeds": seeds, "model": model}
         files = (out / f"{name}.json", out / f"{name}.png") if out else (None, None)
         _run(console, study, given, *files, quick=quick, resume=resume)
     if out:
@@ -284,9 +285,10 @@ def _require_out(out: Path | None, resume: bool) -> None:
 def _require(task: str | None, dataset: Path | None, model: Path | None) -> None:
     """Raise before anything heavy is imported where the questions or the model are not there."""
     from benchmarks.workloads.catalog import require_available
+    from benchmarks.workloads.roles import TASKS
 
     require_model(model)
-    if task is not None or dataset is not None:
+    if (task is not None and task not in TASKS) or dataset is not None:
         require_available(task or "math", dataset)
 
 

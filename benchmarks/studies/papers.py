@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
 from benchmarks.lab.methods import METHODS, WHOLE, ablation, cacheblend, epic, relay, seams
+from benchmarks.studies.roles import ROLES_STUDY
 from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings, asked, compared, noted, picked, team_sizes
 from benchmarks.workloads.catalog import load
 from kedge.anchors.registry import CRITERIA, ESTIMATORS
@@ -521,7 +522,7 @@ OFFSETS_STUDY = Study(
 
 _ALL = (
     ACCURACY_STUDY, FRONTIER_STUDY, ESTIMATORS_STUDY, ABLATION_STUDY, ORDER_STUDY, CRITERION_STUDY, SENSITIVITY_STUDY,
-    ANCHORS_STUDY, OFFSETS_STUDY,
+    ANCHORS_STUDY, OFFSETS_STUDY, ROLES_STUDY,
 )  # fmt: skip
 STUDIES: Mapping[str, Study] = {one.name: one for one in _ALL}
 """All studies by name, the most telling ones first."""

@@ -117,9 +117,11 @@ def test_a_grammar_accepts_the_options_and_nothing_else() -> None:
         grammar = PICKS.grammar(FINAL, one)
         assert one.answer in one.facts["options"]
         for option in one.facts["options"]:
-            assert accepted(grammars, tokenizer, grammar, option), (grammar, option)
-            assert PICKS.right(FINAL, option, one) is (option == one.answer)
-            assert not accepted(grammars, tokenizer, grammar, f"{option}?")
+            pick = json.dumps({"answer": option}, ensure_ascii=False)
+            assert accepted(grammars, tokenizer, grammar, pick), (grammar, option)
+            assert PICKS.right(FINAL, pick, one) is (option == one.answer)
+            assert not accepted(grammars, tokenizer, grammar, pick[:-1])
+            assert not accepted(grammars, tokenizer, grammar, option)
         assert not accepted(grammars, tokenizer, grammar, "I do not know")
 
 

@@ -11,7 +11,7 @@ from kedge.errors import ConfigError
 
 COMMANDS = (
     "workflow", "guard", "plain", "accuracy", "frontier", "estimators", "ablation", "order", "criterion", "sensitivity",
-    "anchors", "offsets", "all", "report",
+    "anchors", "offsets", "roles", "all", "report",
 )  # fmt: skip
 """Commands of `kedge bench` that are there alone."""
 VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy")

@@ -34,16 +34,20 @@ def contains_gold(stated: str | None, asked: Question) -> bool:
 
 
 def pick_grammar(agent: AgentId, asked: Question) -> str:
-    """Return the grammar of a pick: one of the question's options, word for word; none for who repeats a sentence."""
-    options = " | ".join(json.dumps(option, ensure_ascii=False) for option in asked.facts["options"])
-    return f"start: {options}" if options and agent != AgentId("checker") else ""
+    """Return the grammar of a pick: `{"answer": …}` with one of the question's options, word for word; none for who
+    repeats a sentence.
+    """
+    options = (json.dumps({"answer": option}, ensure_ascii=False) for option in asked.facts["options"])
+    picks = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+    return f"start: {picks}" if picks and agent != AgentId("checker") else ""
 
 
 def questions(row: Row, longest: int = 60) -> list[Question]:
     """Convert a row with `context` and `questions`, in a random but fixed order.
 
     The options of a question are its answer and those of the paragraph's other questions that are neither part of it
-    nor the other way round, up to `longest` characters; a question with a longer answer has none.
+    nor the other way round and begin otherwise (a greedy pick is decided by its first token), up to `longest`
+    characters; a question with a longer answer has none.
     """
     rng = random.Random(row["context"])
     answers = sorted({one["answers"][0] for one in row["questions"] if len(one["answers"][0]) <= longest})
@@ -58,7 +62,7 @@ def questions(row: Row, longest: int = 60) -> list[Question]:
 
 
 def _overlaps(one: str, other: str) -> bool:
-    return normal(one) in normal(other) or normal(other) in normal(one)
+    return one[:1] == other[:1] or normal(one) in normal(other) or normal(other) in normal(one)
 
 
 _COPY = "with a few words copied from the passage"
@@ -82,4 +86,9 @@ READING = Team(
     contains_gold,
     wrong=other_number,
 )  # fmt: skip
-PICKS = replace(READING, name="reading-picks", constrained=pick_grammar)
+PICKS = replace(
+    READING,
+    name="reading-picks",
+    agents=tuple(replace(agent, max_tokens=48) for agent in READING.agents),
+    constrained=pick_grammar,
+)
