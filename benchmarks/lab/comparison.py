@@ -30,10 +30,9 @@ from torch import Tensor
 
 from benchmarks.lab.methods import METHODS, fitting_model
 from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits, method_named
-from kedge.bench.shapes import Loaded, load_model
+from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.kv.segment import KVSegment
 from kedge.runner.run import AgentResult, RunResult, run
-from kedge.settings import EngineSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -367,7 +366,7 @@ class Lab:
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
         model = settings.model or fitting_model(workload.name, methods.values())
-        loaded = load_model(model, EngineSettings(**settings.engine))
+        loaded = load_model(model, to_compare(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
         self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
         self._asked = count(1)

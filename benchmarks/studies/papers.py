@@ -20,10 +20,10 @@ from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
 from kedge.bench.probe import Method, Probe, method_named
-from kedge.bench.shapes import load_model
+from kedge.bench.shapes import load_model, to_compare
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, PlannerSettings, estimator_settings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens
 from kedge.workloads.base import Question
 
@@ -32,7 +32,7 @@ class Contexts:
     """A model that prefills given tokens in given contexts. A context manager."""
 
     def __init__(self, settings: StudySettings) -> None:
-        loaded = load_model(settings.model, EngineSettings())
+        loaded = load_model(settings.model, to_compare())
         dense = METHODS["dense"]
         self._probe = Probe(dense.components)
         self._engine = dense.open(loaded, components=self._probe.components)

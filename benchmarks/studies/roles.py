@@ -14,8 +14,7 @@ from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings
 from benchmarks.workloads.roles import TASKS, Role, RoleTask, task_named
 from kedge.bench.fidelity import Seen, summary
 from kedge.bench.probe import Method, Probe, ProbeResult, compare_logits, method_named
-from kedge.bench.shapes import Loaded, load_model
-from kedge.settings import EngineSettings
+from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.types import (
     AgentId,
     Completion,
@@ -130,7 +129,7 @@ def run_of(pair: tuple[Role, Role], question: Question) -> RunKey:
 
 def measure_roles(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     """Return a row for every task, method and direction; that of a role to itself is the control."""
-    loaded = load_model(settings.model, EngineSettings())
+    loaded = load_model(settings.model, to_compare())
     methods = {name: method_named(name, lab.METHODS) for name in settings.methods or METHODS}
     rows: list[Row] = []
     for task in TASKS.values() if settings.task == ALL else [task_named(settings.task)]:

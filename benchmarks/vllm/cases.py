@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
@@ -28,7 +27,7 @@ from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, team
 from kedge.bench.fidelity import Seen, summary
 from kedge.bench.flows import FlowWorkload, single_flow
 from kedge.bench.probe import method_named
-from kedge.bench.shapes import load_model
+from kedge.bench.shapes import load_model, to_compare
 from kedge.bench.vllm import (
     BLOCK,
     Case,
@@ -170,8 +169,7 @@ def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
 
 
 def _embedded(settings: AccuracySettings, progress: Progress) -> Scores:
-    dtype: Mapping[str, Any] = {"dtype": "auto" if torch.cuda.is_available() else "float32"}  # as vLLM's here
-    with method_named(METHOD).open(load_model(settings.model, EngineSettings(**dtype)), **dtype) as engine:
+    with method_named(METHOD).open(load_model(settings.model, to_compare())) as engine:
         return scores(engine, engine.wait_idle, settings, lambda what: progress(f"accuracy: embedded, {what}"))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits
-from kedge.bench.shapes import Loaded, load_model
+from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
 from kedge.engine.local.model.passes import PromptPiece, one_pass, storage_for
 from kedge.engine.local.model.passes import run as run_pass
@@ -34,7 +34,6 @@ from kedge.errors import ConfigError, TranslationRefused
 from kedge.guard import GuardOrders
 from kedge.kv.storage import SlotTable
 from kedge.runner.run import run
-from kedge.settings import EngineSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -96,8 +95,8 @@ class FidelitySettings:
     """The first of the team and its last; None: all"""
     curve: tuple[int, ...] = ()
     """Also measure methods with anchors after so many samples, in place of after `taught`"""
-    engine: Mapping[str, Any] | None = None
-    """Settings of all engines; None: float32 on a CPU, whose own rounding in 16 bits is as large as what is measured"""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of all engines"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class MethodServer:
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings, taught: int) -> None:
         self.method, self.taught = method, taught
         self.probe = Probe(method.components, settings.tokens)
-        self.engine = method.open(loaded, components=self.probe.components, **(settings.engine or {}))
+        self.engine = method.open(loaded, components=self.probe.components, **settings.engine)
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
 
@@ -227,7 +226,7 @@ class DenseTeam:
         shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
         self._flow: Workflow = replace(flow, agents=tuple(shorter))
         self._probe = Probe(rows=settings.tokens)
-        self.engine = DENSE.open(loaded, components=self._probe.components, **(settings.engine or {}))
+        self.engine = DENSE.open(loaded, components=self._probe.components, **settings.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 
@@ -294,10 +293,8 @@ def measure(
     if len(questions) < lessons + settings.questions:
         why = f"with those learned from before it takes {lessons + settings.questions}, and there are {len(questions)}"
         raise ConfigError("questions", settings.questions, why)
-    if settings.engine is None:
-        settings = replace(settings, engine={"dtype": "auto" if torch.cuda.is_available() else "float32"})
     note("loading the model")
-    loaded = load_model(settings.model, EngineSettings(**(settings.engine or {})))
+    loaded = load_model(settings.model, to_compare(**settings.engine))
     if loaded[0].refusal:
         raise TranslationRefused("model", str(settings.model), loaded[0].refusal)
     with ExitStack() as stack:

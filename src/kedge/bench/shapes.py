@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,6 +61,13 @@ def random_runner(size: str, device: str) -> Loaded:
 def random_engine(size: str, config: EngineSettings, components: EngineComponents = EngineComponents()) -> LocalEngine:  # noqa: B008 (frozen)
     """Return an embedded engine around `random_llama`. Its tokenizer does not fit: prompts are token ids."""
     return LocalEngine.from_runner(*random_runner(size, config.device), config, components=components)
+
+
+def to_compare(**settings: Any) -> EngineSettings:
+    """Return settings of engines whose answers are compared: in float32 on a CPU, since what 16 bits round there is as
+    much as what fp8 KV does.
+    """
+    return EngineSettings(**{"dtype": "auto" if torch.cuda.is_available() else "float32", **settings})
 
 
 def load_model(model: Path | None, config: EngineSettings) -> Loaded:
