@@ -95,8 +95,8 @@ class FidelitySettings:
     """The first of the team and its last; None: all"""
     curve: tuple[int, ...] = ()
     """Also measure methods with anchors after so many samples, in place of after `taught`"""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of all engines"""
+    engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_memory": 512 << 20})
+    """Settings of all engines, of which there is one for each method: little memory will do for so few requests"""
 
 
 @dataclass(frozen=True)
