@@ -49,6 +49,7 @@ from kedge.reuse.guard.comparison import TOP, divergence
 from kedge.settings import EngineSettings
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workloads import real
 from kedge.workloads.miniature import TASKS
 
 METHOD = "kedge"
@@ -298,11 +299,33 @@ def figures(turns: Sequence[VllmTurn], seconds: float) -> dict[str, Any]:
     }
 
 
+Words = Callable[[random.Random, int], Tokens]
+"""The next tokens of a session: so many"""
+
+
+def random_words(vocab: int) -> Words:
+    """Return tokens by chance, for random weights."""
+    return lambda draw, count: tuple(draw.randrange(2, vocab) for _ in range(count))
+
+
+def read_words(model: Path) -> Words:
+    """Return passages of XQuAD in a model's tokens, from any place on and over and over."""
+    encode = HFTokenizer.load(model).encode
+    asked = real.load("reading")[1]
+    text = encode("\n\n".join(dict.fromkeys(one.text.partition("\n\nQuestion: ")[0] for one in asked)), special=False)
+
+    def words(draw: random.Random, count: int) -> Tokens:
+        start = draw.randrange(len(text))
+        return tuple(itertools.islice(itertools.cycle(text), start, start + count))
+
+    return words
+
+
 class SessionClient:
     """One session after the other, each turn after the answer to the one before. The same on every engine."""
 
-    def __init__(self, load: SessionLoad, vocab: int, number: int) -> None:
-        self._load, self._vocab = load, vocab
+    def __init__(self, load: SessionLoad, words: Words, number: int) -> None:
+        self._load, self._words = load, words
         self._random = random.Random(f"{load.seed}:{number}")
         self._history = Tokens()
 
@@ -323,10 +346,10 @@ class SessionClient:
         return min(self._load.pause_s * self._random.lognormvariate(0, SPREAD), self._load.longest_pause_s)
 
     def _tokens(self, count: int) -> Tokens:
-        return tuple(self._random.randrange(2, self._vocab) for _ in range(count))
+        return self._words(self._random, count)
 
 
-async def drive(lane: VllmLane, load: SessionLoad, live: int, vocab: int) -> list[VllmTurn]:
+async def drive(lane: VllmLane, load: SessionLoad, live: int, words: Words) -> list[VllmTurn]:
     """Return the turns of `live` sessions that end in the measured time."""
     began = time.perf_counter()
     stop = load.warm_s + load.measured_s
@@ -340,11 +363,11 @@ async def drive(lane: VllmLane, load: SessionLoad, live: int, vocab: int) -> lis
                 return
             await asyncio.sleep(client.took(call.tokens))
 
-    await asyncio.gather(*(chat(SessionClient(load, vocab, number)) for number in range(live)))
+    await asyncio.gather(*(chat(SessionClient(load, words, number)) for number in range(live)))
     return [turn for turn in turns if load.warm_s <= turn.ended < stop]
 
 
-async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress: Progress) -> Figures:
+async def measure_sessions(load: SessionLoad, model: Path, words: Words, progress: Progress) -> Figures:
     """Measure all engines one after the other, each in a process of its own, with each number of live sessions."""
     runs: dict[int, dict[str, list[Sequence[VllmTurn] | None]]] = {
         live: {name: [] for name in LANES} for live in load.live
@@ -352,7 +375,7 @@ async def measure_sessions(load: SessionLoad, model: Path, vocab: int, progress:
     for trial, live, name in itertools.product(range(load.trials), load.live, LANES):
         progress(f"sessions: {live} live, {name}, run {trial + 1} of {load.trials}")
         other = replace(load, seed=load.seed + trial)
-        runs[live][name].append(await _lane(name, other, model, live, vocab))
+        runs[live][name].append(await _lane(name, other, model, live, words))
     found = {live: {name: _all_or_none(trials) for name, trials in lanes.items()} for live, lanes in runs.items()}
     return sessions_figures(load, found)
 
@@ -362,12 +385,12 @@ def _all_or_none(trials: Sequence[Sequence[VllmTurn] | None]) -> Trials | None:
     return done if len(done) == len(trials) else None
 
 
-async def _lane(name: str, load: SessionLoad, model: Path, live: int, vocab: int) -> Sequence[VllmTurn] | None:
+async def _lane(name: str, load: SessionLoad, model: Path, live: int, words: Words) -> Sequence[VllmTurn] | None:
     if name == NATIVE and not can_offload():
         return None
     plugin, arguments = lane_settings(name, load, model)
     with VllmLane(model, load.kv, plugin, **arguments) as lane:
-        return await drive(lane, load, live, vocab)
+        return await drive(lane, load, live, words)
 
 
 def lane_settings(name: str, load: SessionLoad, model: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -421,9 +444,12 @@ def flow(name: str, settings: VllmBenchSettings, model: Path, vocab: int, progre
 
 
 def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
-    """Measure growing sessions in a closed loop."""
+    """Measure growing sessions in a closed loop: random tokens on random weights, or text on a real model."""
     load = with_given(QUICK_LOAD if settings.quick else SessionLoad(), trials=settings.trials)
-    return asyncio.run(measure_sessions(load, model, vocab, progress))
+    if settings.model is None:
+        return asyncio.run(measure_sessions(load, model, random_words(vocab), progress))
+    folder = model_path(settings.model, to_compare().dtype)
+    return asyncio.run(measure_sessions(load, folder, read_words(folder), progress))
 
 
 def accuracy(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:  # noqa: ARG001

@@ -164,7 +164,8 @@ def vllm(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="load, accuracy: a real model, such as smollm2, that reads.")
+        Path | None,
+        typer.Option(metavar="MODEL", help="load, accuracy, sessions: a real model, as smollm2."),
     ] = None,
     model_size: ModelSize = "32m",
     trials: Annotated[

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,16 +16,32 @@ from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.vllm import cases as bench
-from benchmarks.vllm.cases import SessionClient, SessionLoad, VllmTurn, drive, figures, medians, sessions_figures
+from benchmarks.vllm.cases import (
+    SessionClient,
+    SessionLoad,
+    VllmTurn,
+    drive,
+    figures,
+    medians,
+    random_words,
+    read_words,
+    sessions_figures,
+)
 from kedge.bench.vllm import BLOCK, VllmCall
 from kedge.cli.main import app
+from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.types import Tokens
+from kedge.workloads import real
 
 LOAD = SessionLoad(head=64, added=32, output=4, turns=(2, 5), warm_s=0.0, measured_s=0.2, pause_s=0.001)
 
 
 def turn(ended: float, prompt: int = 100, cached: int = 50, ttft_s: float = 0.1) -> VllmTurn:
     return VllmTurn(ended, VllmCall((7,) * prompt, (1, 2), cached, ttft_s, 2 * ttft_s))
+
+
+WORDS = random_words(1000)
 
 
 def history(client: SessionClient, turns: int) -> Iterator[Tokens]:
@@ -44,7 +61,7 @@ def test_several_runs_give_medians() -> None:
 
 
 def test_a_session_grows_until_another_one_begins() -> None:
-    prompts = list(history(SessionClient(LOAD, 1000, 3), 40))
+    prompts = list(history(SessionClient(LOAD, WORDS, 3), 40))
     begins = [at for at, (one, two) in enumerate(itertools.pairwise(prompts)) if two[: len(one)] != one]
     assert len(begins) > 3
     for one, two in itertools.pairwise(prompts):
@@ -55,13 +72,13 @@ def test_a_session_grows_until_another_one_begins() -> None:
 
 
 def test_clients_ask_every_engine_the_same() -> None:
-    one, two, other = (list(history(SessionClient(LOAD, 1000, number), 20)) for number in (1, 1, 2))
+    one, two, other = (list(history(SessionClient(LOAD, WORDS, number), 20)) for number in (1, 1, 2))
     assert one == two != other
 
 
 def test_pauses_are_bounded() -> None:
     load = replace(LOAD, pause_s=1.0, longest_pause_s=2.0)
-    client = SessionClient(load, 1000, 0)
+    client = SessionClient(load, WORDS, 0)
     pauses = [client.took(()) for _ in range(200)]
     assert max(pauses) == 2.0 and 0.5 < sorted(pauses)[100] < 2.0
 
@@ -74,7 +91,7 @@ def test_turns_outside_of_the_measured_time_do_not_count() -> None:
 
     load = replace(LOAD, warm_s=0.05)
     lane: Any = FakeLane()
-    turns = asyncio.run(drive(lane, load, 3, 1000))
+    turns = asyncio.run(drive(lane, load, 3, WORDS))
     assert turns and all(0.05 <= one.ended < 0.25 for one in turns)
 
 
@@ -110,3 +127,12 @@ def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 0, done.output
     lanes = json.loads(file.read_text())["sessions"]["live"]["2"]
     assert all(lanes[name]["turns"] > 0 for name in (bench.STOCK, bench.KEDGE, bench.KEDGE_HOST))
+
+
+def test_real_words_are_text_from_any_place_and_enough_of_it() -> None:
+    words, tokenizer = read_words(model_path(None)), HFTokenizer.load(model_path(None))
+    some, other = words(Random(1), 500), words(Random(2), 500)
+    assert len(some) == len(other) == 500 and some != other and words(Random(1), 500) == some
+    whole = " ".join(one.text for one in real.load("reading")[1])
+    assert tokenizer.decode(some[100:140]).strip()[:40] in whole
+    assert len(words(Random(3), 100_000)) == 100_000
