@@ -27,6 +27,11 @@ def bundled(name: str | Path) -> Path | None:
     return _folder(str(name)) if str(name) in BUNDLED and not Path(name).exists() else None
 
 
+def is_bundled(folder: Path) -> bool:
+    """Return whether a folder is that of a bundled model."""
+    return folder in map(_folder, BUNDLED)
+
+
 def default_model() -> Path:
     """Return the folder of the bundled model that stands for no model."""
     return _folder(NANO)
