@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 ABOUT = {
     "accuracy": "Accuracy, cost and speed by number of agents, next to dense prefill and peers (KVCOMM, Table 1).",
     "order": "Accuracy and reuse by order of the questions (KVCOMM, Table 4).",
-    "ablation": "Rotation, offsets of placeholders and of prefix segments, in all combinations (KVCOMM, Table 5).",
-    "sensitivity": "The entropy threshold, the pool size (KVCOMM, Table 6), and what is computed of a value.",
-    "criterion": "What makes a value shareable (KVCOMM, Table A.3).",
-    "estimators": "Estimators at the same reuse rate, with learning curves (KVCOMM, Table A.4).",
-    "frontier": "Quality over the share of tokens computed, every method with that share swept, three tasks.",
     "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",
     "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",
 }

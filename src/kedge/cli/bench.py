@@ -84,9 +84,10 @@ def fidelity(
     from kedge.bench.probe import SERVED, method_named
     from kedge.workloads.real import load
 
-    known = checkout.benchmarks("lab.methods", "--methods", "epic").METHODS if checkout.is_there() else SERVED
-    default = "kedge,token,epic" if "epic" in known else "kedge,token"
-    chosen = {name: method_named(name, known) for name in (methods or default).split(",")}
+    lab = checkout.benchmarks("lab.methods", "--methods", "epic") if checkout.is_there() else None
+    known, sets, usual = (lab.METHODS, lab.SETS, "kedge,token,epic") if lab else (SERVED, {}, "kedge,token")
+    named = (one for name in (methods or usual).split(",") for one in sets.get(name, (name,)))
+    chosen = {name: method_named(name, known) for name in named}
     task = task or ("reading" if quick else "gsm8k")
     workload, asked = load(task, dataset, seed)
     base = FidelitySettings(model, 8, 5) if quick else FidelitySettings(model)

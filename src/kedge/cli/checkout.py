@@ -10,8 +10,7 @@ from types import ModuleType
 from kedge.errors import ConfigError
 
 COMMANDS = (
-    "workflow", "guard", "plain", "accuracy", "frontier", "estimators", "ablation", "order", "criterion", "sensitivity",
-    "anchors", "offsets", "all", "report",
+    "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets", "all", "report",
 )  # fmt: skip
 """Commands of `kedge bench` that are there alone."""
 VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy")
