@@ -75,7 +75,7 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
     width = 0.8 / len(groups)
     for i, group in enumerate(groups):
         shown = [row for row in rows if row.get(y) is not None and (not plot.by or row[plot.by] == group)]
-        points = [row[plot.x] for row in shown], [max(row[y], _FLOOR) if y in plot.log else row[y] for row in shown]
+        points = [row[plot.x] for row in shown], [row[y] for row in shown]
         if plot.kind == "lines":
             style, size = STYLES[i // _COLOURS % len(STYLES)], 3 if len(set(points[0])) > 1 else 7
             axes.plot(*_means(*points), style, marker="o", markersize=size, label=group)
@@ -88,15 +88,11 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
         turn = {"rotation": 30, "ha": "right"} if crowded else {}
         axes.set_xticks(range(len(xs)), [str(x) for x in xs], **turn)
     axes.set(title=y.replace("_", " "), xlabel=plot.x.replace("_", " "))
-    if y in plot.log:
-        axes.set_yscale("log")
     axes.spines[["top", "right"]].set_visible(False)
 
 
 _COLOURS = 10
 """Lines after which matplotlib repeats its colours."""
-_FLOOR = 1e-9
-"""The least value on a logarithmic scale: below, a divergence is rounding, and would take most of the axis."""
 _MAX_LABEL_CHARACTERS = 40
 """Characters of all labels under a panel, beyond which labels are rotated."""
 

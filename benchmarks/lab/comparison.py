@@ -26,12 +26,9 @@ from random import Random
 from statistics import fmean, median
 from typing import Any, Self
 
-from torch import Tensor
-
 from benchmarks.lab.methods import METHODS, fitting_model
 from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits, method_named
 from kedge.bench.shapes import Loaded, load_model, to_compare
-from kedge.kv.segment import KVSegment
 from kedge.runner.run import AgentResult, RunResult, run
 from kedge.types import (
     AgentId,
@@ -51,21 +48,6 @@ from kedge.workloads.base import QUESTION, Question, Workload
 
 
 @dataclass(frozen=True)
-class Layers:
-    """One number per layer, of keys and of values."""
-
-    keys: tuple[float, ...]
-    values: tuple[float, ...]
-
-    @classmethod
-    def mean(cls, items: Sequence[Layers]) -> Layers:
-        """Return the mean of at least one item, layer by layer."""
-        return cls(
-            *(tuple(map(fmean, zip(*(getattr(i, part) for i in items), strict=True))) for part in ("keys", "values"))
-        )
-
-
-@dataclass(frozen=True)
 class Fidelity:
     """One request, forced to the answer of dense prefill, compared with dense prefill."""
 
@@ -73,38 +55,12 @@ class Fidelity:
     """Mean KL(dense ‖ other) in nats, over the first tokens of the answer."""
     top1: float
     """Share of these tokens at which both have the same argmax."""
-    error: Layers | None
-    """‖other - dense‖ / ‖dense‖ over all tokens from the first placeholder on."""
 
 
 def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
-    """Measure one pair; KV is compared where both have it."""
+    """Measure one pair, over as many tokens as both have."""
     rows = min(len(dense.logits), len(other.logits))
-    kl, top1 = compare_logits(dense.logits[:rows], other.logits[:rows])
-    if dense.kv is None or other.kv is None:
-        return Fidelity(kl, top1, None)
-    first = _first_placeholder(dense.request)
-    kv = dense.kv.slice(first), other.kv.slice(first)
-    return Fidelity(kl, top1, relative_error(*kv))
-
-
-def relative_error(dense: KVSegment, other: KVSegment) -> Layers:
-    """Return ‖other - dense‖ / ‖dense‖ by layer, over all tokens."""
-    return Layers(*(_errors(a, b) for a, b in ((dense.keys, other.keys), (dense.values, other.values))))
-
-
-def _errors(dense: Tensor, other: Tensor) -> tuple[float, ...]:
-    wrong, size = ((x.float().flatten(1)).norm(dim=1) for x in (other - dense, dense))
-    return tuple((wrong / size).tolist())
-
-
-def _first_placeholder(request: GenerateRequest) -> int:
-    start = 0
-    for segment in request.segments:
-        if segment.is_placeholder:
-            break
-        start += len(segment.tokens)
-    return start
+    return Fidelity(*compare_logits(dense.logits[:rows], other.logits[:rows]))
 
 
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
@@ -200,13 +156,8 @@ class Summary:
     """Share of calls that translated (the paper's definition)."""
     reused_tokens: float | None
     """Share of prompt tokens that were not computed."""
-    forced_reuse_rate: float | None
-    """Share of forced calls that translated."""
-    forced_reused_tokens: float | None
-    """Share of their prompt tokens that were not computed."""
     kl: float | None
     top1: float | None
-    error: Layers | None
     judge_consistency: float | None
     computed_tokens: float | None
     """Share of prompt tokens that ran through the model, those of base prefills not counted."""
@@ -233,12 +184,9 @@ class Summary:
             same_final_answer=consistency(runs.finals) if runs.finals else None,
             flips=_mean(pair.flipped for pair in runs.answers),
             reuse_rate=_mean(receipt.translated > 0 for receipt in receipts),
-            reused_tokens=_mean(map(_reused, receipts)),
-            forced_reuse_rate=_mean(pair.receipt.translated > 0 for pair in runs.forced),
-            forced_reused_tokens=_mean(_reused(pair.receipt) for pair in runs.forced),
+            reused_tokens=_mean(1 - receipt.computed / receipt.prompt_tokens for receipt in receipts),
             kl=_mean(one.kl for one in seen),
             top1=_mean(one.top1 for one in seen),
-            error=_layers(one.error for one in seen),
             judge_consistency=consistency(runs.choices) if runs.choices else None,
             computed_tokens=_mean(receipt.computed / receipt.prompt_tokens for receipt in receipts),
             ttft_ms=median(runs.ttfts) if runs.ttfts else None,
@@ -246,18 +194,9 @@ class Summary:
         )
 
 
-def _reused(receipt: Receipt) -> float:
-    return 1 - receipt.computed / receipt.prompt_tokens
-
-
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _layers(items: Iterable[Layers | None]) -> Layers | None:
-    known = [item for item in items if item is not None]
-    return Layers.mean(known) if known else None
 
 
 FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
@@ -269,7 +208,7 @@ AT_ONCE = 8
 
 @dataclass(frozen=True)
 class LabSettings:
-    """The team, the measures and the seed. `anchors`, `planner` and `engine` override the methods' own settings."""
+    """The team, the measures and the seed. `anchors` and `engine` override the methods' own settings."""
 
     agents: int | None = None
     model: Path | None = None
@@ -277,18 +216,12 @@ class LabSettings:
     taught: int = 0
     """First questions, which do not count: methods with anchors prefill them densely and learn from them, and from no
     other, so that all pools hold the same samples. With 0, pools fill as they do in use."""
-    taught_as: Callable[[Workflow], Workflow] = lambda flow: flow
-    """The team of the taught questions, made from the team of the others."""
     forced: bool = True
-    kv: bool = True
-    """Whether the KV of forced requests is compared."""
-    closed: bool = True
     judged: bool = False
     timed: bool = False
     """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
     seed: int = 0
     anchors: Mapping[str, Any] = field(default_factory=dict)
-    planner: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -320,7 +253,7 @@ class MethodBench:
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
         self.probe, self.reuse, self.method = Probe(method.components), method.reuse, method
         self._is_taught = settings.taught > 0
-        self.engine = method.open(loaded, settings.anchors, settings.planner, self.probe.components, **settings.engine)
+        self.engine = method.open(loaded, settings.anchors, {}, self.probe.components, **settings.engine)
         self._compiled: dict[AgentId, CompiledAgent] = {}
 
     def team(self, flow: Workflow) -> Workflow:
@@ -331,16 +264,14 @@ class MethodBench:
         self._compiled = compile_agents(team.agents, self.engine.tokenizer)
         return team
 
-    def look(
-        self, request: GenerateRequest, tenant: TenantId, run_id: RunId, answer: Tokens = (), *, kv: bool = False
-    ) -> ProbeResult:
+    def look(self, request: GenerateRequest, tenant: TenantId, run_id: RunId, answer: Tokens = ()) -> ProbeResult:
         """Serve a request in this method's mode and wording, for another tenant and run; force it to `answer` if there
         is one.
         """
         moved = replace(
             self.prepared(request), request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse
         )
-        return self.probe.submit(self.engine, self._worded(moved), answer, kv=kv).result()
+        return self.probe.submit(self.engine, self._worded(moved), answer).result()
 
     def prepared(self, request: GenerateRequest) -> GenerateRequest:
         """Return a request from which nothing is learned, once this method was taught."""
@@ -362,7 +293,6 @@ class Lab:
     def __init__(self, workload: Workload, methods: Mapping[str, Method], settings: LabSettings) -> None:
         self._workload, self._settings = workload, settings
         self._flow = workload.workflow(settings.agents)
-        self._taught_flow = settings.taught_as(self._flow)
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
         model = settings.model or fitting_model(workload.name, methods.values())
@@ -391,25 +321,25 @@ class Lab:
             bench.probe.teaching = True
         learning = {name: bench for name, bench in self._benches.items() if bench.method.learns}
         for question in questions[:-1]:
-            self._serve([(0, question)], self._taught_flow, learning)
+            self._serve([(0, question)], learning)
         for question in questions[-1:]:
-            self._serve([(0, question)], self._taught_flow, self._benches)
+            self._serve([(0, question)], self._benches)
         for bench in self._benches.values():
             bench.probe.teaching = False
 
     def ask(self, questions: Sequence[tuple[int, Question]]) -> None:
         """Answer numbered questions that count, at most `AT_ONCE`."""
-        for name, runs in self._serve(questions, self._flow, self._benches):
+        for name, runs in self._serve(questions, self._benches):
             self.runs[name].add(runs)
 
     def _serve(
-        self, questions: Sequence[tuple[int, Question]], flow: Workflow, benches: Mapping[str, MethodBench]
+        self, questions: Sequence[tuple[int, Question]], benches: Mapping[str, MethodBench]
     ) -> list[tuple[str, MethodRuns]]:
-        asked = list(self._pool.map(partial(self._answer_densely, flow), questions))
+        asked = list(self._pool.map(self._answer_densely, questions))
         served = []
         for name, bench in benches.items():
             timed = self._settings.timed and bench.method.is_timed
-            compare = partial(self._compare, bench, bench.team(flow))
+            compare = partial(self._compare, bench, bench.team(self._flow))
             runs = list(self._each(bench, asked, timed=timed)(compare, asked))
             if self._settings.judged:
                 choices = self._each(bench, asked, timed=False)(partial(self._judged, bench), asked)
@@ -425,12 +355,11 @@ class Lab:
         follows = depends and (asked[0].number == 0 or bench.method.keeps)
         return map if timed or follows else self._pool.map
 
-    def _answer_densely(self, flow: Workflow, numbered: tuple[int, Question]) -> DenseAnswers:
+    def _answer_densely(self, numbered: tuple[int, Question]) -> DenseAnswers:
         number, question = numbered
         run_id = RunId(f"question-{next(self._asked)}")
-        prepare, kv = partial(self._constrained, question), self._settings.kv and self._settings.forced
-        recorder = Recorder(self._dense.engine, self._dense.probe, prepare, kv=kv)
-        dense = _run(recorder, flow, question, ReuseMode.OFF, TenantId("dense"))
+        recorder = Recorder(self._dense.engine, self._dense.probe, partial(self._constrained, question), kv=False)
+        dense = _run(recorder, self._flow, question, ReuseMode.OFF, TenantId("dense"))
         results = [pending.result() for pending in recorder.pending]
         judge = self._judge(results, question, run_id) if self._settings.judged else None
         choice = self._choice(judge, self._dense) if judge else None
@@ -444,8 +373,7 @@ class Lab:
         runs = MethodRuns()
         if self._settings.forced:
             runs.forced += self._force(bench, asked)
-        if self._settings.closed:
-            self._close_loop(bench, flow, asked, runs)
+        self._close_loop(bench, flow, asked, runs)
         return runs
 
     def _judged(self, bench: MethodBench, asked: DenseAnswers) -> Choice:
@@ -455,8 +383,7 @@ class Lab:
     def _force(self, bench: MethodBench, asked: DenseAnswers) -> list[ForcedPair]:
         pairs = []
         for dense in asked.results:
-            answer, kv = dense.completion.tokens, self._settings.kv and bench.method.team is None
-            other = bench.look(dense.request, FORCED, asked.run_id, answer, kv=kv)
+            other = bench.look(dense.request, FORCED, asked.run_id, dense.completion.tokens)
             receipt = other.completion.receipt
             pairs.append(ForcedPair(asked.number, dense.request.agent, receipt, compare(dense, other)))
         bench.engine.end_run(RunKey(Namespace(FORCED), "", asked.run_id))

@@ -20,6 +20,7 @@ from torch.nn.functional import cosine_similarity
 
 from kedge.anchors.base_store import BaseStore, KnownBase
 from kedge.anchors.offsets import empty_table
+from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.sites import OffsetEstimate, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, translate_into
@@ -552,8 +553,57 @@ METHODS: Mapping[str, Method] = {
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
+    "only-rotation": ablation(rotation=True, values=False, prefixes=False),
+    "only-phi": ablation(rotation=False, values=True, prefixes=False),
+    "only-prefix": ablation(rotation=False, values=False, prefixes=True),
+    "seams-0": seams(0),
+    "seams-all": seams(WHOLE),
+    "cacheblend-10": cacheblend(0.15, 0.12, 0.1),
+    "cacheblend-40": cacheblend(0.6, 0.5, 0.4),
+    **{f"relay-{share}": relay(share / 100) for share in (0, 20, 40)},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors."""
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors. Numbers behind a
+name are levels: tokens of a seam, percent of reused tokens that CacheBlend computes, percent of an answer that `relay`
+corrects."""
+
+
+def _estimators() -> Iterator[str]:
+    """Yield estimators at one reuse rate, then some with a trail behind each value, and with weak tokens computed."""
+    alike = {
+        name: f"kvcomm:estimator={name}{'' if 'temperature' in estimator_settings(name) else ':temperature=10'}"
+        for name in ESTIMATORS
+    }
+    yield from (f"{one}:criterion=length" for one in alike.values())
+    yield from (f"{alike[name]}:criterion=length:trail=2" for name in ("interpolate", "token", "linear"))
+    weak = "criterion=error:max_error=1e9:min_anchors=2"
+    yield from (f"{alike[name]}:{weak}:trail=2" for name in ("interpolate", "token"))
+
+
+def _levels() -> Iterator[str]:
+    """Yield estimators that share every value they can, by the predicted error above which they compute tokens."""
+    shared = "criterion=error:max_error=1e9:min_anchors=2:recompute_short=0:min_translated=0"
+    few = (0.15, 0.5)
+    for name, levels in {"token": (0.15, 0.3, 0.5, 0.8), "interpolate": few, "linear+token": few}.items():
+        yield from (f"{name}:{shared}:weak_error={level:g}" for level in levels)
+
+
+SETS: Mapping[str, tuple[str, ...]] = {
+    "table-5": ("kvcomm", "no-rotation", "no-phi", "no-prefix", "only-rotation", "only-phi", "only-prefix"),
+    "table-6": (
+        *(f"kvcomm:gamma={gamma:g}" for gamma in (0.1, 0.3, 0.5, 0.7, 0.9)),
+        *(f"kvcomm:capacity={size}" for size in (5, 10, 15, 20, 25)),
+        *(f"token:weak_error={error:g}" for error in (0.1, 0.15, 0.2, 0.25, 0.4, 1e9)),
+    ),
+    "table-a3": tuple(f"{name}:criterion={one}" for name in ("kvcomm", "token") for one in CRITERIA),
+    "table-a4": ("rotation", "rotation:trail=2", *_estimators()),
+    "frontier": (
+        "kedge", *_levels(), "seams-0", "seams", "seams-all", "answers", "rotation", "kvcomm", "epic:recompute_head=4",
+        "epic", "epic:recompute_head=64", "cacheblend-10", "cacheblend", "cacheblend-40", "relay-0", "relay-20",
+        "relay-40", "relay",
+    ),
+}  # fmt: skip
+"""What `kedge bench fidelity --methods` also takes by one name: KVCOMM's tables of methods, and a frontier of quality
+over computed tokens. Pools hold what was taught: for `table-6` that is to be more than its capacities."""
 
 
 def fitting_model(task: str, methods: Iterable[Method]) -> Path | None:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
 from benchmarks.workloads.catalog import load, team_of
-from kedge.bench.probe import Method
 from kedge.errors import ConfigError
 from kedge.workloads.base import Question, Workload
 
@@ -136,8 +135,6 @@ class Plot:
     kind: Literal["bars", "lines"] = "bars"
     of: str | None = None
     """Column with one row of panels for each of its values."""
-    log: tuple[str, ...] = ()
-    """Those of `ys` on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -203,32 +200,17 @@ def noted(note: Note, where: str) -> Note:
     return lambda what: note(f"{where}, {what}")
 
 
-def asked(settings: StudySettings, seed: int, *, taught: bool) -> tuple[Workload, list[Question]]:
-    """Return the workload with its questions, the taught ones first."""
+def asked(settings: StudySettings, seed: int) -> tuple[Workload, list[Question]]:
+    """Return the workload with its questions."""
     workload, questions = load(settings.task, settings.dataset, seed)
-    count = settings.questions + (settings.taught if taught else 0)
-    return workload, list(islice(questions, count))
+    return workload, list(islice(questions, settings.questions))
 
 
-def compared(
-    settings: StudySettings,
-    seed: int,
-    methods: Sequence[str] | Mapping[str, Method],
-    note: Note,
-    *,
-    taught: bool = False,
-    **lab: Any,
-) -> dict[str, Summary]:
-    """Run methods on the same questions; `lab` are further `LabSettings`."""
-    workload, questions = asked(settings, seed, taught=taught)
-    chosen = LabSettings(
-        agents=settings.agents,
-        model=settings.model,
-        taught=settings.taught if taught else 0,
-        seed=seed,
-        **{"kv": False, **lab},
-    )
-    runs = run_pairs(workload, questions, methods, chosen, lambda n: note(f"{n + 1} of {settings.questions} questions"))
+def compared(settings: StudySettings, seed: int, methods: Sequence[str], note: Note) -> dict[str, Summary]:
+    """Let teams answer, and judges judge, by all methods on the same questions."""
+    workload, questions = asked(settings, seed)
+    lab = LabSettings(agents=settings.agents, model=settings.model, seed=seed, forced=False, judged=True, timed=True)
+    runs = run_pairs(workload, questions, methods, lab, lambda n: note(f"{n + 1} of {settings.questions} questions"))
     return {name: one.summary() for name, one in runs.items()}
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import ABOUT
 from benchmarks.studies import papers
-from benchmarks.studies.papers import STUDIES, Contexts, alike
+from benchmarks.studies.papers import STUDIES, Contexts
 from benchmarks.studies.study import QUICK, StudySettings, averaged, shown, write_report
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
@@ -41,7 +41,7 @@ def test_every_study_has_a_command() -> None:
 
 
 def test_what_is_given_wins() -> None:
-    study = STUDIES["criterion"]
+    study = STUDIES["anchors"]
     assert study.settings(quick=False) == StudySettings()
     quick = study.settings(quick=True, questions=3, task=None)
     assert (quick.questions, quick.task, quick.seeds, quick.quick) == (3, QUICK["task"], 1, True)
@@ -112,15 +112,6 @@ def test_methods_can_be_chosen(name: str, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["method"] for row in rows[:2]] == ["exact", "nearest"]
     assert {row.get("agents", 2) for row in rows} == {2}
-
-
-def test_weak_tokens_are_computed_by_a_variant_that_shares_as_much() -> None:
-    methods = alike("interpolate", "token")
-    assert {"token, trail, weak", "interpolate, trail, weak"} <= methods.keys()
-    for name in ("token, trail", "token, trail, weak"):
-        config = methods[name].config({}, {})
-        assert (config.anchors.estimator, config.planner.trail) == ("token", 2)
-        assert (config.anchors.criterion == "error") == name.endswith("weak")
 
 
 def test_the_first_layer_has_no_offsets() -> None:

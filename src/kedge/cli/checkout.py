@@ -10,11 +10,10 @@ from types import ModuleType
 from kedge.errors import ConfigError
 
 COMMANDS = (
-    "workflow", "guard", "plain", "accuracy", "frontier", "estimators", "ablation", "order", "criterion", "sensitivity",
-    "anchors", "offsets", "roles", "all", "report",
+    "ttft", "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets", "roles", "all", "report",
 )  # fmt: skip
 """Commands of `kedge bench` that are there alone."""
-VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy")
+VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy", "team")
 """Cases of `kedge bench vllm` that are there alone."""
 
 

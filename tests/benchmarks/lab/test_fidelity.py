@@ -8,15 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lab.comparison import (
-    Layers,
-    compare,
-    consistency,
-    relative_error,
-    shuffled,
-)
+from benchmarks.lab.comparison import compare, consistency, shuffled
 from kedge.bench.probe import ProbeResult, compare_logits
-from kedge.kv.segment import KVSegment
 from kedge.types import GenerateRequest, SampleId, Segment
 
 
@@ -42,23 +35,6 @@ def test_kl_is_that_of_torch_and_never_negative(seed: int, scale: float) -> None
     assert compare_logits(one, one) == (0, 1)
 
 
-def kv(seed: int) -> KVSegment:
-    keys, values = torch.randn(2, 3, 7, 2, 4, generator=torch.Generator().manual_seed(seed))
-    return KVSegment(keys, values)
-
-
-def test_errors_against_loops() -> None:
-    dense, other = kv(0), kv(1)
-    error = relative_error(dense, other)
-    for layer in range(3):
-        for part, got in (("keys", error.keys), ("values", error.values)):
-            a, b = (getattr(one, part)[layer].flatten().tolist() for one in (dense, other))
-            wrong = math.dist(a, b) / math.hypot(*a)
-            assert got[layer] == pytest.approx(wrong, rel=1e-5)
-    assert relative_error(dense, dense) == Layers((0, 0, 0), (0, 0, 0))
-    assert Layers.mean([Layers((1, 2), (3, 4)), Layers((3, 2), (5, 4))]) == Layers((2, 2), (4, 4))
-
-
 def request(answers: list[tuple[int, ...]]) -> GenerateRequest:
     segments = [Segment((1, 2), "p0"), Segment((3,), "user_question", SampleId.parse("q"))]
     for i, answer in enumerate(answers):
@@ -67,15 +43,9 @@ def request(answers: list[tuple[int, ...]]) -> GenerateRequest:
     return GenerateRequest(tuple(segments))
 
 
-def sight(rows: int, seed: int, with_kv: bool = True) -> ProbeResult:
+def sight(rows: int, seed: int) -> ProbeResult:
     drawn = torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))
-    return ProbeResult(request([]), None, drawn, kv(seed) if with_kv else None)  # type: ignore[arg-type]
-
-
-def test_only_what_comes_after_the_first_prefix_counts() -> None:
-    dense, other = sight(3, 0), sight(3, 1)
-    assert compare(dense, other).error == relative_error(dense.kv.slice(2), other.kv.slice(2))  # type: ignore[union-attr]
-    assert compare(dense, sight(3, 1, with_kv=False)).error is None
+    return ProbeResult(request([]), None, drawn, None)  # type: ignore[arg-type]
 
 
 def test_as_many_rows_as_both_have() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
+from benchmarks.lab.comparison import Lab, LabSettings, Summary, run_pairs
 from benchmarks.lab.methods import METHODS
 from benchmarks.workloads.catalog import load
 from kedge.anchors.store import AnchorStore
@@ -26,11 +26,15 @@ def test_of_a_role_never_seen_only_answers_are_translated_and_that_without_ancho
     workload, questions = load("math", None, 0)
     some = list(islice(questions, 6))
     methods = ("kvcomm", "token", "linear+token")
-    usual = LabSettings(agents=2, taught=5, kv=False)
+    usual = LabSettings(agents=2, taught=5)
     known = run_pairs(workload, some, ("token",), usual)["token"].summary()
     assert known.reuse_rate is not None and known.reuse_rate > 0
-    runs = run_pairs(workload, some, methods, replace(usual, taught_as=reworded))
-    strangers = {name: one.summary() for name, one in runs.items()}
+    with Lab(workload, {name: METHODS[name] for name in methods}, usual) as lab:
+        asked, lab._flow = lab._flow, reworded(lab._flow)
+        lab.teach(some[:5])
+        lab._flow = asked
+        lab.ask([(0, some[5])])
+        strangers = {name: one.summary() for name, one in lab.runs.items()}
     assert {name: one.reuse_rate for name, one in strangers.items()} == {"kvcomm": 0, "token": 0.5, "linear+token": 0.5}
     assert all(one.same_final_answer == 1 for one in strangers.values())
     assert strangers["token"].kl == strangers["linear+token"].kl, "no estimator takes part"
@@ -54,7 +58,7 @@ def served(anchors: Mapping[str, Any], tiers: Mapping[str, Any]) -> tuple[Summar
     workload, questions = load("choice", None, 0)
     watched = Watched()
     method = replace(METHODS["token"], components=EngineComponents(anchors=watched))
-    settings = LabSettings(agents=3, forced=False, kv=False, anchors=anchors, engine={"tiers": tiers})
+    settings = LabSettings(agents=3, forced=False, anchors=anchors, engine={"tiers": tiers})
     summary = run_pairs(workload, islice(questions, 5), {"token": method}, settings)["token"].summary()
     assert watched.made is not None
     return summary, watched.made

@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, MethodRuns]:
-    settings = LabSettings(agents=3, judged=True, timed=True, kv=True, engine=CPU)
+    settings = LabSettings(agents=3, judged=True, timed=True, engine=CPU)
     return run_pairs(CODE, islice(TASKS["code"].questions("test", 4), 2), PEERS, settings)
 
 
@@ -57,8 +57,6 @@ def test_role_last_shares_exactly_what_its_prompts_have_in_front(runs: dict[str,
         assert pair.other.completion.receipt.translated == 0
     for agent in ("designer", "final"):
         assert computed(runs["role-last"], 0, agent) < computed(runs["exact"], 0, agent), "even on the first question"
-    assert all(pair.fidelity.error is None for pair in runs["role-last"].forced), "its KV is of other prompts"
-    assert all(pair.fidelity.error is not None for pair in runs["exact"].forced)
 
 
 def test_forced_and_judged_requests_have_the_methods_own_prompt() -> None:
