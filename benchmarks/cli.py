@@ -1,4 +1,4 @@
-"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, the papers' studies, `report`."""
+"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, the papers' studies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks import tables
 from kedge.cli import options
 from kedge.cli.bench import with_given
 from kedge.cli.options import Device, ModelSize, Plot
-from kedge.cli.preflight import require_file, require_folder, require_model, require_outputs, require_packages
+from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
 from kedge.cli.results import earlier, save, write
 from kedge.errors import ConfigError
 from kedge.models import bundled
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 ABOUT = {
     "accuracy": "Accuracy, cost and speed by number of agents, next to dense prefill and peers (KVCOMM, Table 1).",
     "order": "Accuracy and reuse by order of the questions (KVCOMM, Table 4).",
-    "offsets": "Offsets of one message behind ten prefixes, by layer (KVCOMM, figures 1 and A.4 to A.11).",
-    "anchors": "How often anchors are leaned on (KVCOMM, figure A.3).",
     "roles": "One text, two roles with opposite answers: accuracy when KV moves between them, by direction.",
 }
 PLAIN_CASES = ("links", "sessions", "gain", "teams")
@@ -289,46 +287,6 @@ def _command(name: str) -> Callable[..., None]:
     return command
 
 
-@benchmarks.command("all")
-def run_all(
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for results, figures and a page; default: none is written."),
-    ] = None,
-    task: Task = None,
-    questions: Questions = None,
-    seeds: Seeds = None,
-    model: options.Model = None,
-    quick: Quick = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the seeds that the files in --out have.")] = False,
-) -> None:
-    """Run all of the papers' experiments on quality; with --out, write results, figures and a report to one folder."""
-    _require_out(out, resume)
-    _require(task, None, model)
-    from benchmarks.studies.papers import STUDIES
-
-    console = Console()
-    for name, study in STUDIES.items():
-        given = {"task": task if name != "roles" else None, "questions": questions, "seeds": seeds, "model": model}
-        files = (out / f"{name}.json", out / f"{name}.png") if out else (None, None)
-        _run(console, study, given, *files, quick=quick, resume=resume)
-    if out:
-        report(out)
-
-
-def _require_out(out: Path | None, resume: bool) -> None:
-    """Make the folder. Raises `ConfigError` where it cannot be made, or where `resume` finds no results in it."""
-    if out is None:
-        if resume:
-            raise ConfigError("--resume", True, "needs --out, the folder with earlier results")
-        return
-    require_packages("--out", ("matplotlib",), "plot")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("--out", str(out), f"cannot be made: {error.strerror}") from error
-
-
 def _require(task: str | None, dataset: Path | None, model: Path | None) -> None:
     """Raise before anything heavy is imported where the questions or the model are not there."""
     from benchmarks.workloads.catalog import require_available
@@ -337,15 +295,6 @@ def _require(task: str | None, dataset: Path | None, model: Path | None) -> None
     require_model(model)
     if (task is not None and task not in TASKS) or dataset is not None:
         require_available(task or "math", dataset)
-
-
-@benchmarks.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kedge bench`.")]) -> None:
-    """Put the results and figures of a folder into one page, `report.html`, that needs no other file."""
-    require_folder("DIR", folder)
-    from benchmarks.studies.study import write_report
-
-    typer.echo(f"page: {write_report(folder)}")
 
 
 def _run(

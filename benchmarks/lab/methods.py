@@ -40,7 +40,7 @@ from kedge.models import NANO_BOTH
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation, spans_of
-from kedge.settings import PlannerSettings, estimator_settings
+from kedge.settings import estimator_settings
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, Source, Tokens
 from kedge.workloads.miniature import TOOLS, role_last
 
@@ -131,50 +131,6 @@ class _AblatedAssembler:
         self.rotary.rotate(item.base.keys, slice(origin, origin + count), out=there)
         keys = self.rotary.unrotate(there, slice(item.start, item.start + count))
         return replace(item, base=KVSegment(keys, item.base.values))
-
-
-WHOLE = 1 << 20
-"""More tokens than a prefix segment has: all of it is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seams:
-    """A choice of the tokens to compute: the `last` ones of every prefix segment and, unless `inputs` are to be
-    rotated, all of the values that are no agent's answer. The end of a prefix segment names what comes next, so that it
-    depends on all that was read before, while its base KV has read the placeholders' names instead.
-    """
-
-    last: int
-    inputs: bool = True
-
-    def __call__(self, _: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _SeamsAssembler(self, translate_into(storage))
-
-    def computed(self, placed: Placed) -> range:
-        """Return the prompt positions to compute in a segment."""
-        if placed.segment.is_placeholder:
-            is_kept = self.inputs or placed.segment.is_answer
-            return range(placed.stop if is_kept else placed.start, placed.stop)
-        return range(max(placed.start, placed.stop - self.last), placed.stop)
-
-
-@dataclass(frozen=True, slots=True)
-class _SeamsAssembler:
-    """An assembler that reuses base KV and marks the tokens at the seams as computed."""
-
-    works_ahead: ClassVar[bool] = False
-    seams: Seams
-    translate: Translate
-
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        plan = replace(plan, translations=tuple(map(without_offsets, plan.translations)))
-        self.translate(table, plan.translations)
-        sources = sources_of(plan)
-        for placed in layout(request):
-            for position in self.seams.computed(placed):
-                if sources[position] is Source.TRANSLATED:
-                    sources[position] = Source.COMPUTED
-        return replace(plan, spans=spans_of(sources))
 
 
 class LayerwisePass:
@@ -529,17 +485,6 @@ def relay(share: float | None = None) -> Method:
     return Method(ReuseMode.TRANSLATE, {}, _PAPER, components, is_timed=share == 0, has_anchors=False)
 
 
-def seams(last: int, *, inputs: bool = True) -> Method:
-    """Return rotation with a trail behind each value and the `last` tokens of every prefix segment computed; without
-    `inputs`, questions and tool results are computed as well.
-
-    It has no anchors. Criterion `length` keeps the trail of answers, too.
-    """
-    components = EngineComponents(NoAnchors, Seams(last, inputs))
-    planner = {**_PAPER, "trail": PlannerSettings().trail}
-    return Method(ReuseMode.TRANSLATE, {"criterion": "length"}, planner, components, has_anchors=False)
-
-
 METHODS: Mapping[str, Method] = {
     **SERVED,
     "role-last": Method(ReuseMode.EXACT, team=role_last),
@@ -547,8 +492,6 @@ METHODS: Mapping[str, Method] = {
     "epic": epic(16),
     "cacheblend": cacheblend(*RATIOS),
     "relay": relay(),
-    "seams": seams(4),
-    "answers": seams(WHOLE, inputs=False),
     "kvcomm": Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER),
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
@@ -562,7 +505,7 @@ METHODS: Mapping[str, Method] = {
     "cacheblend-40": cacheblend(0.6, 0.5, 0.4),
     **{f"relay-{share}": relay(share / 100) for share in (0, 20, 40)},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published, `seams` and `answers` have no anchors. Numbers behind a
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published. Numbers behind a
 name are levels: tokens of a seam, percent of reused tokens that CacheBlend computes, percent of an answer that `relay`
 corrects."""
 

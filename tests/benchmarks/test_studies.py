@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import ABOUT
 from benchmarks.studies import papers
-from benchmarks.studies.papers import STUDIES, Contexts
-from benchmarks.studies.study import QUICK, StudySettings, averaged, shown, write_report
+from benchmarks.studies.papers import STUDIES
+from benchmarks.studies.study import QUICK, StudySettings, averaged, shown
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
 from kedge.errors import ConfigError
@@ -41,7 +41,7 @@ def test_every_study_has_a_command() -> None:
 
 
 def test_what_is_given_wins() -> None:
-    study = STUDIES["anchors"]
+    study = STUDIES["order"]
     assert study.settings(quick=False) == StudySettings()
     quick = study.settings(quick=True, questions=3, task=None)
     assert (quick.questions, quick.task, quick.seeds, quick.quick) == (3, QUICK["task"], 1, True)
@@ -60,10 +60,10 @@ def test_seeds_are_averaged() -> None:
 
 def test_no_seeds_is_an_error() -> None:
     with pytest.raises(ConfigError, match="seeds=0"):
-        STUDIES["anchors"].run(StudySettings(seeds=0))
+        STUDIES["order"].run(StudySettings(seeds=0))
 
 
-@pytest.mark.parametrize("name", ["order", "anchors"])
+@pytest.mark.parametrize("name", ["order"])
 def test_rows_have_what_the_figure_shows(name: str) -> None:
     study = STUDIES[name]
     rows = study.run(study.settings(quick=True, **TINY))
@@ -114,44 +114,23 @@ def test_methods_can_be_chosen(name: str, tmp_path: Path) -> None:
     assert {row.get("agents", 2) for row in rows} == {2}
 
 
-def test_the_first_layer_has_no_offsets() -> None:
-    with Contexts(StudySettings()) as contexts:
-        tokens = contexts.bare("Anna sells 3 apples.")
-        one, two = (
-            contexts.kv(contexts.encode(text), tokens) for text in ("You are kind.", "Count to ten, then stop.")
-        )
-        with pytest.raises(ConfigError, match="before"):
-            contexts.kv((), tokens)
-    assert one.tokens == len(tokens)
-    assert torch.allclose(one.keys[0], two.keys[0], atol=1e-4)
-    assert torch.equal(one.values[0], two.values[0]) or torch.allclose(one.values[0], two.values[0], atol=1e-5)
-    assert float((one.values[-1] - two.values[-1]).norm() / one.values[-1].norm()) > 0.05
-
-
-def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> None:
-    file, plot = tmp_path / "offsets.json", tmp_path / "offsets.png"
-    done = CliRunner().invoke(
-        app, ["bench", "offsets", "--quick", "--task", "code", "--json", str(file), "--plot", str(plot)]
-    )
+def test_a_command_writes_results_and_a_figure(tmp_path: Path) -> None:
+    file, plot = tmp_path / "order.json", tmp_path / "order.png"
+    sizes = ["--quick", "--task", "code", "--questions", "1", "--methods", "exact"]
+    done = CliRunner().invoke(app, ["bench", "order", *sizes, "--json", str(file), "--plot", str(plot)])
     assert done.exit_code == 0, done.output
     data = json.loads(file.read_text())
     assert {"machine", "study", "title", "paper", "settings", "seconds", "rows"} <= set(data)
     assert data["settings"]["task"] == "code"
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert CliRunner().invoke(app, ["bench", "report", str(tmp_path)]).exit_code == 0
-    page = (tmp_path / "report.html").read_text()
-    assert f"<h2>{data['title']}: code</h2>" in page
-    assert data["paper"].split(":")[0] in page
-    assert "data:image/png;base64," in page
-    assert page.count("<tr>") == len(data["rows"]) + 1
 
 
 def test_a_narrow_table_loses_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
         return [{f"what_was_measured_{column}": 0.123 for column in range(12)}]
 
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
-    ran = CliRunner().invoke(app, ["bench", "anchors", "--seeds", "1"], env={"COLUMNS": "60"})
+    monkeypatch.setattr(papers, "STUDIES", {"order": replace(STUDIES["order"], measure=measure)})
+    ran = CliRunner().invoke(app, ["bench", "order", "--seeds", "1"], env={"COLUMNS": "60"})
     table = ran.output.split("The paper")[0]
     assert "…" not in table
     assert [table.count(digit) for digit in "23"] == [12 + 1, 12 + 1], "and once in a heading"
@@ -179,12 +158,12 @@ def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.M
         seeds.append(seed)
         return [{"tokens": 1.0 + seed}]
 
-    anchors = replace(STUDIES["anchors"], measure=measure)
-    monkeypatch.setattr(papers, "STUDIES", {**STUDIES, "anchors": anchors})
+    order = replace(STUDIES["order"], measure=measure)
+    monkeypatch.setattr(papers, "STUDIES", {**STUDIES, "order": order})
     file = tmp_path / "rows.json"
 
     def run(*more: str) -> tuple[int, list[dict[str, float]]]:
-        ran = CliRunner().invoke(app, ["bench", "anchors", "--json", str(file), *more])
+        ran = CliRunner().invoke(app, ["bench", "order", "--json", str(file), *more])
         return ran.exit_code, json.loads(file.read_text())["rows"]
 
     assert run("--seeds", "1", "--resume") == (0, [{"tokens": 1.0}])
@@ -196,22 +175,8 @@ def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.M
     assert seeds == [0, 1, 2, 0]
 
 
-def test_all_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-
-    def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
-        seeds.append(seed)
-        return [{"tenth": 1, "method": "token", "hits": 1.0}]
-
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
-    for more in (["--seeds", "2"], ["--seeds", "3", "--resume"]):
-        done = CliRunner().invoke(app, ["bench", "all", "--out", str(tmp_path), *more])
-        assert done.exit_code == 0, done.output
-    assert seeds == [0, 1, 2]
-
-
 def test_resuming_needs_a_file() -> None:
-    ran = CliRunner().invoke(app, ["bench", "anchors", "--resume"])
+    ran = CliRunner().invoke(app, ["bench", "order", "--resume"])
     assert ran.exit_code != 0
     assert "--json" in ran.output
 
@@ -220,7 +185,7 @@ def test_resuming_needs_a_file() -> None:
 def test_a_file_that_cannot_be_resumed_is_named(held: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(held)
-    ran = CliRunner().invoke(app, ["bench", "anchors", "--resume", "--json", str(file)])
+    ran = CliRunner().invoke(app, ["bench", "order", "--resume", "--json", str(file)])
     assert ran.exit_code == EXIT_BAD_INPUT
     assert f"error: json={str(file)!r}: {said}" in ran.output
     assert file.read_text() == held
@@ -241,35 +206,6 @@ def test_a_write_that_fails_leaves_the_results_before_it(tmp_path: Path, monkeyp
     assert json.loads(file.read_text())["rows"] == [1]
 
 
-def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    anchors = replace(STUDIES["anchors"], measure=lambda *_: [{"tenth": 1, "method": "token", "hits": 1.0}])
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": anchors, "offsets": STUDIES["offsets"]})
-    done = CliRunner().invoke(app, ["bench", "all", "--quick", "--task", "math", "--out", str(tmp_path / "new")])
-    assert done.exit_code == 0, done.output
-    names = {file.name for file in (tmp_path / "new").iterdir()}
-    assert names == {"anchors.json", "anchors.png", "offsets.json", "offsets.png", "report.html"}
-
-
-def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"machine": {}}')
-    with pytest.raises(ConfigError, match="contains no results"):
-        write_report(tmp_path)
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"broken\.json"):
-        write_report(tmp_path)
-
-
 def test_an_unknown_task_is_one_line() -> None:
     done = CliRunner().invoke(app, ["bench", "accuracy", "--quick", "--task", "chess"])
     assert done.exit_code == 2
-
-
-def test_all_writes_nothing_unless_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = replace(STUDIES["anchors"], measure=lambda *_: [{"tenth": 5, "hits": 1.25}])
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": study})
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench", "all", "--quick"])
-    assert done.exit_code == 0, done.output
-    assert "1.25" in done.output
-    assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["bench", "all", "--quick", "--resume"]).exit_code == 2

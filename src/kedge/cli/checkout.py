@@ -10,7 +10,7 @@ from types import ModuleType
 from kedge.errors import ConfigError
 
 COMMANDS = (
-    "ttft", "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets", "roles", "all", "report",
+    "ttft", "workflow", "guard", "plain", "accuracy", "order", "roles",
 )  # fmt: skip
 """Commands of `kedge bench` that are there alone."""
 VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy", "team")
