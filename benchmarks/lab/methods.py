@@ -499,15 +499,12 @@ METHODS: Mapping[str, Method] = {
     "only-rotation": ablation(rotation=True, values=False, prefixes=False),
     "only-phi": ablation(rotation=False, values=True, prefixes=False),
     "only-prefix": ablation(rotation=False, values=False, prefixes=True),
-    "seams-0": seams(0),
-    "seams-all": seams(WHOLE),
     "cacheblend-10": cacheblend(0.15, 0.12, 0.1),
     "cacheblend-40": cacheblend(0.6, 0.5, 0.4),
     **{f"relay-{share}": relay(share / 100) for share in (0, 20, 40)},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published. Numbers behind a
-name are levels: tokens of a seam, percent of reused tokens that CacheBlend computes, percent of an answer that `relay`
-corrects."""
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published. Numbers behind a name are levels: percent of reused tokens
+that CacheBlend computes, percent of an answer that `relay` corrects."""
 
 
 def _estimators() -> Iterator[str]:
@@ -540,7 +537,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "table-a3": tuple(f"{name}:criterion={one}" for name in ("kvcomm", "token") for one in CRITERIA),
     "table-a4": ("rotation", "rotation:trail=2", *_estimators()),
     "frontier": (
-        "kedge", *_levels(), "seams-0", "seams", "seams-all", "answers", "rotation", "kvcomm", "epic:recompute_head=4",
+        "kedge", *_levels(), "rotation", "kvcomm", "epic:recompute_head=4",
         "epic", "epic:recompute_head=64", "cacheblend-10", "cacheblend", "cacheblend-40", "relay-0", "relay-20",
         "relay-40", "relay",
     ),

@@ -69,7 +69,7 @@ def test_methods_without_anchors_need_one_taught_question_and_answer_others_side
 ) -> None:
     """Which makes a study with many of them several times as fast, and changes no figure."""
     monkeypatch.setattr(comparison, "AT_ONCE", 2)
-    names = ("epic", "cacheblend", "relay", "seams")
+    names = ("epic", "cacheblend", "relay")
     assert not any(METHODS[name].learns for name in ("dense", "exact", *names))
     settings = LabSettings(agents=3, taught=2, judged=True, engine=CPU)
 
