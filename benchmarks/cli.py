@@ -1,4 +1,4 @@
-"""The commands of the benchmarks: `kedge bench workflow`, `… guard`, `… plain`, the papers' studies, and `… report`."""
+"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, the papers' studies, `report`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from benchmarks import tables
 from kedge.cli import options
+from kedge.cli.bench import with_given
 from kedge.cli.options import Device, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_folder, require_model, require_outputs, require_packages
 from kedge.cli.results import earlier, save, write
@@ -47,6 +48,57 @@ Json = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the seeds that the file of --json has, and go on.")]
 benchmarks = typer.Typer()
+
+
+@benchmarks.command()
+def ttft(
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")] = False,
+    model_size: ModelSize = "32m",
+    question: Annotated[
+        int | None, options.number(min=8, help="Tokens of the question. Default 1000, quick 200.")
+    ] = None,
+    prefix: Annotated[
+        int | None, options.number(help="Tokens of every agent's own prefix. Default 512, quick 128.")
+    ] = None,
+    output: Annotated[
+        int | None, options.number(min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
+    ] = None,
+    agents: Annotated[int | None, options.number(help="Default 5, quick 3.")] = None,
+    samples: Annotated[
+        int | None, options.number(min=2, help="In every pool before the measurement. Default 20, quick 4.")
+    ] = None,
+    repeats: Annotated[int | None, options.number(help="Repeats of every measurement. Default 3, quick 1.")] = None,
+    estimator: Annotated[
+        str,
+        options.name(
+            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
+        ),
+    ] = "token",
+    recompute_head: Annotated[
+        int | None, options.number(min=0, help="First tokens that are recomputed. Default: the engine's.")
+    ] = None,
+    device: Device = None,
+    json_file: options.Json = None,
+) -> None:
+    """Measure the TTFT of every agent, dense and translated, on one engine (KVCOMM, tables 2 and 3)."""
+    require_outputs(json_file)
+    from benchmarks.ttft import QUICK, TtftSettings, measure
+
+    sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents, "samples": samples}
+    base = replace(QUICK if quick else TtftSettings(), model_size=model_size, estimator=estimator)
+    settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
+    console = Console()
+    with console.status("building the model") as status:
+        data = measure(settings, status.update)
+    console.print(tables.ttft(settings, data))
+    for line in tables.ttft_parts(data):
+        console.print(line, highlight=False)
+    console.print(
+        f"floor: the bytes that must move, at the {data['bandwidth_gb_per_s']:.1f} GB/s of a copy on this device"
+    )
+    console.print(f"anchors weigh {data['memory_ratio']:.2f} times the KV of the messages they are of")
+    if json_file:
+        save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @benchmarks.command()

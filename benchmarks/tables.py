@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from kedge.cli.bench_tables import vllm_flow
 from kedge.cli.tables import FittingTable
+
+if TYPE_CHECKING:
+    from benchmarks.ttft import TtftSettings
 
 Row = Mapping[str, Any]
 MIB = 2**20
@@ -58,12 +61,48 @@ def _right(row: Row, mode: str) -> list[float | None]:
     return [agent[f"accuracy_{mode}"] for agent in row["agents"]]
 
 
+def vllm_team(team: Row) -> Iterator[RenderableType]:
+    """Yield the table of times of the agents with translated messages."""
+    ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
+    title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
+    headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
+    yield FittingTable(title, headings, [_team_row(row) for row in team["agents"]])
+
+
+def _team_row(row: Row) -> list[str]:
+    times = (f"{row[key]:.1f}" for key in ("dense_ms", "stock_ms", "kedge_ms"))
+    gains = (f"{row[key]:.1f}" for key in ("speedup_over_dense", "speedup_over_stock"))
+    return [str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["translated_tokens"]), *times, *gains]
+
+
 VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {
     **dict.fromkeys(("no-hints", "no-pressure", "flows", "peer"), vllm_flow),
     "sessions": vllm_sessions,
     "accuracy": vllm_accuracy,
+    "team": vllm_team,
 }
 """Case of `kedge bench vllm` -> what is printed of its figures."""
+
+
+def ttft(settings: TtftSettings, data: Row) -> FittingTable:
+    """Return the table of every agent's times, and how far they are above the floor."""
+    title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
+    headings = ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "times floor")
+    return FittingTable(title, headings, [_ttft_row(row) for row in data["agents"]])
+
+
+def _ttft_row(row: Row) -> list[str]:
+    times = (f"{row[name]:.1f}" for name in ("generate_ms", "dense_ms", "translated_ms"))
+    floor = ("", "") if row["floor_ms"] is None else (f"{row['floor_ms']:.1f}", f"{row['times_floor']:.1f}")
+    return [str(row["agent"] + 1), str(row["prompt_tokens"]), *times, f"{row['speedup']:.1f}x", *floor]
+
+
+def ttft_parts(data: Row) -> Iterator[str]:
+    """Yield a line per agent with the parts of Kedge's time that take at least a millisecond."""
+    for row in data["agents"]:
+        parts = ", ".join(f"{name} {ms:.1f} ms" for name, ms in row["parts_ms"].items() if ms >= 1)
+        if parts:
+            yield f"agent {row['agent'] + 1}: {parts}"
 
 
 def workflow(case: Row) -> FittingTable:

@@ -52,7 +52,6 @@ BENCH_MAY_IMPORT = {
     "engine.local.build.apart",
     "engine.local.components.Assembler",
     "engine.local.components.EngineComponents",
-    "engine.local.components.Translating",
     "engine.local.engine.LocalEngine",
     "engine.local.model.loading.checked_runner",
     "engine.local.model.passes.PromptPiece",
@@ -65,9 +64,7 @@ BENCH_MAY_IMPORT = {
     "engine.local.sampler.Sampler",
     "engine.local.sequence.LocalStream",
     "engine.local.sessions.SessionCaching",
-    "reuse.layout.with_trails",
     "reuse.plan.ReusePlan",
-    "reuse.plan.Translation",
     "reuse.plan.spans_of",
 }
 """Names of those rooms that bench imports: extension points of `engine.local.components`, and what it measures."""
@@ -92,6 +89,7 @@ BENCHMARKS_MAY_IMPORT = {
     "engine.local.attention.paged.Batch",
     "engine.local.attention.paged.Scoring",
     "engine.local.batch.flatten",
+    "engine.local.build",
     "engine.local.build.EngineParts",
     "engine.local.components.Assembler",
     "engine.local.components.EngineComponents",
@@ -111,6 +109,7 @@ BENCHMARKS_MAY_IMPORT = {
     "reuse.guard.comparison.divergence",
     "reuse.layout.Placed",
     "reuse.layout.layout",
+    "reuse.layout.with_trails",
     "reuse.plan.ReusePlan",
     "reuse.plan.Translation",
     "reuse.plan.spans_of",

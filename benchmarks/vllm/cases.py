@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from benchmarks.vllm.team import team_case
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, team
 from kedge.bench.fidelity import Seen, summary
@@ -440,4 +441,5 @@ CASES: Mapping[str, Case] = {
     **{name: partial(flow, name) for name in (*CONTROLS, "flows", "peer")},
     "sessions": sessions,
     "accuracy": accuracy,
+    "team": team_case,
 }

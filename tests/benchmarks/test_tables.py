@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.cli import benchmarks
+from benchmarks.ttft import TtftSettings
 from kedge.cli import checkout
 from kedge.cli.main import app
 from kedge.cli.tables import FittingTable
@@ -45,6 +46,8 @@ def test_every_measurement_has_a_quick_form(name: str) -> None:
 def made() -> Iterator[tuple[str, Any]]:
     """Every table of results that are stored, or that are as large as any."""
     yield "plain", tables.links({"mooncake_conversation": {"requests": 6000, "right": 0.99, "wrong": 0.006}})
+    yield "ttft", tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))
+    yield "vllm, team", next(tables.vllm_team(stored("vllm-team.json")["team"]))
     yield "vllm, accuracy", next(tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"]))
     for file in sorted(ROOT.glob("*/results/workflow-*.json")):
         data = stored(file.name)

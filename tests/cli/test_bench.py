@@ -9,7 +9,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kedge.bench.ttft import QUICK, TtftSettings
+from kedge.bench.sessions.arrivals import QUICK, SessionBenchSettings
 from kedge.cli import checkout
 from kedge.cli.bench import bench, with_given
 from kedge.cli.main import app
@@ -29,8 +29,8 @@ def test_every_measurement_has_a_quick_form(name: str) -> None:
 
 
 def test_what_is_given_wins_over_quick() -> None:
-    assert with_given(QUICK, question=50, samples=None) == replace(QUICK, question=50)
-    assert with_given(TtftSettings(), device="cpu") == TtftSettings(device="cpu")
+    assert with_given(QUICK, requests=50, live=None) == replace(QUICK, requests=50)
+    assert with_given(SessionBenchSettings(), cap=9.0) == SessionBenchSettings(cap=9.0)
 
 
 def test_a_checkout_lists_its_benchmarks_too() -> None:
@@ -54,7 +54,7 @@ def test_outside_of_a_checkout_there_are_few_commands() -> None:
         (["workflow", "--quick"], "bench='workflow'"),
         (["accuracy"], "bench='accuracy'"),
         (["report", "."], "bench='report'"),
-        (["vllm", "--case", "peer"], "case='peer'"),
+        (["vllm", "--case", "team"], "case='team'"),
         (["sessions", "--full"], "--full='sessions'"),
     ],
 )

@@ -15,7 +15,6 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
-from kedge.bench.ttft import TtftSettings
 from kedge.cli import bench_tables, demo, questions, run
 from kedge.cli.main import app
 from kedge.cli.tables import FittingTable
@@ -106,12 +105,9 @@ def tables() -> Iterator[tuple[str, Any]]:
     yield "run", run.receipts(run_result("an agent of a longer name", 10_000))
     yield "run --inputs", questions.reuse_table([run_result("solver", 500 * at) for at in range(23)])
     yield "demo", demo.score_table("interpolate", comparison())
-    yield "bench ttft", bench_tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))
     for table in bench_tables.sessions(SESSIONS):
         if isinstance(table, FittingTable):
             yield "bench sessions", table
-    (team,) = bench_tables.vllm_team(stored("vllm-team.json")["team"])
-    yield "bench vllm", team
     for name, clients in stored("vllm-load.json")["load"].items():
         yield f"bench vllm, load, {name}", bench_tables.load(name, 120.0, clients, "engine")
     for file in ("load-nano.json", "load-32m-long.json"):

@@ -11,8 +11,6 @@ from kedge.engine.common.dtypes import pick_device
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.components import EngineComponents
-from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
@@ -50,16 +48,11 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 
 def random_runner(size: str, device: str) -> Loaded:
-    """Return a runner of `random_llama` and the bundled model's tokenizer."""
+    """Return a runner of `random_llama` and a tokenizer that does not fit it: prompts are token ids."""
     place = pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
     return runner, HFTokenizer.load(model_path(None))
-
-
-def random_engine(size: str, config: EngineSettings, components: EngineComponents = EngineComponents()) -> LocalEngine:  # noqa: B008 (frozen)
-    """Return an embedded engine around `random_llama`. Its tokenizer does not fit: prompts are token ids."""
-    return LocalEngine.from_runner(*random_runner(size, config.device), config, components=components)
 
 
 def load_model(model: Path | None, config: EngineSettings) -> Loaded:

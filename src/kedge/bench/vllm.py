@@ -1,4 +1,4 @@
-"""Stock vLLM against vLLM with the plug-in: agents in a cycle, a team's times to first token, and teams under load.
+"""Stock vLLM against vLLM with the plug-in: agents in a cycle, and teams under load.
 
 Both engines are processes of their own, have prefix caching on and the same room for KV, and take turns. vLLM is
 imported where an engine is started: the environment of its processes has to be set before.
@@ -6,10 +6,6 @@ imported where an engine is started: the environment of its processes has to be 
 In the cycle, trials have new dynamic parts; fixed prompts are warm. Copies from the host are slowed down until loading
 a prompt costs the wanted share of computing it, as measured on stock vLLM. In a control, where nothing can be gained,
 stock vLLM runs a second time, started last: its difference is noise.
-
-The team (KVCOMM, tables 2 and 3) is the paper's copy machine, in random tokens on random weights, so nothing follows
-about quality: the criterion's thresholds are opened, its work stays in the clock. Stock vLLM is measured twice: with
-the agents' own prefixes in its cache, and with an empty cache, which is dense prefill.
 
 Under load the teams, their questions, the clients and the figures are those of `kedge bench load`; the same code drives
 both engines. Each combination of model, number of teams and engine has a fresh engine, and each engine is reported by
@@ -50,15 +46,11 @@ from kedge.bench.load import (
     word_tokenizer,
 )
 from kedge.bench.shapes import SHAPES, random_llama
-from kedge.bench.ttft import LEAD, TAIL, CopyMachine
 from kedge.errors import ConfigError
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.engine import VLLMEngine
-from kedge.integrations.vllm.engine.requests import PluginMessage, expected_prompt, request_hints
-from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.reuse.layout import with_trails
-from kedge.settings import EngineSettings, PlannerSettings
-from kedge.types import GenerateRequest, ReuseMode, Tokens
+from kedge.settings import EngineSettings
+from kedge.types import ReuseMode, Tokens
 from kedge.workflow.graph import Workflow
 from kedge.workloads import real
 from kedge.workloads.miniature import TASKS, workflow
@@ -67,8 +59,6 @@ BLOCK = 32
 """Tokens of a block; vLLM's CPU attention wants a multiple of 32."""
 CALIBRATIONS = 5
 """Prefills whose median is the cost of computing a prompt."""
-LEARNING_S = 0.25
-"""Seconds between two prompts, in which the plug-in learns."""
 ROOM = 4
 """Agents of ten that the device has room for."""
 STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
@@ -81,23 +71,6 @@ Progress = Callable[[str], None]
 Figures = Mapping[str, Any]
 """What a case has measured, as written to a file of results."""
 _ids = itertools.count()
-
-
-@dataclass(frozen=True)
-class TeamSettings:
-    """The workload (tokens) and the number of repeats."""
-
-    question: int = 1000
-    prefix: int = 512
-    output: int = 512
-    agents: int = 5
-    samples: int = 8
-    """Samples in every pool before the measurement."""
-    repeats: int = 3
-    seed: int = 0
-
-
-QUICK_TEAM = TeamSettings(question=400, prefix=256, output=128, samples=4, repeats=2)
 
 
 @dataclass(frozen=True)
@@ -148,11 +121,6 @@ class VllmBenchSettings:
     seed: int = 0
     model: Path | None = None
     """A real model for the cases load and accuracy, in place of the bundled one and of random weights"""
-
-    @property
-    def team(self) -> TeamSettings:
-        """The team whose messages are translated."""
-        return with_given(QUICK_TEAM if self.quick else TeamSettings(), samples=self.samples)
 
     @property
     def load(self) -> VllmLoad:
@@ -238,12 +206,6 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         return VllmCall(
             prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, receipt
         )
-
-    async def tell(self, message: PluginMessage) -> None:
-        """Send the plug-in hints without a request, as Kedge's engine does."""
-        from kedge.integrations.vllm.engine.driver import as_request
-
-        await self._engine.engine_core.add_request_async(as_request(message, next(_ids)))
 
     async def forget(self) -> None:
         """Empty vLLM's prefix cache."""
@@ -413,128 +375,6 @@ def trial_figures(trials: Sequence[VllmTrial]) -> dict[str, Any]:
     }
 
 
-# a team whose messages are translated ---------------------------------------------------------------------------------
-
-
-async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> Figures:
-    """Fill the pools, which are as large as the samples, then measure every agent `repeats` times on both engines.
-
-    There is room for all prompts and answers: nothing is ever evicted.
-    """
-    longest = settings.prefix + settings.question + TAIL
-    longest += settings.agents * (settings.output + 1 + settings.samples + LEAD)
-    room = KvRoom(3 * settings.agents * longest, longest)
-    pools = {"capacity": settings.samples + settings.repeats, "min_anchors": settings.samples}
-    anchors = {**SHARED, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
-    ours = {"anchors": anchors, "planner": {"by_cost": False}, "max_captures": 2 * settings.agents}
-    with ExitStack() as stack:
-        progress("team: starting vLLM twice")
-        stock = stack.enter_context(VllmLane(model, room, None))
-        kedge = stack.enter_context(VllmLane(model, room, ours, scheduler_cls=SCHEDULER))
-        team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
-        for number in range(settings.samples):
-            progress(f"team: sample {number + 1} of {settings.samples}")
-            await team.fill(kedge, number)
-        rounds = []
-        for number in range(settings.repeats):
-            progress(f"team: question {number + 1} of {settings.repeats}")
-            rounds.append(await team.round(stock, kedge, f"question-{number}"))
-    tokens = settings.agents * settings.output
-    seconds = {name: statistics.median(one[name].seconds for one in rounds) for name in (STOCK, KEDGE)}
-    return {
-        "settings": asdict(settings),
-        "agents": [agent_figures(agent, rounds) for agent in range(settings.agents)],
-        "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "tokens_per_s": {name: round(tokens / value, 2) for name, value in seconds.items()},
-    }
-
-
-DENSE = "dense"
-VllmRound = Mapping[str, VllmTrial]
-"""`DENSE`, `STOCK` and `KEDGE` -> the calls of all agents for one question; their seconds include base prefills."""
-
-
-def agent_figures(agent: int, rounds: Sequence[VllmRound]) -> dict[str, Any]:
-    """Return an agent's times to first token, and the fewest tokens that were translated for it."""
-    ms = {name: [round(1e3 * one[name].calls[agent].ttft_s, 3) for one in rounds] for name in (DENSE, STOCK, KEDGE)}
-    medians = {name: statistics.median(values) for name, values in ms.items()}
-    hinted = [one[KEDGE].calls[agent] for one in rounds]
-    return {
-        "agent": agent,
-        "prompt_tokens": len(hinted[-1].prompt),
-        "translated_tokens": min(call.receipt["tokens"]["translated"] for call in hinted if call.receipt),
-        **{f"{name}_ms": median for name, median in medians.items()},
-        "speedup_over_dense": round(medians[DENSE] / medians[KEDGE], 2),
-        "speedup_over_stock": round(medians[STOCK] / medians[KEDGE], 2),
-        **{f"all_{name}_ms": values for name, values in ms.items()},
-    }
-
-
-class _VllmTeam:
-    """The agents of the copy machine on both engines."""
-
-    def __init__(self, settings: TeamSettings, machine: CopyMachine) -> None:
-        self._settings, self._machine = settings, machine
-
-    async def fill(self, lane: VllmLane, number: int) -> None:
-        """Put one sample into every pool, from given answers instead of decoded ones.
-
-        There are too few anchors to translate from, so every prompt is prefilled densely; later samples are longer, so
-        that all cover what is measured.
-        """
-        settings, tokens = self._settings, self._machine.tokens
-        question = tokens(settings.question + number)
-        answers = [tokens(settings.output + number) for _ in range(settings.agents - 1)]
-        for agent in range(settings.agents):
-            request = self._request(f"sample-{number}", agent, question, answers[:agent], produces=False)
-            await self._ask(lane, request, 1)
-            await asyncio.sleep(LEARNING_S)
-
-    async def round(self, stock: VllmLane, ours: VllmLane, run: str) -> VllmRound:
-        """Send one question through all agents, each answering in full, on either engine; then the same prompts
-        densely.
-
-        Earlier requests have evicted the agents' own prefixes from stock vLLM's cache, so they are put there first.
-        """
-        question = self._machine.tokens(self._settings.question)
-        for agent in range(self._settings.agents):
-            await stock.ask(self._machine.request("", agent, question, []).segments[0].tokens, 1)
-        found = {STOCK: await self._question(stock, run, question), KEDGE: await self._question(ours, run, question)}
-        dense, began = list[VllmCall](), time.perf_counter()
-        for call in found[STOCK].calls:
-            await stock.forget()
-            dense.append(await stock.ask(call.prompt, 1))
-        return {**found, DENSE: VllmTrial(time.perf_counter() - began, tuple(dense))}
-
-    async def _question(self, lane: VllmLane, run: str, question: Tokens) -> VllmTrial:
-        """Run one question. While an agent answers, the plug-in gets the next one's prompt, as from Kedge's engine."""
-        began, calls, answers = time.perf_counter(), list[VllmCall](), list[Tokens]()
-        for agent in range(self._settings.agents):
-            request = self._request(run, agent, question, answers)
-            asked = asyncio.create_task(self._ask(lane, request, self._settings.output))
-            if lane.plugged and agent + 1 < self._settings.agents:
-                await asyncio.sleep(0)  # so that the request goes first
-                await lane.tell(expected_prompt(self._request(run, agent + 1, question, [*answers, ()])))
-            done = await asked
-            calls.append(done)
-            answers.append(done.tokens)
-        return VllmTrial(time.perf_counter() - began, tuple(calls))
-
-    def _request(
-        self, run: str, agent: int, question: Tokens, answers: list[Tokens], *, produces: bool = True
-    ) -> GenerateRequest:
-        """Return a request with the trails that Kedge's engine gives to values."""
-        request = self._machine.request(run, agent, question, answers, produces=produces)
-        return with_trails(request, PlannerSettings().trail, of_answers=False)
-
-    async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
-        """Return the answer, after the base prefills that its receipt asks for. Stock vLLM gets no hints."""
-        done = await lane.ask(request.tokens, max_tokens, request_hints(request) if lane.plugged else None)
-        for base in done.receipt["base"] if done.receipt else ():
-            await lane.ask(tuple(base), 1, {"base": True})
-        return done
-
-
 # teams under load -----------------------------------------------------------------------------------------------------
 
 
@@ -620,7 +460,6 @@ def cycle(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progre
 
 CASES: Mapping[str, Case] = {
     "cycle": cycle,
-    "team": lambda settings, model, vocab, progress: asyncio.run(measure_team(settings.team, model, vocab, progress)),
     "load": lambda settings, model, _, progress: measure_load(settings.load, settings.model_size, model, progress),
 }
 

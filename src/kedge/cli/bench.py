@@ -104,63 +104,11 @@ def fidelity(
 
 
 @bench.command()
-def ttft(
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer: about a minute.")] = False,
-    model_size: ModelSize = "32m",
-    question: Annotated[
-        int | None, options.number(min=8, help="Tokens of the question. Default 1000, quick 200.")
-    ] = None,
-    prefix: Annotated[
-        int | None, options.number(help="Tokens of every agent's own prefix. Default 512, quick 128.")
-    ] = None,
-    output: Annotated[
-        int | None, options.number(min=8, help="Tokens of every agent's answer. Default 512, quick 64.")
-    ] = None,
-    agents: Annotated[int | None, options.number(help="Default 5, quick 3.")] = None,
-    samples: Annotated[
-        int | None, options.number(min=2, help="In every pool before the measurement. Default 20, quick 4.")
-    ] = None,
-    repeats: Annotated[int | None, options.number(help="Repeats of every measurement. Default 3, quick 1.")] = None,
-    estimator: Annotated[
-        str,
-        options.name(
-            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
-        ),
-    ] = "token",
-    recompute_head: Annotated[
-        int | None, options.number(min=0, help="First tokens that are recomputed. Default: the engine's.")
-    ] = None,
-    device: Device = None,
-    json_file: Json = None,
-) -> None:
-    """Measure the TTFT of every agent, dense and translated, on one engine (KVCOMM, tables 2 and 3)."""
-    require_outputs(json_file)
-    from kedge.bench.ttft import QUICK, TtftSettings, measure
-
-    sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents, "samples": samples}
-    base = replace(QUICK if quick else TtftSettings(), model_size=model_size, estimator=estimator)
-    settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
-    console = Console()
-    with console.status("building the model") as status:
-        data = measure(settings, status.update)
-    console.print(tables.ttft(settings, data))
-    for line in tables.ttft_parts(data):
-        console.print(line, highlight=False)
-    console.print(
-        f"floor: the bytes that must move, at the {data['bandwidth_gb_per_s']:.1f} GB/s of a copy on this device"
-    )
-    console.print(f"anchors weigh {data['memory_ratio']:.2f} times the KV of the messages they are of")
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **data})
-
-
-@bench.command()
 def vllm(
     case: Annotated[
         list[str] | None,
         options.name(
-            help="cycle, team, load; repeatable. Default: these three. "
-            f"In a checkout also {', '.join(checkout.VLLM_CASES)}."
+            help=f"cycle, load; repeatable. Default: both. In a checkout also {', '.join(checkout.VLLM_CASES)}."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,

@@ -10,10 +10,10 @@ from types import ModuleType
 from kedge.errors import ConfigError
 
 COMMANDS = (
-    "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets", "all", "report",
+    "ttft", "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets", "all", "report",
 )  # fmt: skip
 """Commands of `kedge bench` that are there alone."""
-VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy")
+VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy", "team")
 """Cases of `kedge bench vllm` that are there alone."""
 
 

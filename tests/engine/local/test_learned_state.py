@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.ttft import CopyMachine
 from kedge.anchors.store import AnchorStore
-from kedge.bench.shapes import SHAPES, load_model, random_engine
-from kedge.bench.ttft import CopyMachine
+from kedge.bench.shapes import SHAPES, load_model, random_runner
+from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
@@ -41,7 +42,7 @@ def asked(questions: int, every: int) -> Iterator[dict[str, Any]]:
         guard=GuardSettings(mode=GuardMode.OFF),
     )
     machine = CopyMachine(AGENTS, 16, SHAPES["tiny"]["vocab_size"])
-    with random_engine("tiny", config) as engine:
+    with LocalEngine.from_runner(*random_runner("tiny", config.device), config) as engine:
         for answered in range(1, questions + 1):
             run, question, answers = f"run-{answered}", machine.tokens(24), list[Tokens]()
             for agent in range(AGENTS):

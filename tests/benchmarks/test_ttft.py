@@ -1,4 +1,4 @@
-"""The benchmarks run, count everything and write what they say."""
+"""`kedge bench ttft` runs, counts everything and writes what it says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks.ttft import TtftSettings, measure, weight_bytes
 from kedge.bench.shapes import SHAPES, random_llama
-from kedge.bench.ttft import TtftSettings, measure, weight_bytes
 from kedge.cli.main import app
 
 SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, samples=3, repeats=2, device="cpu")
@@ -79,16 +79,3 @@ def test_no_cuda_is_one_line() -> None:
 def test_an_unknown_size_is_one_line() -> None:
     done = CliRunner().invoke(app, ["bench", "ttft", "--model-size", "7t"])
     assert done.exit_code != 0
-
-
-def test_demo_writes_json_and_a_plot(tmp_path: Path) -> None:
-    file, plot = tmp_path / "demo.json", tmp_path / "demo.png"
-    done = CliRunner().invoke(
-        app, ["demo", "--questions", "2", "--estimators", "token", "--json", str(file), "--plot", str(plot)]
-    )
-    assert done.exit_code == 0, done.output
-    data = json.loads(file.read_text())
-    assert {"agents", "accuracy_dense", "accuracy_translated", "same_final_answer", "tokens"} <= set(data)
-    assert {"agent", "ttft_dense_ms", "ttft_translated_ms", "reuse_rate"} <= set(data["agents"][0])
-    assert set(data["tokens"]) == {"exact", "translated", "computed"}
-    assert plot.read_bytes()[:4] == b"\x89PNG"

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from kedge.bench.shapes import SHAPES, random_engine, random_llama
+from kedge.bench.shapes import SHAPES, random_llama, random_runner
 from kedge.engine.common.dtypes import pick_device
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents, Translating
@@ -221,8 +221,9 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     machine = CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
     rounds: list[list[dict[str, Any]]] = []
     generate = ReferenceGenerate(settings.model_size, settings.device)
-    watch = WatchingAssembler()
-    with random_engine(settings.model_size, engine_config(settings), EngineComponents(assembler=watch)) as engine:
+    watch, loaded = WatchingAssembler(), random_runner(settings.model_size, settings.device)
+    components = EngineComponents(assembler=watch)
+    with LocalEngine.from_runner(*loaded, engine_config(settings), components=components) as engine:
         # One request first, so that no measurement pays for the first use of kernels and memory.
         first = machine.request("first", 0, machine.tokens(settings.question), [], ReuseMode.OFF)
         _ask(engine, first, 2)
@@ -315,7 +316,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
 
 
 class ReferenceGenerate:
-    """The model of `random_engine`, run by Transformers alone. Raises `ConfigError` for an unknown size."""
+    """The model of `random_runner`, run by Transformers alone. Raises `ConfigError` for an unknown size."""
 
     def __init__(self, size: str, device: str) -> None:
         chosen = pick_device(device)

@@ -1,0 +1,23 @@
+"""`kedge demo` writes what it measured, and draws it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from kedge.cli.main import app
+
+
+def test_demo_writes_json_and_a_plot(tmp_path: Path) -> None:
+    file, plot = tmp_path / "demo.json", tmp_path / "demo.png"
+    done = CliRunner().invoke(
+        app, ["demo", "--questions", "2", "--estimators", "token", "--json", str(file), "--plot", str(plot)]
+    )
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert {"agents", "accuracy_dense", "accuracy_translated", "same_final_answer", "tokens"} <= set(data)
+    assert {"agent", "ttft_dense_ms", "ttft_translated_ms", "reuse_rate"} <= set(data["agents"][0])
+    assert set(data["tokens"]) == {"exact", "translated", "computed"}
+    assert plot.read_bytes()[:4] == b"\x89PNG"
