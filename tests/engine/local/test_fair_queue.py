@@ -14,12 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kedge.engine.local import scheduler
 from kedge.engine.local.scheduler import FairQueue
-from kedge.errors import ConfigError, PlanError
+from kedge.errors import PlanError
 from kedge.types import TenantId
 
 A, B, C = map(TenantId, "abc")
 TENANTS = [A, B, C, TenantId("d"), TenantId("e"), TenantId("f")]
-WEIGHTS = {"a": 2.0, "b": 0.5}
 COSTS = st.sampled_from([1, 2, 3, 64, 500])
 
 
@@ -71,9 +70,6 @@ def test_the_heads_are_every_tenants_next_item_in_the_order_of_service() -> None
     assert queue.heads() == []
     for tenant, name, cost in ((A, "a0", 500), (A, "a1", 1), (B, "b0", 30), (C, "c0", 7)):
         queue.push(name, tenant, cost)
-    queue.push("urgent", A, 10, priority=-1)
-    assert queue.heads() == ["urgent"]
-    queue.take("urgent")
     assert queue.heads() == ["c0", "b0", "a0"]
     queue.take("c0")
     assert queue.heads() == ["b0", "a0"]
@@ -88,24 +84,6 @@ def test_equal_tenants_take_turns_by_tokens() -> None:
     for number in range(6):
         queue.push(f"b{number}", B, 50)
     assert served(queue, 6) == ["b0", "a0", "b1", "b2", "a1", "b3"]
-
-
-def test_weights_divide_the_cost() -> None:
-    queue: FairQueue[str] = FairQueue({"a": 3})
-    for number in range(30):
-        queue.push(f"a{number}", A, 10)
-        queue.push(f"b{number}", B, 10)
-    first = served(queue, 20)
-    assert sum(item.startswith("a") for item in first) == 15
-
-
-def test_an_urgent_item_goes_first_and_costs_nothing_in_other_classes() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.push("later", A, 1, priority=1)
-    queue.push("urgent", A, 500, priority=-1)
-    queue.push("other", B, 2, priority=1)
-    queue.push("usual", B, 500)
-    assert list(queue) == ["urgent", "usual", "later", "other"] == served(queue)
 
 
 def test_idle_time_earns_no_credit() -> None:
@@ -168,31 +146,18 @@ def test_a_charge_that_cannot_be_is_refused(tokens: float) -> None:
     queue.push("item", A, 1)
     with pytest.raises(PlanError):
         queue.charge(A, tokens)
-    with pytest.raises(PlanError):
-        queue.take("item", tokens)
     assert peek(queue) == "item"
 
 
-@pytest.mark.parametrize("weight", [0, -1, math.nan, math.inf])
-def test_a_weight_that_cannot_be_is_a_wrong_setting(weight: float) -> None:
-    with pytest.raises(ConfigError, match=r"weights\.a"):
-        FairQueue({"a": weight})
-
-
-def test_memory_of_idle_tenants_and_classes_is_bounded() -> None:
+def test_memory_of_idle_tenants_is_bounded() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("stays", A, 1)
     for number in range(3 * scheduler.MAX_IDLE_TENANTS):
-        queue.push(f"{number}", TenantId(f"t{number}"), 5)
-        queue.take(f"{number}", 5 + number)
+        queue.push(f"{number}", TenantId(f"t{number}"), 5 + number)
+        queue.take(f"{number}")
         queue.charge(TenantId(f"s{number}"), number)
-    for priority in range(1, 100):
-        queue.push(f"at {priority}", A, 1, priority)
-        queue.take(f"at {priority}")
-    assert len(queue._classes) <= scheduler.MAX_IDLE_CLASSES + 1
-    of_class = queue._classes[0]
-    assert len(of_class._idle) <= scheduler.MAX_IDLE_TENANTS
-    assert len(of_class._active) == 1
+    assert len(queue._idle) <= scheduler.MAX_IDLE_TENANTS
+    assert len(queue._active) == len(queue._queues) == 1
     assert served(queue) == ["stays"]
 
 
@@ -201,30 +166,28 @@ def test_memory_of_idle_tenants_and_classes_is_bounded() -> None:
 BACKLOG = st.lists(COSTS, min_size=1, max_size=40)
 
 
-@given(st.lists(BACKLOG, min_size=2, max_size=5), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=5, max_size=5))
-def test_backlogged_tenants_differ_by_no_more_than_one_item_each(
-    backlogs: list[list[int]], weights: list[float]
-) -> None:
-    queue: FairQueue[tuple[int, int]] = FairQueue({f"t{i}": weight for i, weight in enumerate(weights)})
+@given(st.lists(BACKLOG, min_size=2, max_size=5))
+def test_backlogged_tenants_differ_by_no_more_than_one_item_each(backlogs: list[list[int]]) -> None:
+    queue: FairQueue[tuple[int, int]] = FairQueue()
     for tenant, costs in enumerate(backlogs):
         for number, cost in enumerate(costs):
             queue.push((tenant, number), TenantId(f"t{tenant}"), cost)
-    bound = max(cost / weights[tenant] for tenant, costs in enumerate(backlogs) for cost in costs)
-    received = [0.0] * len(backlogs)
+    bound = max(map(max, backlogs))
+    received = [0] * len(backlogs)
     waiting = [len(costs) for costs in backlogs]
     while all(waiting):
         tenant, number = item = peek(queue) or (0, 0)
         queue.take(item)
-        received[tenant] += backlogs[tenant][number] / weights[tenant]
+        received[tenant] += backlogs[tenant][number]
         waiting[tenant] -= 1
-        assert max(received) - min(received) <= bound * (1 + 1e-9)
+        assert max(received) - min(received) <= bound
 
 
-@given(st.lists(st.tuples(st.sampled_from(TENANTS), COSTS, st.integers(0, 2)), max_size=40))
-def test_iteration_foretells_the_order_of_service(pushed: list[tuple[TenantId, int, int]]) -> None:
-    queue: FairQueue[str] = FairQueue(WEIGHTS)
-    for number, (tenant, cost, priority) in enumerate(pushed):
-        queue.push(f"{number}", tenant, cost, priority)
+@given(st.lists(st.tuples(st.sampled_from(TENANTS), COSTS), max_size=40))
+def test_iteration_foretells_the_order_of_service(pushed: list[tuple[TenantId, int]]) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number, (tenant, cost) in enumerate(pushed):
+        queue.push(f"{number}", tenant, cost)
     foretold = list(queue)
     assert foretold == served(queue)
     assert len(foretold) == len(pushed)
@@ -252,40 +215,36 @@ class Twin:
     """The same discipline, written down as in the paper, with no thought of cost or memory."""
 
     def __init__(self) -> None:
-        self.counters: dict[tuple[int, str], float] = defaultdict(float)
-        self.waiting: list[tuple[str, int, str, float]] = []
-        self.last: dict[int, str] = {}
+        self.counters: dict[str, float] = defaultdict(float)
+        self.waiting: list[tuple[str, str, float]] = []
+        self.last = "nobody"
 
-    def of(self, priority: int, tenant: str | None = None) -> list[tuple[str, int, str, float]]:
-        return [one for one in self.waiting if one[1] == priority and tenant in (None, one[2])]
+    def level(self) -> float:
+        return min(self.counters[name] for name in {one[1] for one in self.waiting} or {self.last})
 
-    def level(self, priority: int) -> float:
-        names = {one[2] for one in self.of(priority)} or {self.last.get(priority, "nobody")}
-        return min(self.counters[priority, name] for name in names)
-
-    def push(self, item: str, tenant: str, cost: float, priority: int) -> None:
-        if not self.of(priority, tenant):
-            self.counters[priority, tenant] = max(self.counters[priority, tenant], self.level(priority))
-        self.waiting.append((item, priority, tenant, cost))
+    def push(self, item: str, tenant: str, cost: float) -> None:
+        if tenant not in {one[1] for one in self.waiting}:
+            self.counters[tenant] = max(self.counters[tenant], self.level())
+        self.waiting.append((item, tenant, cost))
 
     def remove(self, item: str) -> None:
-        _, priority, tenant, _ = next(one for one in self.waiting if one[0] == item)
+        tenant = next(one[1] for one in self.waiting if one[0] == item)
         self.waiting = [one for one in self.waiting if one[0] != item]
-        if not self.of(priority, tenant):
-            self.last[priority] = tenant
+        if tenant not in {one[1] for one in self.waiting}:
+            self.last = tenant
 
-    def charge(self, tenant: str, virtual: float, priority: int) -> None:
-        if (priority, tenant) not in self.counters:
-            self.counters[priority, tenant] = self.level(priority)
-        self.counters[priority, tenant] += virtual
+    def charge(self, tenant: str, tokens: float) -> None:
+        if tenant not in self.counters:
+            self.counters[tenant] = self.level()
+        self.counters[tenant] += tokens
 
     def arrange(self, items: list[str]) -> None:
         places = {item: at - len(items) for at, item in enumerate(items)}
         self.waiting.sort(key=lambda one: places.get(one[0], 0))
 
     def next(self) -> str | None:
-        heads = {(one[1], one[2]): one for one in reversed(self.waiting)}.values()
-        ranked = ((p, self.counters[p, t], cost, int(i), i) for i, p, t, cost in heads)
+        heads = {one[1]: one for one in reversed(self.waiting)}.values()
+        ranked = ((self.counters[tenant], cost, int(item), item) for item, tenant, cost in heads)
         return min(ranked)[-1] if self.waiting else None
 
 
@@ -294,37 +253,31 @@ class AgainstTheTwin(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: FairQueue[str] = FairQueue(WEIGHTS)
+        self.queue: FairQueue[str] = FairQueue()
         self.twin = Twin()
         self.numbers = count()
 
-    @staticmethod
-    def virtual(tenant: str, tokens: float) -> tuple[str, float]:
-        owner = tenant
-        return owner, tokens / WEIGHTS.get(owner, 1.0)
-
-    @rule(tenant=st.sampled_from(TENANTS), cost=COSTS, priority=st.integers(0, 1))
-    def push(self, tenant: TenantId, cost: int, priority: int) -> None:
+    @rule(tenant=st.sampled_from(TENANTS), cost=COSTS)
+    def push(self, tenant: TenantId, cost: int) -> None:
         item = f"{next(self.numbers)}"
-        self.queue.push(item, tenant, cost, priority)
-        owner, virtual = self.virtual(tenant, cost)
-        self.twin.push(item, owner, virtual, priority)
+        self.queue.push(item, tenant, cost)
+        self.twin.push(item, tenant, cost)
 
     @precondition(lambda self: self.twin.waiting)
-    @rule(tokens=st.none() | COSTS)
-    def take_the_next(self, tokens: int | None) -> None:
+    @rule()
+    def take_the_next(self) -> None:
         item = self.twin.next()
-        self.take(next(one for one in self.twin.waiting if one[0] == item), tokens)
+        self.take(next(one for one in self.twin.waiting if one[0] == item))
 
     @precondition(lambda self: self.twin.waiting)
-    @rule(data=st.data(), tokens=st.none() | COSTS)
-    def take_any(self, data: st.DataObject, tokens: int | None) -> None:
-        self.take(data.draw(st.sampled_from(self.twin.waiting)), tokens)
+    @rule(data=st.data())
+    def take_any(self, data: st.DataObject) -> None:
+        self.take(data.draw(st.sampled_from(self.twin.waiting)))
 
-    def take(self, waiting: tuple[str, int, str, float], tokens: int | None) -> None:
-        item, priority, owner, virtual = waiting
-        self.queue.take(item, tokens)
-        self.twin.charge(owner, virtual if tokens is None else self.virtual(owner, tokens)[1], priority)
+    def take(self, waiting: tuple[str, str, float]) -> None:
+        item, tenant, cost = waiting
+        self.queue.take(item)
+        self.twin.charge(tenant, cost)
         self.twin.remove(item)
 
     @precondition(lambda self: self.twin.waiting)
@@ -341,10 +294,10 @@ class AgainstTheTwin(RuleBasedStateMachine):
         self.queue.arrange(items)
         self.twin.arrange(items)
 
-    @rule(tenant=st.sampled_from(TENANTS), tokens=COSTS, priority=st.integers(0, 1))
-    def charge(self, tenant: TenantId, tokens: int, priority: int) -> None:
-        self.queue.charge(tenant, tokens, priority)
-        self.twin.charge(*self.virtual(tenant, tokens), priority)
+    @rule(tenant=st.sampled_from(TENANTS), tokens=COSTS)
+    def charge(self, tenant: TenantId, tokens: int) -> None:
+        self.queue.charge(tenant, tokens)
+        self.twin.charge(tenant, tokens)
 
     @invariant()
     def the_same_is_next(self) -> None:

@@ -9,27 +9,23 @@ import math
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import count
-from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from kedge.cache import CacheManager
 from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.sessions import SessionCaching
-from kedge.errors import ConfigError, PlanError
+from kedge.errors import PlanError
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.reuse.costs import EngineCosts
 from kedge.types import TenantId
 
 MAX_IDLE_TENANTS = 1024
-"""Counters of tenants without a waiting item that a priority class remembers."""
-MAX_IDLE_CLASSES = 16
-"""Priority classes without a waiting item that a queue remembers."""
-NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
+"""Counters of tenants without a waiting item that a queue remembers."""
 T = TypeVar("T", bound=Hashable)
 JOB_CHUNK = 256
 """Tokens of base prefills in a pass while no request waits; they delay decodes, or a new request, by no more
@@ -43,139 +39,50 @@ Allowances = dict[TenantId, float]
 """Seconds that each tenant's work may still add to a pass"""
 
 
-class FairQueue(Generic[T]):
-    """The waiting items of many tenants: by priority (lower numbers first), fair by tokens within a priority, and first
-    come, first served within a tenant, unless `arrange` is called. Items are hashable and distinct.
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """The sort key of a waiting item: its cost, and its arrival number."""
 
-    Every tenant has a virtual counter of the tokens that it received, divided by its weight, and the tenant with the
-    least counter is next (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning
-    tenant is lifted to the least counter of those that wait, so that idle time earns no credit. Counters are kept per
-    priority, so that service in one class does not affect another. Not thread-safe.
+    cost: float
+    arrival: int
+
+
+class FairQueue(Generic[T]):
+    """The waiting items of many tenants: fair by tokens, and first come, first served within a tenant, unless `arrange`
+    is called. Items are hashable and distinct.
+
+    Every tenant has a virtual counter of the tokens that it received, and the tenant with the least counter is next
+    (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning tenant is lifted to the
+    least counter of those that wait, so that idle time earns no credit. Not thread-safe.
     """
 
-    def __init__(self, weights: Mapping[str, float] = NO_WEIGHTS) -> None:
-        """Create an empty queue; a tenant that `weights` does not name has weight 1. Raises `ConfigError`."""
-        for tenant, weight in weights.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise ConfigError(f"weights.{tenant}", weight, "must be a finite number above 0")
-        self._weights = dict(weights)
-        self._classes: dict[int, _PriorityClass[T]] = {}
-        self._places: dict[T, tuple[int, TenantId]] = {}
+    def __init__(self) -> None:
+        self._queues: dict[TenantId, OrderedDict[T, _Waiting]] = {}
+        """Items by tenant, in the order of service; only tenants that have some"""
+        self._owners: dict[T, TenantId] = {}
+        self._active: dict[TenantId, float] = {}
+        """Counters of the tenants in `_queues`"""
+        self._idle: dict[TenantId, float] = {}
+        """Counters of other known tenants"""
+        self._last: TenantId | None = None
+        """The tenant that left last; its counter is the level for newcomers while no item waits"""
+        self._level = 0.0
         self._arrivals = count()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._owners)
 
     def __contains__(self, item: object) -> bool:
-        return item in self._places
+        return item in self._owners
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over the items in the order of service, if each costs what it was pushed with and none comes.
 
         O(n log tenants) for all n items, and lazy: the first few cost little. The queue must not change meanwhile.
         """
-        for priority in sorted(self._classes):
-            yield from self._classes[priority].in_order()
-
-    def heads(self) -> list[T]:
-        """Return the next item of every tenant in the first non-empty class, in the order of service.
-
-        O(tenants log tenants + classes).
-        """
-        waiting = [priority for priority, one in self._classes.items() if one.queues]
-        return self._classes[min(waiting)].heads() if waiting else []
-
-    def push(self, item: T, tenant: TenantId, cost: float, priority: int = 0) -> None:
-        """Add an item that will cost about `cost` tokens (above 0). O(1), or O(tenants) if its tenant was idle.
-
-        Raises `PlanError` for a duplicate item or an invalid cost.
-        """
-        if item in self._places:
-            raise PlanError("item", item, "waits already")
-        if not cost > 0:
-            raise PlanError("cost", cost, "must be above 0 tokens")
-        self._class(priority).push(item, tenant, _Waiting(self._virtual(tenant, cost), next(self._arrivals)))
-        self._places[item] = priority, tenant
-
-    def take(self, item: T, tokens: float | None = None) -> None:
-        """Remove an item to serve it, and charge its tenant `tokens`, by default the item's cost.
-
-        Raises `PlanError` for an item that does not wait.
-        """
-        priority, owner = self._place(item)
-        of_class = self._classes[priority]
-        virtual = of_class.queues[owner][item].cost if tokens is None else self._virtual(owner, tokens)
-        of_class.charge(owner, virtual)
-        self.remove(item)
-
-    def remove(self, item: T) -> None:
-        """Remove an item without serving it, at no cost. Raises `PlanError` for an item that does not wait."""
-        priority, owner = self._place(item)
-        self._classes[priority].remove(item, owner)
-        del self._places[item]
-
-    def arrange(self, items: Many[T]) -> None:
-        """Put waiting items before the others of their tenants and priorities, in this order. O(items).
-
-        Raises `PlanError` for an item that does not wait.
-        """
-        for item in reversed(items):
-            priority, owner = self._place(item)
-            self._classes[priority].queues[owner].move_to_end(item, last=False)
-
-    def charge(self, tenant: TenantId, tokens: float, priority: int = 0) -> None:
-        """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
-        self._class(priority).charge(tenant, self._virtual(tenant, tokens))
-
-    def _place(self, item: T) -> tuple[int, TenantId]:
-        if item not in self._places:
-            raise PlanError("item", item, "does not wait")
-        return self._places[item]
-
-    def _virtual(self, owner: TenantId, tokens: float) -> float:
-        if not (math.isfinite(tokens) and tokens >= 0):
-            raise PlanError("tokens", tokens, "must be a finite number of at least 0")
-        return tokens / self._weights.get(owner, 1.0)
-
-    def _class(self, priority: int) -> _PriorityClass[T]:
-        if priority not in self._classes:
-            idle = [number for number, one in self._classes.items() if not one.queues]
-            for number in idle[: max(0, len(idle) + 1 - MAX_IDLE_CLASSES)]:
-                del self._classes[number]
-            self._classes[priority] = _PriorityClass()
-        return self._classes[priority]
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """The sort key of a waiting item: its cost divided by its tenant's weight, and its arrival number."""
-
-    cost: float
-    arrival: int
-
-
-class _PriorityClass(Generic[T]):
-    """The waiting items of one priority and the virtual counters of their tenants."""
-
-    def __init__(self) -> None:
-        self.queues: dict[TenantId, OrderedDict[T, _Waiting]] = {}
-        """Items by tenant, in the order of service; only tenants that have some"""
-        self._active: dict[TenantId, float] = {}
-        """Counters of the tenants in `queues`"""
-        self._idle: dict[TenantId, float] = {}
-        """Counters of other known tenants"""
-        self._last: TenantId | None = None
-        """The tenant that left last; its counter is the level for newcomers while no item waits"""
-        self._level = 0.0
-
-    def heads(self) -> list[T]:
-        return [next(iter(self.queues[tenant])) for tenant in sorted(self.queues, key=self._rank)]
-
-    def in_order(self) -> Iterator[T]:
-        """Iterate over the items as they would be served one after the other."""
-        left = {tenant: iter(queue.items()) for tenant, queue in self.queues.items()}
+        left = {tenant: iter(queue.items()) for tenant, queue in self._queues.items()}
         heads = {tenant: next(items) for tenant, items in left.items()}
-        heap = [(*self._rank(tenant), tenant) for tenant in self.queues]
+        heap = [(*self._rank(tenant), tenant) for tenant in self._queues]
         heapq.heapify(heap)
         while heap:
             counter, cost, _, tenant = heap[0]
@@ -186,32 +93,72 @@ class _PriorityClass(Generic[T]):
             else:
                 heapq.heappop(heap)
 
-    def push(self, item: T, tenant: TenantId, waiting: _Waiting) -> None:
-        if tenant not in self.queues:
-            self._active[tenant] = max(self._idle.pop(tenant, 0.0), self._least())
-            self.queues[tenant] = OrderedDict()
-        self.queues[tenant][item] = waiting
+    def heads(self) -> list[T]:
+        """Return the next item of every tenant, in the order of service. O(tenants log tenants)."""
+        return [next(iter(self._queues[tenant])) for tenant in sorted(self._queues, key=self._rank)]
 
-    def remove(self, item: T, tenant: TenantId) -> None:
-        queue = self.queues[tenant]
-        del queue[item]
-        if not queue:
-            del self.queues[tenant]
+    def push(self, item: T, tenant: TenantId, cost: float) -> None:
+        """Add an item that will cost about `cost` tokens (above 0). O(1), or O(tenants) if its tenant was idle.
+
+        Raises `PlanError` for a duplicate item or an invalid cost.
+        """
+        if item in self._owners:
+            raise PlanError("item", item, "waits already")
+        if not (math.isfinite(cost) and cost > 0):
+            raise PlanError("cost", cost, "must be a finite number of tokens above 0")
+        if tenant not in self._queues:
+            self._active[tenant] = max(self._idle.pop(tenant, 0.0), self._least())
+            self._queues[tenant] = OrderedDict()
+        self._queues[tenant][item] = _Waiting(cost, next(self._arrivals))
+        self._owners[item] = tenant
+
+    def take(self, item: T) -> None:
+        """Remove an item to serve it, and charge its tenant the item's cost. Raises `PlanError` for an item that does
+        not wait.
+        """
+        tenant = self._owner(item)
+        self._active[tenant] += self._queues[tenant][item].cost
+        self.remove(item)
+
+    def remove(self, item: T) -> None:
+        """Remove an item without serving it, at no cost. Raises `PlanError` for an item that does not wait."""
+        tenant = self._owner(item)
+        del self._owners[item], self._queues[tenant][item]
+        if not self._queues[tenant]:
+            del self._queues[tenant]
             self._last, self._level = tenant, self._active.pop(tenant)
             self._remember(tenant, self._level)
 
-    def charge(self, tenant: TenantId, virtual: float) -> None:
+    def arrange(self, items: Many[T]) -> None:
+        """Put waiting items before the others of their tenants, in this order. O(items).
+
+        Raises `PlanError` for an item that does not wait.
+        """
+        for item in reversed(items):
+            self._queues[self._owner(item)].move_to_end(item, last=False)
+
+    def charge(self, tenant: TenantId, tokens: float) -> None:
+        """Charge a tenant for service beyond `take`, such as the tokens of an answer. Raises `PlanError` for a number
+        that cannot be.
+        """
+        if not (math.isfinite(tokens) and tokens >= 0):
+            raise PlanError("tokens", tokens, "must be a finite number of at least 0")
         if tenant in self._active:
-            self._active[tenant] += virtual
+            self._active[tenant] += tokens
             return
-        counter = self._idle.get(tenant, self._least()) + virtual
+        counter = self._idle.get(tenant, self._least()) + tokens
         self._remember(tenant, counter)
         if tenant == self._last:
             self._level = counter
 
+    def _owner(self, item: T) -> TenantId:
+        if item not in self._owners:
+            raise PlanError("item", item, "does not wait")
+        return self._owners[item]
+
     def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
         """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
-        head = next(iter(self.queues[tenant].values()))
+        head = next(iter(self._queues[tenant].values()))
         return self._active[tenant], head.cost, head.arrival
 
     def _least(self) -> float:
