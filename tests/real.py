@@ -73,7 +73,6 @@ class RealModel:
 
         self.dtype = dtype
         self.path: Path = model_path(SMOLLM2, dtype, "cpu")
-        self._greedy: dict[tuple[Tokens, int], Greedy] = {}
 
     @cached_property
     def loaded(self) -> Loaded:
@@ -102,21 +101,26 @@ class RealModel:
             tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]) for chat in chats
         )
 
-    def greedy(self, prompt: Tokens, count: int = NEW) -> Greedy:
-        """Return what Transformers' `generate` answers; its end is a token like any other."""
-        if (prompt, count) not in self._greedy:
-            import torch
+    @cached_property
+    def greedy(self) -> dict[Tokens, Greedy]:
+        """What Transformers' `generate` answers to each prompt, all side by side; an end is a token like any other."""
+        import torch
 
-            ids: Any = torch.tensor([prompt])
-            options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            with torch.inference_mode():
-                out = self.oracle.generate(
-                    ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **options
-                )
-            best = torch.cat(out.logits).float().topk(2).values
-            leads = tuple((best[:, 0] - best[:, 1]).tolist())
-            self._greedy[prompt, count] = Greedy(tuple(out.sequences[0, len(prompt) :].tolist()), leads)
-        return self._greedy[prompt, count]
+        longest = max(map(len, self.prompts))
+        ids: Any = torch.tensor([[0] * (longest - len(one)) + list(one) for one in self.prompts])
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in self.prompts])
+        options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode():
+            out = self.oracle.generate(
+                ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
+            )
+        best = torch.stack(out.logits, 1).float().topk(2).values
+        leads = (best[..., 0] - best[..., 1]).tolist()
+        answers = out.sequences[:, longest:].tolist()
+        return {
+            prompt: Greedy(tuple(answer), tuple(lead))
+            for prompt, answer, lead in zip(self.prompts, answers, leads, strict=True)
+        }
 
     @contextmanager
     def engine(self, **settings: Any) -> Iterator[LocalEngine]:
