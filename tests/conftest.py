@@ -6,10 +6,25 @@ Nor is any example of Hypothesis, or the making of one, too slow there.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.real import RealModel
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("push", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("all", settings.get_profile("push"), max_examples=100)
 settings.load_profile("push")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> RealModel:
+    """SmolLM2-135M-Instruct in float32, see `tests.real`; skips where it is not installed."""
+    from tests.real import missing, real_model
+
+    if why := missing():
+        pytest.skip(why)
+    return real_model()

@@ -1,0 +1,221 @@
+"""Translated KV of a real team's prompts against a plain PyTorch twin: Transformers' base KV, Llama's rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache, PreTrainedModel
+
+from kedge.anchors.offsets import split_rows
+from kedge.bench.probe import Probe, ProbeResult, Recorder, method_named
+from kedge.engine.local.components import EngineComponents, Translating
+from kedge.engine.local.engine import LocalEngine
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import SlotTable
+from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
+from kedge.reuse.plan import ReusePlan
+from kedge.runner.run import run
+from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source, Tokens
+from kedge.workloads import real
+from kedge.workloads.base import QUESTION
+from tests.real import RealModel
+
+ANSWER = 10
+"""Tokens of an agent's answer"""
+WIDE = "token:min_anchors=2:max_error=9:weak_error=9"
+"""Offsets are added from the third question on, whatever they are worth"""
+
+
+class Llama:
+    """KV of a model as Transformers computes it, rotated by Llama's formula. All KV here has unrotated keys."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.config = model, model.config
+        theta, dim = self.config.rope_parameters["rope_theta"], self.config.head_dim
+        self._frequencies = theta ** -(torch.arange(0, dim, 2).float() / dim)
+
+    def turned(self, keys: Tensor, start: int, sign: float = 1.0) -> Tensor:
+        """Return keys [layers, tokens, heads, dim], rotated by positions from `start` on; back with -1."""
+        positions = torch.arange(start, start + keys.shape[1]).float()
+        angles = torch.cat([positions[:, None] * self._frequencies] * 2, -1)[:, None]
+        first, second = keys.chunk(2, -1)
+        return keys * angles.cos() + torch.cat([-second, first], -1) * (sign * angles.sin())
+
+    def prefilled(self, tokens: Tokens, past: KVSegment | None = None) -> KVSegment:
+        """Return the KV of tokens behind a past, by one forward pass of Transformers."""
+        start, cache = past.tokens if past else 0, DynamicCache()
+        if past:
+            for number, (keys, values) in enumerate(zip(self.turned(past.keys, 0), past.values, strict=True)):
+                cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], number)
+        self.model(torch.tensor([tokens]), past_key_values=cache)
+        keys, values = (
+            torch.stack([getattr(layer, part)[0, :, start:] for layer in cache.layers]).transpose(1, 2)
+            for part in ("keys", "values")
+        )
+        return KVSegment(self.turned(keys, start, -1.0), values)
+
+    def completed(self, tokens: Tokens, kv: KVSegment, rows: Sequence[int]) -> KVSegment:
+        """Return KV of a prompt in which tokens at `rows` are computed over all of it, layer by layer; the others have
+        the given one.
+        """
+        keys, values = self.turned(kv.keys, 0), kv.values.clone()
+        at, heads = torch.tensor(rows), (len(rows), -1, self.config.head_dim)
+        decoder = self.model.model
+        hidden, seen = decoder.embed_tokens(torch.tensor(tokens)[at]), torch.arange(len(tokens)) <= at[:, None]
+        for number, layer in enumerate(decoder.layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            query, key, value = (getattr(attention, f"{part}_proj")(normed).view(heads) for part in "qkv")
+            keys[number, at], values[number, at] = self._turned_at(key, at), value
+            groups = query.shape[1] // key.shape[1]
+            k, v = (x[number].transpose(0, 1).repeat_interleave(groups, 0) for x in (keys, values))
+            turned = self._turned_at(query, at).transpose(0, 1)
+            out = scaled_dot_product_attention(turned[None], k[None], v[None], attn_mask=seen[None, None])[0]
+            hidden = hidden + attention.o_proj(out.transpose(0, 1).flatten(1))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return KVSegment(self.turned(keys, 0, -1.0), values)
+
+    def _turned_at(self, rows: Tensor, at: Tensor) -> Tensor:
+        return torch.cat([self.turned(row[None, None], int(start)) for row, start in zip(rows, at, strict=True)], 1)[0]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a plan writes from a position on: base KV and, unless it is only moved, the offsets added to it."""
+
+    start: int
+    tokens: int
+    offsets: KVSegment | None
+
+
+class Noting(Translating):
+    """Notes the offsets that the anchor store estimates for each request, and writes as ever."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.written: dict[RequestId, list[Written]] = {}
+
+    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
+        self.written[request.request_id] = [
+            Written(
+                one.start,
+                one.tokens,
+                split_rows(one.table.blend(one.blend).float(), one.base) if one.blend.adds else None,
+            )
+            for one in plan.translations
+        ]
+        return super().assemble(request, table, plan)
+
+
+class TeamTwin:
+    """The KV of a team's prompts, one after the other, where Kedge says which positions it has translated."""
+
+    def __init__(self, llama: Llama) -> None:
+        self._llama = llama
+        self._answers: dict[SampleId, KVSegment] = {}
+        self._texts: dict[Tokens, KVSegment] = {}
+
+    def served(self, request: GenerateRequest, answer: Tokens, written: Sequence[Written], rows: set[int]) -> KVSegment:
+        """Return the prompt's KV, those `rows` computed and the others as they are `written`, and remember what others
+        read of it and of the answer.
+        """
+        placed, tokens = layout(request), request.tokens
+        config = self._llama.config
+        shape = (config.num_hidden_layers, len(tokens), config.num_key_value_heads, config.head_dim)
+        kv = KVSegment(torch.zeros(shape), torch.zeros(shape))
+        for one in written:
+            segment = next(part for part in placed if part.start <= one.start < part.stop)
+            where, base = slice(one.start, one.start + one.tokens), self._base(request, placed, segment, one)
+            base = base.slice(one.start - segment.start, one.start - segment.start + one.tokens)
+            kv.keys[:, where], kv.values[:, where] = base.keys, base.values
+            if one.offsets:
+                kv.keys[1:, where] += one.offsets.keys
+                kv.values[1:, where] += one.offsets.values
+        kv = self._llama.completed(tokens, kv, sorted(rows))
+        for segment in placed[2:-1]:
+            if not segment.segment.is_placeholder:
+                self._texts.setdefault(shared_text(placed, segment), kv.slice(segment.start, segment.stop))
+        if request.produces:
+            self._answers[request.produces] = self._llama.prefilled(answer + request.trail, kv)
+        return kv
+
+    def _base(self, request: GenerateRequest, placed: Sequence[Placed], one: Placed, written: Written) -> KVSegment:
+        segment = one.segment
+        if segment.is_answer:
+            return self._answers[segment.sample].slice(0, len(one))
+        if segment.is_placeholder:
+            return self._llama.prefilled(segment.base_context + segment.tokens).slice(len(segment.base_context))
+        if written.offsets is None:  # as it is in the prompt that had it first
+            return self._texts[shared_text(placed, one)]
+        before = (part.segment for part in placed[: one.index])
+        start = sum(len(part.placeholder_text if part.is_placeholder else part.tokens) for part in before)
+        return self._llama.prefilled(template_tokens(request)).slice(start, start + len(one))
+
+
+@dataclass
+class Serving:
+    """An engine with a method, and the team that asks it."""
+
+    engine: LocalEngine
+    probe: Probe
+    noting: list[Noting]
+
+    def ask(self, number: int) -> list[ProbeResult]:
+        """Return the results of question `number` of `reading`, in speaking order."""
+        team, questions = real.load("reading")
+        flow = team.workflow()
+        flow = replace(flow, agents=tuple(replace(agent, max_tokens=ANSWER) for agent in flow.agents))
+        recorder = Recorder(self.engine, self.probe, kv=True)
+        run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
+        self.engine.wait_idle()
+        return [one.result() for one in recorder.pending]
+
+
+@contextmanager
+def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
+    noting: list[Noting] = []
+
+    def assembler(*args: object) -> Noting:
+        noting.append(Noting(*args))
+        return noting[-1]
+
+    probe, chosen = Probe(EngineComponents(assembler=assembler), rows=1), method_named(method)
+    own = {"dtype": "float32", "device": "cpu", "num_blocks": 128}
+    with chosen.open(smollm2.loaded, components=probe.components, **own) as engine:
+        yield Serving(engine, probe, noting)
+
+
+@pytest.mark.parametrize(
+    ("method", "taught"), [("kedge", 0), pytest.param(WIDE, 3, marks=pytest.mark.slow)], ids=["moved", "by-anchors"]
+)
+@torch.inference_mode()
+def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, taught: int) -> None:
+    with serving(smollm2, method) as team:
+        team.probe.teaching = True
+        for number in range(taught):
+            team.ask(number)
+        team.probe.teaching = False
+        results = team.ask(taught)
+        requests = [team.engine._with_trails(one.request) for one in results]
+        written = [team.noting[0].written.get(one.request_id, []) for one in requests]
+    twin = TeamTwin(Llama(smollm2.oracle))
+    compared = with_offsets = 0
+    for request, result, plan in zip(requests, results, written, strict=True):
+        spans = result.completion.receipt.spans
+        translated = {at for span in spans if span.source is Source.TRANSLATED for at in range(span.start, span.stop)}
+        rows = set(range(request.prompt_tokens)) - translated
+        expected = twin.served(request, result.completion.tokens, plan, rows)
+        assert result.kv is not None
+        for ours, theirs in ((result.kv.keys, expected.keys), (result.kv.values, expected.values)):
+            wrong = (ours - theirs).flatten(2).norm(dim=2) / theirs.flatten(2).norm(dim=2)
+            assert float(wrong.max()) < 1e-3, (
+                f"{request.agent}: layer, position {divmod(int(wrong.argmax()), wrong.shape[1])}"
+            )
+        compared += len(translated)
+        with_offsets += sum(one.tokens for one in plan if one.offsets)
+    assert compared > 250 and (with_offsets > 200) == (taught > 0)

@@ -1,0 +1,43 @@
+"""vLLM with the plug-in on a real model: Transformers' tokens, from its own cache and from the plug-in's host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
+from kedge.models import SMOLLM2  # noqa: E402
+from kedge.settings import EngineSettings  # noqa: E402
+from kedge.types import Source  # noqa: E402
+from tests.real import NEW, RealModel, in_ci, missing, request  # noqa: E402
+
+PATIENCE = 120.0
+
+
+def test_ci_has_the_real_model_beside_vllm() -> None:
+    assert not (in_ci() and missing()), missing()
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: RealModel) -> Iterator[VLLMEngine]:  # noqa: ARG001 (it skips)
+    own = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 9, "max_num_seqs": 4, "block_size": 32}
+    config = EngineSettings(
+        backend="vllm", tiers={"host_blocks": 64}, planner={"by_cost": False},
+        guard={"mode": "off"}, vllm=own,
+    )  # fmt: skip
+    with VLLMEngine(SMOLLM2, config) as built:
+        yield built
+
+
+def test_its_tokens_are_those_of_transformers(engine: VLLMEngine, smollm2: RealModel) -> None:
+    """Ask twice: the device holds one prompt or two, so that the second time KV comes from the host."""
+    sources = set()
+    for count in (2, NEW):
+        for prompt in smollm2.prompts:
+            done = engine.submit(request(prompt, count)).result(PATIENCE)
+            assert len(done.tokens) == count and smollm2.greedy[prompt].agrees(done.tokens)
+            sources |= {span.source for span in done.receipt.spans}
+    assert sources == {Source.COMPUTED, Source.DEVICE, Source.HOST}
