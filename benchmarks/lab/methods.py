@@ -503,7 +503,7 @@ METHODS: Mapping[str, Method] = {
     "cacheblend-40": cacheblend(0.6, 0.5, 0.4),
     **{f"relay-{share}": relay(share / 100) for share in (0, 20, 40)},
 }
-"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published. Numbers are the percent of tokens computed or corrected."""
+"""`kvcomm`, `epic`, `cacheblend` and `relay` are as published. Numbers are percent of tokens computed or corrected."""
 
 
 def _estimators() -> Iterator[str]:
