@@ -126,7 +126,7 @@ _ORDERED = ("accuracy_dense", "accuracy", "same_final_answer", "reuse_rate")
 def measure_order(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     """Return a row for every order and method."""
     workload, questions = asked(settings, seed)
-    lab = LabSettings(agents=settings.agents, model=settings.model, forced=False, seed=seed)
+    lab = LabSettings(agents=settings.agents, model=settings.model, seed=seed)
     rows: list[Row] = []
     for name, order in _orders(seed).items():
         note(name)
@@ -169,7 +169,7 @@ def measure_anchors(settings: StudySettings, seed: int, note: Note) -> list[Row]
     stores: dict[str, AnchorStore] = {}
     methods = {name: _kept(method_named(name, METHODS), name, stores) for name in ANCHORS_METHODS}
     workload, questions = asked(settings, seed)
-    lab = LabSettings(agents=settings.agents, model=settings.model, forced=False, seed=seed)
+    lab = LabSettings(agents=settings.agents, model=settings.model, seed=seed)
     run_pairs(workload, questions, methods, lab, lambda n: note(f"{n + 1} of {settings.questions} questions"))
     return [row for name in ANCHORS_METHODS for row in _tenths(name, stores[name])]
 
