@@ -2,11 +2,11 @@
 
 Each method's requests have tenants of their own, so that none learns from another:
 
-- forced: every agent reads the prompt of dense prefill and is forced to the answer that it gave there. The KV of an
-  answer is what its own decoding left behind, so producers pass translated KV on, as in use.
 - closed: the team answers by itself; every agent reads the others' answers by the same method.
 - judged: some of the answers are made wrong, then the last agent reads all of them in a shuffled order; its choice is
   compared with its choice from the same prompt by dense prefill.
+
+Pools fill as they do in use. `kedge bench fidelity` compares answers that are forced to those of dense prefill.
 
 A method with prompts of its own reads the same values in these, and is compared with dense prefill of the usual ones.
 """
@@ -34,7 +34,6 @@ from kedge.types import (
     AgentId,
     GenerateRequest,
     Namespace,
-    Receipt,
     ReuseMode,
     RunId,
     RunKey,
@@ -49,16 +48,16 @@ from kedge.workloads.base import QUESTION, Question, Workload
 
 @dataclass(frozen=True)
 class Fidelity:
-    """One request, forced to the answer of dense prefill, compared with dense prefill."""
+    """One answer that was forced to that of dense prefill, compared with it over as many tokens as both have."""
 
     kl: float
-    """Mean KL(dense ‖ other) in nats, over the first tokens of the answer."""
+    """Mean KL(dense ‖ other) in nats"""
     top1: float
-    """Share of these tokens at which both have the same argmax."""
+    """Share of tokens at which both have the same argmax"""
 
 
 def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
-    """Measure one pair, over as many tokens as both have."""
+    """Measure one pair."""
     rows = min(len(dense.logits), len(other.logits))
     return Fidelity(*compare_logits(dense.logits[:rows], other.logits[:rows]))
 
@@ -99,23 +98,11 @@ class AnswerPair:
     """Whether the first decision differs: the function that is called, or prose."""
 
 
-@dataclass(frozen=True)
-class ForcedPair:
-    """One agent's request, forced to the answer of dense prefill and compared with dense prefill."""
-
-    question: int
-    agent: AgentId
-    receipt: Receipt
-    """The method's."""
-    fidelity: Fidelity
-
-
 @dataclass
 class MethodRuns:
     """One method's results over all questions that count."""
 
     answers: list[AnswerPair] = field(default_factory=list)
-    forced: list[ForcedPair] = field(default_factory=list)
     finals: list[Choice] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     """Choices of the last agent from shuffled candidates."""
@@ -127,7 +114,6 @@ class MethodRuns:
     def add(self, more: MethodRuns) -> None:
         """Append the results of further questions."""
         self.answers += more.answers
-        self.forced += more.forced
         self.finals += more.finals
         self.choices += more.choices
         self.ttfts += more.ttfts
@@ -156,8 +142,6 @@ class Summary:
     """Share of calls that translated (the paper's definition)."""
     reused_tokens: float | None
     """Share of prompt tokens that were not computed."""
-    kl: float | None
-    top1: float | None
     judge_consistency: float | None
     computed_tokens: float | None
     """Share of prompt tokens that ran through the model, those of base prefills not counted."""
@@ -174,9 +158,8 @@ class Summary:
         dense = {str(name): _mean(pair.dense_right for pair in pairs) for name, pairs in of_agent.items()}
         other = {str(name): _mean(pair.right for pair in pairs) for name, pairs in of_agent.items()}
         receipts = [pair.other.completion.receipt for pair in runs.answers]
-        seen = [pair.fidelity for pair in runs.forced]
         return cls(
-            questions=len({pair.question for pair in runs.answers} | {pair.question for pair in runs.forced}),
+            questions=len({pair.question for pair in runs.answers}),
             accuracy_dense=dense[str(names[-1])] if names else None,
             accuracy=other[str(names[-1])] if names else None,
             agents_dense=dense,
@@ -185,8 +168,6 @@ class Summary:
             flips=_mean(pair.flipped for pair in runs.answers),
             reuse_rate=_mean(receipt.translated > 0 for receipt in receipts),
             reused_tokens=_mean(1 - receipt.computed / receipt.prompt_tokens for receipt in receipts),
-            kl=_mean(one.kl for one in seen),
-            top1=_mean(one.top1 for one in seen),
             judge_consistency=consistency(runs.choices) if runs.choices else None,
             computed_tokens=_mean(receipt.computed / receipt.prompt_tokens for receipt in receipts),
             ttft_ms=median(runs.ttfts) if runs.ttfts else None,
@@ -199,7 +180,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-FORCED, CLOSED, JUDGED = (TenantId(name) for name in ("forced", "closed", "judged"))
+CLOSED, JUDGED = TenantId("closed"), TenantId("judged")
 WRONG = 0.5
 """Share of candidates that are made wrong before they are judged."""
 AT_ONCE = 8
@@ -213,10 +194,6 @@ class LabSettings:
     agents: int | None = None
     model: Path | None = None
     """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
-    taught: int = 0
-    """First questions, which do not count: methods with anchors prefill them densely and learn from them, and from no
-    other, so that all pools hold the same samples. With 0, pools fill as they do in use."""
-    forced: bool = True
     judged: bool = False
     timed: bool = False
     """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
@@ -238,9 +215,7 @@ def run_pairs(
     """
     chosen = methods if isinstance(methods, Mapping) else {name: method_named(name, METHODS) for name in methods}
     with Lab(workload, chosen, settings) as lab:
-        rest = iter(questions)
-        lab.teach(list(islice(rest, settings.taught)))
-        numbered = enumerate(rest)
+        numbered = enumerate(questions)
         while some := list(islice(numbered, AT_ONCE)):
             lab.ask(some)
             on_question(some[-1][0])
@@ -252,7 +227,6 @@ class MethodBench:
 
     def __init__(self, method: Method, loaded: Loaded, settings: LabSettings) -> None:
         self.probe, self.reuse, self.method = Probe(method.components), method.reuse, method
-        self._is_taught = settings.taught > 0
         self.engine = method.open(loaded, settings.anchors, {}, self.probe.components, **settings.engine)
         self._compiled: dict[AgentId, CompiledAgent] = {}
 
@@ -268,14 +242,8 @@ class MethodBench:
         """Serve a request in this method's mode and wording, for another tenant and run; force it to `answer` if there
         is one.
         """
-        moved = replace(
-            self.prepared(request), request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse
-        )
+        moved = replace(request, request_id=new_request_id(), tenant=tenant, run=run_id, reuse=self.reuse)
         return self.probe.submit(self.engine, self._worded(moved), answer).result()
-
-    def prepared(self, request: GenerateRequest) -> GenerateRequest:
-        """Return a request from which nothing is learned, once this method was taught."""
-        return replace(request, guard=replace(request.guard, held_out=self._is_taught and not self.probe.teaching))
 
     def _worded(self, request: GenerateRequest) -> GenerateRequest:
         """Return a request with the same values in this method's prompt."""
@@ -313,46 +281,24 @@ class Lab:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def teach(self, questions: Sequence[Question]) -> None:
-        """Let all methods learn from dense prefills of the questions; nothing is counted. A method without anchors is
-        asked the last one only, which computes base KV of its templates.
-        """
-        for bench in self._benches.values():
-            bench.probe.teaching = True
-        learning = {name: bench for name, bench in self._benches.items() if bench.method.learns}
-        for question in questions[:-1]:
-            self._serve([(0, question)], learning)
-        for question in questions[-1:]:
-            self._serve([(0, question)], self._benches)
-        for bench in self._benches.values():
-            bench.probe.teaching = False
-
     def ask(self, questions: Sequence[tuple[int, Question]]) -> None:
         """Answer numbered questions that count, at most `AT_ONCE`."""
-        for name, runs in self._serve(questions, self._benches):
-            self.runs[name].add(runs)
-
-    def _serve(
-        self, questions: Sequence[tuple[int, Question]], benches: Mapping[str, MethodBench]
-    ) -> list[tuple[str, MethodRuns]]:
         asked = list(self._pool.map(self._answer_densely, questions))
-        served = []
-        for name, bench in benches.items():
+        for name, bench in self._benches.items():
             timed = self._settings.timed and bench.method.is_timed
-            compare = partial(self._compare, bench, bench.team(self._flow))
-            runs = list(self._each(bench, asked, timed=timed)(compare, asked))
+            close_loop = partial(self._close_loop, bench, bench.team(self._flow))
+            runs = list(self._each(bench, asked, timed=timed)(close_loop, asked))
             if self._settings.judged:
                 choices = self._each(bench, asked, timed=False)(partial(self._judged, bench), asked)
                 for one, choice in zip(runs, choices, strict=True):
                     one.choices.append(choice)
-            served += [(name, one) for one in runs]
-        return served
+            for one in runs:
+                self.runs[name].add(one)
 
     def _each(self, bench: MethodBench, asked: Sequence[DenseAnswers], *, timed: bool) -> Callable[..., Iterable[Any]]:
         """Return the map over questions: in turn where times count, or what earlier questions leave behind."""
-        # Without taught questions, the first one leaves base KV of templates, and each is learned from.
-        depends = bench.reuse is not ReuseMode.OFF and not self._settings.taught
-        follows = depends and (asked[0].number == 0 or bench.method.keeps)
+        # The first question leaves base KV of templates, and each is learned from.
+        follows = bench.reuse is not ReuseMode.OFF and (asked[0].number == 0 or bench.method.keeps)
         return map if timed or follows else self._pool.map
 
     def _answer_densely(self, numbered: tuple[int, Question]) -> DenseAnswers:
@@ -369,31 +315,14 @@ class Lab:
         grammar = self._workload.grammar(request.agent, question)
         return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
-    def _compare(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
-        runs = MethodRuns()
-        if self._settings.forced:
-            runs.forced += self._force(bench, asked)
-        self._close_loop(bench, flow, asked, runs)
-        return runs
-
     def _judged(self, bench: MethodBench, asked: DenseAnswers) -> Choice:
         assert asked.judge
         return asked.choice, self._choice(asked.judge, bench)
 
-    def _force(self, bench: MethodBench, asked: DenseAnswers) -> list[ForcedPair]:
-        pairs = []
-        for dense in asked.results:
-            other = bench.look(dense.request, FORCED, asked.run_id, dense.completion.tokens)
-            receipt = other.completion.receipt
-            pairs.append(ForcedPair(asked.number, dense.request.agent, receipt, compare(dense, other)))
-        bench.engine.end_run(RunKey(Namespace(FORCED), "", asked.run_id))
-        bench.engine.wait_idle()
-        return pairs
-
-    def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers, runs: MethodRuns) -> None:
+    def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
-        constrained = partial(self._constrained, asked.question)
-        recorder = Recorder(bench.engine, bench.probe, lambda one: bench.prepared(constrained(one)), kv=False)
+        runs = MethodRuns()
+        recorder = Recorder(bench.engine, bench.probe, partial(self._constrained, asked.question), kv=False)
         began = time.perf_counter()
         result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
         bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too
@@ -405,6 +334,7 @@ class Lab:
             pending.result()
         runs.answers += map(partial(self._pair, asked), asked.dense.results, result.results)
         runs.finals.append((self._workload.final(asked.dense.text), self._workload.final(result.text)))
+        return runs
 
     def _pair(self, asked: DenseAnswers, dense: AgentResult, other: AgentResult) -> AnswerPair:
         right, decision = self._workload.right, self._workload.first_decision

@@ -70,7 +70,7 @@ _ORDERED = ("accuracy_dense", "accuracy", "same_final_answer", "reuse_rate")
 def measure_order(settings: StudySettings, seed: int, note: Note) -> list[Row]:
     """Return a row for every order and method."""
     workload, questions = asked(settings, seed)
-    lab = LabSettings(agents=settings.agents, model=settings.model, forced=False, seed=seed)
+    lab = LabSettings(agents=settings.agents, model=settings.model, seed=seed)
     rows: list[Row] = []
     for name, order in _orders(seed).items():
         note(name)

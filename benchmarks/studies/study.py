@@ -153,7 +153,7 @@ def asked(settings: StudySettings, seed: int) -> tuple[Workload, list[Question]]
 def compared(settings: StudySettings, seed: int, methods: Sequence[str], note: Note) -> dict[str, Summary]:
     """Let teams answer, and judges judge, by all methods on the same questions."""
     workload, questions = asked(settings, seed)
-    lab = LabSettings(agents=settings.agents, model=settings.model, seed=seed, forced=False, judged=True, timed=True)
+    lab = LabSettings(agents=settings.agents, model=settings.model, seed=seed, judged=True, timed=True)
     runs = run_pairs(workload, questions, methods, lab, lambda n: note(f"{n + 1} of {settings.questions} questions"))
     return {name: one.summary() for name, one in runs.items()}
 

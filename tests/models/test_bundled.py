@@ -55,7 +55,7 @@ def test_the_lab_takes_the_model_that_knows_the_task_and_the_order() -> None:
 
 def test_agents_decide_between_calls_and_prose_in_both_orders() -> None:
     workload, questions = load("tools", seed=11)
-    runs = run_pairs(workload, islice(questions, 4), ["dense", "role-last", "kedge"], LabSettings(forced=False))
+    runs = run_pairs(workload, islice(questions, 4), ["dense", "role-last", "kedge"], LabSettings())
     for method, done in runs.items():
         summary = done.summary()
         assert (summary.accuracy, summary.flips) == (1, 0), method

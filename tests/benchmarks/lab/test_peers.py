@@ -59,7 +59,7 @@ def test_role_last_shares_exactly_what_its_prompts_have_in_front(runs: dict[str,
         assert computed(runs["role-last"], 0, agent) < computed(runs["exact"], 0, agent), "even on the first question"
 
 
-def test_forced_and_judged_requests_have_the_methods_own_prompt() -> None:
+def test_judged_requests_have_the_methods_own_prompt() -> None:
     with Lab(CODE, {"role-last": METHODS["role-last"]}, LabSettings(agents=3, judged=True, engine=CPU)) as lab:
         bench = lab._benches["role-last"]
         seen, worded = [], bench._worded
@@ -92,7 +92,7 @@ def test_times_are_of_methods_whose_times_compare(runs: dict[str, MethodRuns]) -
 
 
 def test_a_larger_share_computes_more(runs: dict[str, MethodRuns]) -> None:
-    settings = LabSettings(agents=3, forced=False, engine=CPU)
+    settings = LabSettings(agents=3, engine=CPU)
     shares = {f"{share}": relay(share) for share in (0.0, 0.3, 1.0)}
     some = run_pairs(CODE, islice(TASKS["code"].questions("test", 4), 2), shares, settings)
     none, part, whole = (some[name].summary().computed_tokens for name in shares)
