@@ -1,4 +1,4 @@
-"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, the papers' studies, `report`."""
+"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, and the papers' studies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 
 from benchmarks import tables
+from kedge.bench.flows import with_given
 from kedge.cli import options
-from kedge.cli.bench import with_given
 from kedge.cli.options import Device, ModelSize, Plot
-from kedge.cli.preflight import require_file, require_folder, require_model, require_outputs, require_packages
+from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
 from kedge.cli.results import earlier, save, write
 from kedge.errors import ConfigError
 from kedge.models import bundled
@@ -74,9 +74,6 @@ def ttft(
             help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
         ),
     ] = "token",
-    recompute_head: Annotated[
-        int | None, options.number(min=0, help="First tokens that are recomputed. Default: the engine's.")
-    ] = None,
     device: Device = None,
     json_file: options.Json = None,
 ) -> None:
@@ -86,7 +83,7 @@ def ttft(
 
     sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents, "samples": samples}
     base = replace(QUICK if quick else TtftSettings(), model_size=model_size, estimator=estimator)
-    settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
+    settings = with_given(base, **sizes, repeats=repeats, device=device)
     console = Console()
     with console.status("building the model") as status:
         data = measure(settings, status.update)
@@ -181,10 +178,9 @@ def guard(
     from benchmarks.guard.measure import measure
 
     sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls}
-    given = {name: value for name, value in sizes.items() if value is not None}
     base = replace(QUICK if quick else GuardBenchSettings(), task=task, idle=idle, clients=clients, seed=seed)
-    given |= {"parts": tuple(part)} if part else {}
-    settings = replace(base, **given, faults=tuple(fault or ()), device=device or "auto")
+    given = with_given(base, **sizes, parts=tuple(part) if part else None, device=device)
+    settings = replace(given, faults=tuple(fault or ()))
     console = Console()
     with console.status("guard") as status:
         data = measure(settings, status.update)
@@ -288,46 +284,6 @@ def _command(name: str) -> Callable[..., None]:
     return command
 
 
-@benchmarks.command("all")
-def run_all(
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for results, figures and a page; default: none is written."),
-    ] = None,
-    task: Task = None,
-    questions: Questions = None,
-    seeds: Seeds = None,
-    model: options.Model = None,
-    quick: Quick = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the seeds that the files in --out have.")] = False,
-) -> None:
-    """Run all of the papers' experiments on quality; with --out, write results, figures and a report to one folder."""
-    _require_out(out, resume)
-    _require(task, None, model)
-    from benchmarks.studies.papers import STUDIES
-
-    console = Console()
-    given = {"task": task, "questions": questions, "seeds": seeds, "model": model}
-    for name, study in STUDIES.items():
-        files = (out / f"{name}.json", out / f"{name}.png") if out else (None, None)
-        _run(console, study, given, *files, quick=quick, resume=resume)
-    if out:
-        report(out)
-
-
-def _require_out(out: Path | None, resume: bool) -> None:
-    """Make the folder. Raises `ConfigError` where it cannot be made, or where `resume` finds no results in it."""
-    if out is None:
-        if resume:
-            raise ConfigError("--resume", True, "needs --out, the folder with earlier results")
-        return
-    require_packages("--out", ("matplotlib",), "plot")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("--out", str(out), f"cannot be made: {error.strerror}") from error
-
-
 def _require(task: str | None, dataset: Path | None, model: Path | None) -> None:
     """Raise before anything heavy is imported where the questions or the model are not there."""
     from benchmarks.workloads.catalog import require_available
@@ -335,15 +291,6 @@ def _require(task: str | None, dataset: Path | None, model: Path | None) -> None
     require_model(model)
     if task is not None or dataset is not None:
         require_available(task or "math", dataset)
-
-
-@benchmarks.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Results of `kedge bench`.")]) -> None:
-    """Put the results and figures of a folder into one page, `report.html`, that needs no other file."""
-    require_folder("DIR", folder)
-    from benchmarks.studies.study import write_report
-
-    typer.echo(f"page: {write_report(folder)}")
 
 
 def _run(

@@ -27,7 +27,7 @@ from benchmarks.vllm.team import team_case
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, team
 from kedge.bench.fidelity import Seen, summary
-from kedge.bench.flows import FlowWorkload, single_flow
+from kedge.bench.flows import FlowWorkload, single_flow, with_given
 from kedge.bench.probe import method_named
 from kedge.bench.shapes import load_model
 from kedge.bench.vllm import (
@@ -40,7 +40,6 @@ from kedge.bench.vllm import (
     VllmCall,
     VllmLane,
     measure_flow,
-    with_given,
 )
 from kedge.engine.base import Engine, Stream
 from kedge.engine.common.model_folder import model_path

@@ -1,4 +1,4 @@
-"""The papers' experiments: what their rows hold, how seeds are averaged, and the commands with their page."""
+"""The papers' experiments: what their rows hold, how seeds are averaged, and the commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.cli import ABOUT
 from benchmarks.studies import papers
 from benchmarks.studies.papers import STUDIES, Contexts
-from benchmarks.studies.study import QUICK, StudySettings, averaged, shown, write_report
+from benchmarks.studies.study import QUICK, StudySettings, averaged, shown
 from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.cli.results import write
 from kedge.errors import ConfigError
@@ -128,7 +128,7 @@ def test_the_first_layer_has_no_offsets() -> None:
     assert float((one.values[-1] - two.values[-1]).norm() / one.values[-1].norm()) > 0.05
 
 
-def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> None:
+def test_a_command_writes_results(tmp_path: Path) -> None:
     file, plot = tmp_path / "offsets.json", tmp_path / "offsets.png"
     done = CliRunner().invoke(
         app, ["bench", "offsets", "--quick", "--task", "code", "--json", str(file), "--plot", str(plot)]
@@ -138,12 +138,6 @@ def test_a_command_writes_results_and_the_report_holds_them(tmp_path: Path) -> N
     assert {"machine", "study", "title", "paper", "settings", "seconds", "rows"} <= set(data)
     assert data["settings"]["task"] == "code"
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert CliRunner().invoke(app, ["bench", "report", str(tmp_path)]).exit_code == 0
-    page = (tmp_path / "report.html").read_text()
-    assert f"<h2>{data['title']}: code</h2>" in page
-    assert data["paper"].split(":")[0] in page
-    assert "data:image/png;base64," in page
-    assert page.count("<tr>") == len(data["rows"]) + 1
 
 
 def test_a_narrow_table_loses_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,20 +190,6 @@ def test_a_study_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.M
     assert seeds == [0, 1, 2, 0]
 
 
-def test_all_goes_on_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-
-    def measure(settings: StudySettings, seed: int, note: object) -> list[dict[str, float]]:  # noqa: ARG001
-        seeds.append(seed)
-        return [{"tenth": 1, "method": "token", "hits": 1.0}]
-
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": replace(STUDIES["anchors"], measure=measure)})
-    for more in (["--seeds", "2"], ["--seeds", "3", "--resume"]):
-        done = CliRunner().invoke(app, ["bench", "all", "--out", str(tmp_path), *more])
-        assert done.exit_code == 0, done.output
-    assert seeds == [0, 1, 2]
-
-
 def test_resuming_needs_a_file() -> None:
     ran = CliRunner().invoke(app, ["bench", "anchors", "--resume"])
     assert ran.exit_code != 0
@@ -241,35 +221,6 @@ def test_a_write_that_fails_leaves_the_results_before_it(tmp_path: Path, monkeyp
     assert json.loads(file.read_text())["rows"] == [1]
 
 
-def test_all_fills_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    anchors = replace(STUDIES["anchors"], measure=lambda *_: [{"tenth": 1, "method": "token", "hits": 1.0}])
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": anchors, "offsets": STUDIES["offsets"]})
-    done = CliRunner().invoke(app, ["bench", "all", "--quick", "--task", "math", "--out", str(tmp_path / "new")])
-    assert done.exit_code == 0, done.output
-    names = {file.name for file in (tmp_path / "new").iterdir()}
-    assert names == {"anchors.json", "anchors.png", "offsets.json", "offsets.png", "report.html"}
-
-
-def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"machine": {}}')
-    with pytest.raises(ConfigError, match="contains no results"):
-        write_report(tmp_path)
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"broken\.json"):
-        write_report(tmp_path)
-
-
 def test_an_unknown_task_is_one_line() -> None:
     done = CliRunner().invoke(app, ["bench", "accuracy", "--quick", "--task", "chess"])
     assert done.exit_code == 2
-
-
-def test_all_writes_nothing_unless_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = replace(STUDIES["anchors"], measure=lambda *_: [{"tenth": 5, "hits": 1.25}])
-    monkeypatch.setattr(papers, "STUDIES", {"anchors": study})
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench", "all", "--quick"])
-    assert done.exit_code == 0, done.output
-    assert "1.25" in done.output
-    assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["bench", "all", "--quick", "--resume"]).exit_code == 2

@@ -9,9 +9,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from kedge.bench.flows import with_given
 from kedge.bench.sessions.arrivals import QUICK, SessionBenchSettings
 from kedge.cli import checkout
-from kedge.cli.bench import bench, with_given
+from kedge.cli.bench import bench
 from kedge.cli.main import app
 
 MEASUREMENTS = typer.main.get_command(bench).commands  # type: ignore[attr-defined]
@@ -43,7 +44,7 @@ def test_outside_of_a_checkout_there_are_few_commands() -> None:
     group = typer.main.get_command(app)
     shown = CliRunner().invoke(app, ["bench", "--help"]).output
     assert all(f" {name} " in shown for name in MEASUREMENTS)
-    assert not any(f" {name} " in shown for name in checkout.COMMANDS if name != "all")
+    assert not any(f" {name} " in shown for name in checkout.COMMANDS)
     assert len(group.commands) + len(MEASUREMENTS) <= 12  # type: ignore[attr-defined]
 
 
@@ -53,7 +54,6 @@ def test_outside_of_a_checkout_there_are_few_commands() -> None:
     [
         (["workflow", "--quick"], "bench='workflow'"),
         (["accuracy"], "bench='accuracy'"),
-        (["report", "."], "bench='report'"),
         (["vllm", "--case", "team"], "case='team'"),
         (["sessions", "--full"], "--full='sessions'"),
     ],

@@ -9,9 +9,7 @@ from types import ModuleType
 
 from kedge.errors import ConfigError
 
-COMMANDS = (
-    "ttft", "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets", "all", "report",
-)  # fmt: skip
+COMMANDS = ("ttft", "workflow", "guard", "plain", "accuracy", "order", "anchors", "offsets")
 """Commands of `kedge bench` that are there alone."""
 VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy", "team")
 """Cases of `kedge bench vllm` that are there alone."""
