@@ -207,8 +207,8 @@ def sessions(
             data = more.measure(settings, traces, progress=status.update)
         else:
             data = {"traces": measure(settings, traces, COLUMNS, status.update)}
-    for table in tables.sessions(data):
-        console.print(table, highlight=False)
+    beside = checkout.benchmarks("tables", "--full", "sessions").sessions_beside(data) if full else ()
+    console.print(*tables.sessions(data), *beside, sep="\n", highlight=False)
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
     if plot_file:
