@@ -1,4 +1,4 @@
-"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, the papers' studies."""
+"""The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard`, `plain`, and the papers' studies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from benchmarks import tables
+from kedge.bench.flows import with_given
 from kedge.cli import options
-from kedge.cli.bench import with_given
 from kedge.cli.options import Device, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
 from kedge.cli.results import earlier, save, write
@@ -73,9 +73,6 @@ def ttft(
             help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
         ),
     ] = "token",
-    recompute_head: Annotated[
-        int | None, options.number(min=0, help="First tokens that are recomputed. Default: the engine's.")
-    ] = None,
     device: Device = None,
     json_file: options.Json = None,
 ) -> None:
@@ -85,7 +82,7 @@ def ttft(
 
     sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents, "samples": samples}
     base = replace(QUICK if quick else TtftSettings(), model_size=model_size, estimator=estimator)
-    settings = with_given(base, **sizes, repeats=repeats, recompute_head=recompute_head, device=device)
+    settings = with_given(base, **sizes, repeats=repeats, device=device)
     console = Console()
     with console.status("building the model") as status:
         data = measure(settings, status.update)
@@ -180,10 +177,9 @@ def guard(
     from benchmarks.guard.measure import measure
 
     sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls}
-    given = {name: value for name, value in sizes.items() if value is not None}
     base = replace(QUICK if quick else GuardBenchSettings(), task=task, idle=idle, clients=clients, seed=seed)
-    given |= {"parts": tuple(part)} if part else {}
-    settings = replace(base, **given, faults=tuple(fault or ()), device=device or "auto")
+    given = with_given(base, **sizes, parts=tuple(part) if part else None, device=device)
+    settings = replace(given, faults=tuple(fault or ()))
     console = Console()
     with console.status("guard") as status:
         data = measure(settings, status.update)

@@ -21,6 +21,40 @@ WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
 """Tokens found on the device and on the host, MiB loaded, and seconds waited for loads."""
 
 
+CLOSED_COLUMNS = {
+    "hit": "hit rate",
+    "turns_per_min": "turns per min",
+    "ttft_p50_s": "TTFT p50 s",
+    "ttft_p99_s": "TTFT p99 s",
+}
+"""Figure -> heading."""
+
+
+def sessions_beside(data: Row) -> Iterator[RenderableType]:
+    """Yield the tables of the closed loop, where measured, and a line with the costs."""
+    for name, trace in data["traces"].items():
+        if trace.get("closed"):
+            yield _closed_loop(name, trace["closed"])
+    if cost := data.get("cost"):
+        per_block = f"{cost['ns_per_block']:.0f} ns per block (LRU: {cost['ns_per_block_lru']:.0f} ns)"
+        yield f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"
+
+
+def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> FittingTable:
+    """Return the table of the closed loop, in which a session's next request waits for its answer."""
+    rows = [
+        [count, system, *(_figure(row[column]) for column in CLOSED_COLUMNS)]
+        for count, systems in live.items()
+        for system, row in systems.items()
+    ]
+    headings = ("live", "system", *CLOSED_COLUMNS.values())
+    return FittingTable(f"{name}, closed loop", headings, rows, keys=2, left=frozenset({"system"}))
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
 def vllm_sessions(sessions: Row) -> Iterator[RenderableType]:
     """Yield the table of turns of growing sessions, from `VllmSessionsResult.as_json()`."""
     rows = [_sessions_row(live, name, row) for live, lanes in sessions["live"].items() for name, row in lanes.items()]
@@ -48,17 +82,16 @@ def vllm_accuracy(engines: Mapping[str, Mapping[str, Row]]) -> Iterator[Renderab
 
 def _accuracy_row(engine: str, task: str, row: Row) -> list[str]:
     right = (
-        " ".join(f"{100 * right:.0f}" if right is not None else "-" for right in _right(row, mode))
+        " ".join(
+            f"{100 * right:.0f}" if right is not None else "-"
+            for right in (agent[f"accuracy_{mode}"] for agent in row["agents"])
+        )
         for mode in ("dense", "translated")
     )
     shares = (row["same_final_answer"], row["translated_calls"] / row["calls"])
     kl = row.get("kl_until_parting")
     numbers = ("-", "-") if kl is None else (f"{kl:.4f}", "-".join(f"{end:.4f}" for end in row["kl_ci95"]))
     return [engine, task, *right, *(f"{100 * share:.0f}" for share in shares), *numbers]
-
-
-def _right(row: Row, mode: str) -> list[float | None]:
-    return [agent[f"accuracy_{mode}"] for agent in row["agents"]]
 
 
 def vllm_team(team: Row) -> Iterator[RenderableType]:

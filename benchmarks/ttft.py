@@ -176,7 +176,6 @@ class TtftSettings:
     repeats: int = 3
     estimator: str = "token"
     """`MOVED` is no estimator: values are moved without anchors, as Kedge does where nothing else is set."""
-    recompute_head: int | None = None
     device: str = "auto"
     seed: int = 0
 
@@ -259,7 +258,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
         progress("measuring: the bandwidth")
         speed = bandwidth(pick_device(settings.device))
         message = settings.question + (settings.agents - 1) * settings.output
-        message_bytes = settings.samples * message * engine.kv_spec.bytes_per_token
+        message_bytes = settings.samples * message * loaded[0].spec.bytes_per_token
     return {
         "agents": [agent_figures(agent, found, speed) for agent, found in enumerate(zip(*rounds, strict=True))],
         "bandwidth_gb_per_s": round(speed / 1e9, 2),
@@ -293,7 +292,6 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
 
     Translation is measured even where computing would cost less.
     """
-    recompute: dict[str, Any] = {} if settings.recompute_head is None else {"recompute_head": settings.recompute_head}
     is_moved = settings.estimator == MOVED
     anchors = AnchorSettings(
         **estimator_settings("token" if is_moved else settings.estimator),
@@ -310,7 +308,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
         num_blocks=settings.agents * longest // 16 + 64,
         max_batch_tokens=ONE_PASS if pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
-        planner=PlannerSettings(by_cost=False, move="always" if is_moved else "never", **recompute),
+        planner=PlannerSettings(by_cost=False, move="always" if is_moved else "never"),
         guard=GuardSettings(mode=GuardMode.OFF),
     )
 

@@ -27,7 +27,8 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from benchmarks.lab.methods import METHODS, fitting_model
-from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits, method_named
+from kedge.bench.fidelity import Seen
+from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, method_named
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.runner.run import AgentResult, RunResult, run
 from kedge.types import (
@@ -46,20 +47,9 @@ from kedge.workflow.template import CompiledAgent, Value, compile_agents
 from kedge.workloads.base import QUESTION, Question, Workload
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """One answer that was forced to that of dense prefill, compared with it over as many tokens as both have."""
-
-    kl: float
-    """Mean KL(dense ‖ other) in nats"""
-    top1: float
-    """Share of tokens at which both have the same argmax"""
-
-
-def compare(dense: ProbeResult, other: ProbeResult) -> Fidelity:
-    """Measure one pair."""
-    rows = min(len(dense.logits), len(other.logits))
-    return Fidelity(*compare_logits(dense.logits[:rows], other.logits[:rows]))
+def compare(dense: ProbeResult, other: ProbeResult) -> Seen:
+    """Compare an answer that was forced to that of dense prefill with it, over as many tokens as both have."""
+    return Seen.of(0, dense.logits, other.logits)
 
 
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:

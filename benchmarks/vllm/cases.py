@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoConfig
@@ -26,8 +25,8 @@ from benchmarks.vllm.team import team_case
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
 from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, team
 from kedge.bench.fidelity import Seen, summary
-from kedge.bench.flows import FlowWorkload, single_flow
-from kedge.bench.probe import method_named
+from kedge.bench.flows import FlowWorkload, single_flow, with_given
+from kedge.bench.probe import ChangingEngine, method_named
 from kedge.bench.shapes import load_model, to_compare
 from kedge.bench.vllm import (
     BLOCK,
@@ -39,17 +38,15 @@ from kedge.bench.vllm import (
     VllmCall,
     VllmLane,
     measure_flow,
-    with_given,
 )
-from kedge.engine.base import Engine, Stream
+from kedge.engine.base import Engine
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.reuse.guard.comparison import TOP, divergence
 from kedge.settings import EngineSettings
-from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Tokens
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.types import Completion, ReuseMode, Tokens
 from kedge.workloads import real
 from kedge.workloads.miniature import TASKS
 
@@ -124,32 +121,6 @@ def _divergences(dense: Completion, other: Completion) -> list[float]:
     return found
 
 
-class WithLogprobs(Engine):
-    """An engine that is asked for the log-probabilities of all answers, which a comparison reads."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self.tokenizer = engine, engine.tokenizer
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._engine.failure
-
-    def submit(self, request: GenerateRequest) -> Stream:
-        return self._engine.submit(replace(request, logprobs=TOP))
-
-    def cancel(self, request_id: RequestId) -> bool:
-        return self._engine.cancel(request_id)
-
-    def end_run(self, run: RunKey) -> None:
-        self._engine.end_run(run)
-
-    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        self._engine.forecast(changes, prompts)
-
-    def close(self) -> None:
-        """Do nothing: the engine's owner closes it."""
-
-
 def _total(score: TeamScore, count: Callable[[AgentScore], int]) -> int:
     return sum(map(count, score.agents.values()))
 
@@ -181,7 +152,7 @@ def scores(engine: Engine, settle: Callable[[], object], settings: AccuracySetti
     Dense prefill comes second: vLLM caches what it computes, and the same prompts would then be found in its prefix
     cache, with nothing left to translate.
     """
-    asked = engine if settings.model is None else WithLogprobs(engine)
+    asked = engine if settings.model is None else ChangingEngine(engine, partial(replace, logprobs=TOP))
     return {name: _compared(asked, settle, name, settings, progress) for name in settings.tasks}
 
 

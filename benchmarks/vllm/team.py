@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ttft import LEAD, TAIL, CopyMachine
+from kedge.bench.flows import with_given
 from kedge.bench.vllm import (
     KEDGE,
     SHARED,
@@ -29,7 +30,6 @@ from kedge.bench.vllm import (
     VllmCall,
     VllmLane,
     VllmTrial,
-    with_given,
 )
 from kedge.integrations.vllm.engine.requests import PluginMessage, expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER

@@ -1,4 +1,4 @@
-"""The papers' experiments: what their rows hold, how seeds are averaged, and the commands with their page."""
+"""The papers' experiments: what their rows hold, how seeds are averaged, and the commands."""
 
 from __future__ import annotations
 

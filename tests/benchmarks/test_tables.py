@@ -43,9 +43,21 @@ def test_every_measurement_has_a_quick_form(name: str) -> None:
     assert any("--quick" in parameter.opts for parameter in GROUP.commands[name].params)
 
 
+CLOSED = dict.fromkeys(tables.CLOSED_COLUMNS, 1234.5)
+BESIDE = {
+    "traces": {
+        "mooncake_conversation": {
+            "closed": {"48": {"lru": CLOSED, "kedge_host4": {**CLOSED, "ttft_p50_s": None}}},
+        }
+    },
+    "cost": {"us_per_request": 123.4, "ns_per_block": 1234.5, "ns_per_block_lru": 1234.5},
+}
+
+
 def made() -> Iterator[tuple[str, Any]]:
     """Every table of results that are stored, or that are as large as any."""
     yield "plain", tables.links({"mooncake_conversation": {"requests": 6000, "right": 0.99, "wrong": 0.006}})
+    yield "sessions, closed loop", next(tables.sessions_beside(BESIDE))
     yield "ttft", tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))
     yield "vllm, team", next(tables.vllm_team(stored("vllm-team.json")["team"]))
     yield "vllm, accuracy", next(tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"]))
@@ -72,3 +84,9 @@ def test_a_table_is_shown_in_one_piece(table: FittingTable) -> None:
     pieces = [cell for row in table.rows for cell in row] + [word for name in table.headings for word in name.split()]
     around = f" {text} ".replace("\n", " \n ")
     assert [piece for piece in pieces if f" {piece} " not in around] == []
+
+
+def test_the_costs_of_sessions_are_one_line() -> None:
+    *_, line = tables.sessions_beside(BESIDE)
+    assert line == "cost: 123 us per request, 1234 ns per block (LRU: 1234 ns)"
+    assert list(tables.sessions_beside({"traces": {"a": {}}})) == []

@@ -9,9 +9,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from kedge.bench.flows import with_given
 from kedge.bench.sessions.arrivals import QUICK, SessionBenchSettings
 from kedge.cli import checkout
-from kedge.cli.bench import bench, with_given
+from kedge.cli.bench import bench
 from kedge.cli.main import app
 
 MEASUREMENTS = typer.main.get_command(bench).commands  # type: ignore[attr-defined]

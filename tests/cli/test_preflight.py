@@ -64,16 +64,13 @@ def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPat
         preflight.require_packages("kedge x", ("nothing.at.all",), "extra")
 
 
-def test_a_file_is_no_folder_and_a_folder_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     preflight.require_file("--x", file)
-    preflight.require_folder("--x", tmp_path)
     preflight.require_parent("--x", file)
     with pytest.raises(ConfigError, match="is a folder, not a file"):
         preflight.require_file("--x", tmp_path)
-    with pytest.raises(ConfigError, match="is a file, not a folder"):
-        preflight.require_folder("--x", file)
     with pytest.raises(ConfigError, match="is a folder, not a file"):
         preflight.require_parent("--x", tmp_path)
     with pytest.raises(ModelNotFound):

@@ -87,16 +87,8 @@ def comparison() -> Comparison:
 
 
 RATES = dict.fromkeys(bench_tables.SESSION_COLUMNS, 0.1234)
-CLOSED = dict.fromkeys(bench_tables.CLOSED_COLUMNS, 1234.5)
 SESSIONS = {
-    "traces": {
-        "mooncake_conversation": {
-            "open": {"48": {"0.05": RATES, "1": RATES}},
-            "closed": {"48": {"lru": CLOSED, "kedge_host4": {**CLOSED, "ttft_p50_s": None}}},
-            "ceiling": {"48": 0.9876},
-        }
-    },
-    "cost": {"us_per_request": 123.4, "ns_per_block": 1234.5, "ns_per_block_lru": 1234.5},
+    "traces": {"mooncake_conversation": {"open": {"48": {"0.05": RATES, "1": RATES}}, "ceiling": {"48": 0.9876}}}
 }
 
 
@@ -135,12 +127,6 @@ def test_a_table_is_shown_in_one_piece(table: FittingTable) -> None:
     pieces = [cell for row in table.rows for cell in row] + [word for name in table.headings for word in name.split()]
     around = f" {text} ".replace("\n", " \n ")
     assert [piece for piece in pieces if f" {piece} " not in around] == []
-
-
-def test_the_line_of_costs_fits() -> None:
-    line = bench_tables.session_cost(SESSIONS["cost"])
-    assert line == "cost: 123 us per request, 1234 ns per block (LRU: 1234 ns)"
-    assert len(line) <= WIDTH
 
 
 def test_columns_that_find_no_room_follow_below_with_the_names_of_their_rows() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from kedge.types import (
     AgentId,
@@ -141,3 +142,8 @@ def spread(values: Iterable[float], digits: int) -> dict[str, float]:
     ordered = sorted(values)
     picked = {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
     return {name: round(value, digits) for name, value in picked.items()}
+
+
+def with_given(settings: Any, **given: object) -> Any:
+    """Return settings with the values that are not None."""
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})

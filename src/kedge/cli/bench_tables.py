@@ -32,13 +32,6 @@ SESSION_COLUMNS = {
     "kedge_fixed": "fixed given",
 }
 """Figure -> heading."""
-CLOSED_COLUMNS = {
-    "hit": "hit rate",
-    "turns_per_min": "turns per min",
-    "ttft_p50_s": "TTFT p50 s",
-    "ttft_p99_s": "TTFT p99 s",
-}
-"""Figure -> heading."""
 
 
 def fidelity(data: Row) -> FittingTable:
@@ -115,14 +108,10 @@ VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {"cycle": vllm_f
 
 
 def sessions(data: Row) -> Iterator[RenderableType]:
-    """Yield the tables of every trace: hit rates by capacity, and where measured the closed loop, and the costs."""
+    """Yield the tables of every trace: hit rates by capacity."""
     for name, trace in data["traces"].items():
         for live, cells in trace["open"].items():
             yield _open_loop(f"{name}, {live} live", cells, trace["ceiling"][live])
-        if trace.get("closed"):
-            yield _closed_loop(name, trace["closed"])
-    if "cost" in data:
-        yield session_cost(data["cost"])
 
 
 def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> FittingTable:
@@ -130,24 +119,3 @@ def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> FittingTa
     columns = list(next(iter(cells.values())))
     rows = [[share, *(f"{row[column]:.3f}" for column in columns)] for share, row in cells.items()]
     return FittingTable(title, ("cache", *(SESSION_COLUMNS[column] for column in columns)), rows)
-
-
-def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> FittingTable:
-    """Return the table of the closed loop, in which a session's next request waits for its answer."""
-    rows = [
-        [count, system, *(_figure(row[column]) for column in CLOSED_COLUMNS)]
-        for count, systems in live.items()
-        for system, row in systems.items()
-    ]
-    headings = ("live", "system", *CLOSED_COLUMNS.values())
-    return FittingTable(f"{name}, closed loop", headings, rows, keys=2, left=frozenset({"system"}))
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def session_cost(cost: Row) -> str:
-    """Return a line with the costs of caching by session."""
-    per_block = f"{cost['ns_per_block']:.0f} ns per block (LRU: {cost['ns_per_block_lru']:.0f} ns)"
-    return f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"

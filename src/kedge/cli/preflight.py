@@ -19,12 +19,6 @@ def require_file(option: str, file: Path | None) -> None:
         raise ConfigError(option, str(file), "is a folder, not a file" if file.is_dir() else "no such file")
 
 
-def require_folder(option: str, folder: Path | None) -> None:
-    """Raise `ConfigError` for a folder that does not exist; None is an option that was not given."""
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(option, str(folder), "is a file, not a folder" if folder.exists() else "no such folder")
-
-
 def require_parent(option: str, file: Path | None) -> None:
     """Raise `ConfigError` for a file with no parent folder, or a path that is a folder."""
     if file is None:

