@@ -96,7 +96,7 @@ def tables() -> Iterator[tuple[str, Any]]:
     """Every table that the commands make, with results that are stored or as large as any."""
     yield "run", run.receipts(run_result("an agent of a longer name", 10_000))
     yield "run --inputs", questions.reuse_table([run_result("solver", 500 * at) for at in range(23)])
-    yield "demo", demo.score_table("interpolate", comparison())
+    yield "demo", demo.score_table(comparison())
     for table in bench_tables.sessions(SESSIONS):
         if isinstance(table, FittingTable):
             yield "bench sessions", table
@@ -146,7 +146,7 @@ def test_only_a_name_without_room_is_folded() -> None:
 @pytest.mark.parametrize(
     ("bars", "what", "note"),
     [
-        (demo.progress_bars, "translated, interpolate", "accuracy 100%, reuse 100%"),
+        (demo.progress_bars, "dense prefill", "accuracy 100%, reuse 100%"),
         (questions.progress_bar, "questions", "100% translated"),
     ],
 )
