@@ -18,7 +18,7 @@ from kedge.bench.flows import with_given
 from kedge.cli import options
 from kedge.cli.options import Device, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
-from kedge.cli.results import earlier, save, write
+from kedge.cli.results import save, write
 from kedge.errors import ConfigError
 from kedge.models import bundled
 
@@ -342,9 +342,24 @@ def _measured(
     return trials
 
 
+def _earlier(file: Path | None) -> Any:
+    """Return what a file of results holds, None where there is no such file yet.
+
+    Raises `ConfigError` where no file was given, or for one that is not JSON.
+    """
+    if file is None:
+        raise ConfigError("resume", True, "needs --json, the file with earlier results")
+    if not file.exists():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("json", str(file), f"is not valid JSON: {error}") from error
+
+
 def _saved(file: Path | None, study: Study, settings: StudySettings) -> Mapping[str, Any]:
     """Return the file's results of this study. Raises `ConfigError` where it holds other results."""
-    saved = earlier(file)
+    saved = _earlier(file)
     if saved is None:
         return _NOTHING
     wanted = json.loads(json.dumps({"study": study.name, "settings": settings.as_json()}))

@@ -132,10 +132,6 @@ def heard_questions(asked: LoadTeam, heard: list[str], client: str) -> Iterator[
         yield question
 
 
-def test_what_is_done_is_not_measured_again_and_loads_no_model() -> None:
-    assert not list(measure(LoadSettings(), Selection(("32m",), (1,)), done=lambda _: True))
-
-
 def test_a_run_that_fails_is_counted_and_its_client_goes_on(tiny: LoadTeam) -> None:
     def asked(client: str) -> Iterator[str]:
         return chain([" "], islice(tiny.questions(client), 1), [" "])

@@ -46,29 +46,3 @@ def test_the_table_fits_80_columns(cli: CliRunner) -> None:
     assert max(map(len, lines)) <= 80
     assert any(line.split()[:2] == ["2", "translate"] for line in lines)
     assert "…" not in done.stdout
-
-
-def test_it_goes_on_where_a_file_ends(cli: CliRunner, tmp_path: Path) -> None:
-    file = tmp_path / "load.json"
-    again = [*SHORT, "--json", str(file), "--resume"]
-    assert cli.invoke(app, [*again, "--mode", "off"]).exit_code == 0
-    first = json.loads(file.read_text())["cases"]["nano"]["2"]
-    assert list(first) == ["off"]
-    assert cli.invoke(app, [*again, "--mode", "off", "--mode", "exact"]).exit_code == 0
-    both = json.loads(file.read_text())["cases"]["nano"]["2"]
-    assert list(both) == ["off", "exact"]
-    assert both["off"] == first["off"]
-
-
-def test_it_does_not_go_on_from_other_settings(cli: CliRunner, tmp_path: Path) -> None:
-    file = tmp_path / "load.json"
-    file.write_text(json.dumps({"settings": {"seconds": 5}, "cases": {}}))
-    done = cli.invoke(app, [*SHORT, "--json", str(file), "--resume"])
-    assert done.exit_code == 2
-    assert "other settings" in done.output
-
-
-def test_resume_needs_a_file(cli: CliRunner) -> None:
-    done = cli.invoke(app, [*SHORT, "--resume"])
-    assert done.exit_code == 2
-    assert "needs --json" in done.output

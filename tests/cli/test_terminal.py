@@ -146,7 +146,7 @@ def test_only_a_name_without_room_is_folded() -> None:
 @pytest.mark.parametrize(
     ("bars", "what", "note"),
     [
-        (demo.progress_bars, "dense prefill", "accuracy 100%, reuse 100%"),
+        (questions.progress_bar, "dense prefill", "accuracy 100%, reuse 100%"),
         (questions.progress_bar, "questions", "100% translated"),
     ],
 )

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, compare_logits
+from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
 from kedge.engine.local.model.passes import PromptPiece, one_pass, storage_for
@@ -49,7 +49,6 @@ from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Workload
 
 TENANT = TenantId("fidelity")
-DENSE = Method(ReuseMode.OFF)
 Note = Callable[[str], None]
 
 
@@ -91,8 +90,6 @@ class FidelitySettings:
     """First questions that are served alone, for their times"""
     at_once: int = 8
     """Questions side by side after these"""
-    agents: int | None = None
-    """The first of the team and its last; None: all"""
     curve: tuple[int, ...] = ()
     """Also measure methods with anchors after so many samples, in place of after `taught`"""
     engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_memory": 512 << 20})
@@ -222,11 +219,11 @@ class DenseTeam:
 
     def __init__(self, workload: Workload, loaded: Loaded, settings: FidelitySettings) -> None:
         self._workload, self._runner = workload, loaded[0]
-        flow = workload.workflow(settings.agents)
+        flow = workload.workflow()
         shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
         self._flow: Workflow = replace(flow, agents=tuple(shorter))
         self._probe = Probe(rows=settings.tokens)
-        self.engine = DENSE.open(loaded, components=self._probe.components, **settings.engine)
+        self.engine = SERVED["dense"].open(loaded, components=self._probe.components, **settings.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 

@@ -413,10 +413,9 @@ class Selection:
 def measure(
     settings: LoadSettings,
     selection: Selection,
-    done: Callable[[Key], bool] = lambda _: False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """Yield the figures of each combination that is not `done`, as soon as they are there. Raises `ConfigError`."""
+    """Yield the figures of each combination as soon as they are there. Raises `ConfigError`."""
     known = case_names(settings.model_size)
     for case in selection.cases:
         if case not in known:
@@ -426,21 +425,17 @@ def measure(
             raise ConfigError("clients", clients, "must be at least 1")
     settings.engine()
     for case in selection.cases:
-        keys = [(case, clients, mode) for clients, mode in product(selection.clients, selection.modes)]
-        keys = [key for key in keys if not done(key)]
-        if not keys:
-            continue
         progress(f"{case}: loading and warming up")
         loaded, threads = team(case, settings.model_size, settings.device, settings.seed), torch.get_num_threads()
         torch.set_num_threads(loaded.threads or threads)
         try:
             with loaded.engine(settings) as engine:
                 warm(engine, loaded.flow, loaded.questions)
-            for key in keys:
-                progress(f"{case}: {key[1]} clients, {key[2]}")
+            for clients, mode in product(selection.clients, selection.modes):
+                progress(f"{case}: {clients} clients, {mode}")
                 loaded.runner.graphs = None  # CUDA graphs keep the storage of theirs
                 gc.collect()  # earlier engines are reference cycles
-                yield key, load(loaded, settings, key[1], key[2]).as_json()
+                yield (case, clients, mode), load(loaded, settings, clients, mode).as_json()
         finally:
             torch.set_num_threads(threads)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
@@ -17,12 +17,9 @@ from kedge.cli import bench_tables as tables
 from kedge.cli import checkout, options
 from kedge.cli.options import Device, Json, ModelSize, Plot
 from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
-from kedge.cli.results import earlier, save, write
+from kedge.cli.results import save, write
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
-
-if TYPE_CHECKING:
-    from kedge.bench.load import Key, LoadSettings
 
 Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """Case -> clients -> mode -> figures of `kedge bench load`."""
@@ -246,7 +243,6 @@ def load(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after each run.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the results in the --json file, and go on.")] = False,
 ) -> None:
     """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
     require_outputs(json_file)
@@ -260,33 +256,13 @@ def load(
         tuple(clients or ((1, 8) if quick else Selection.clients)),
         tuple(mode or Selection.modes),
     )
-    console, leaves = Console(), _saved(json_file, settings) if resume else {}
+    console, leaves = Console(), Leaves()
     with console.status("load") as status:
-        for key, figures in measure(settings, selection, lambda key: _has(leaves, key), status.update):
-            _put(leaves, key, figures)
+        for (name, many, how), figures in measure(settings, selection, status.update):
+            leaves.setdefault(name, {}).setdefault(str(many), {})[how.value] = figures
             if json_file:
                 write(json_file, {"settings": asdict(settings), "cases": leaves})
     for name in selection.cases:
         console.print(tables.load(name, settings.seconds, leaves[name]))
     if json_file:
         console.print(f"results: {json_file}")
-
-
-def _has(leaves: Leaves, key: Key) -> bool:
-    case, clients, mode = key
-    return mode in leaves.get(case, {}).get(str(clients), {})
-
-
-def _put(leaves: Leaves, key: Key, figures: dict[str, Any]) -> None:
-    case, clients, mode = key
-    leaves.setdefault(case, {}).setdefault(str(clients), {})[mode.value] = figures
-
-
-def _saved(file: Path | None, settings: LoadSettings) -> Leaves:
-    """Return the file's results. Raises `ConfigError` where it holds other results."""
-    saved = earlier(file)
-    if saved is None:
-        return {}
-    if not isinstance(saved, dict) or saved.get("settings") != asdict(settings) or "cases" not in saved:
-        raise ConfigError("json", str(file), "holds results of another benchmark or of other settings")
-    return saved["cases"]

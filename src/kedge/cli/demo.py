@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from kedge.cli.options import Json, Model
 from kedge.cli.preflight import require_model, require_outputs
+from kedge.cli.questions import progress_bar
 from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
 from kedge.models import bundled
@@ -76,7 +77,7 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
     if model is None or bundled(model):
         torch.set_num_threads(1)  # bundled models are too small for two: they would mostly wait for each other
     workload, asked = team(task, count, seed)
-    with progress_bars(console) as progress, LocalEngine(model) as engine:
+    with progress_bar(console, 8) as progress, LocalEngine(model) as engine:
         if engine.translation_refusal:
             raise TranslationRefused("model", str(model), engine.translation_refusal)
         dense, translated = (
@@ -84,12 +85,6 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
             for mode, name in ((ReuseMode.OFF, "dense prefill"), (ReuseMode.TRANSLATE, "translated"))
         )
     return Comparison(dense, translated)
-
-
-def progress_bars(console: Console) -> Progress:
-    """Return progress bars that fit 80 columns with their notes."""
-    columns = (TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kedge.cli.tables import FittingTable
 from kedge.errors import KedgeError, RequestError
@@ -117,10 +117,10 @@ def run_all(
             progress.update(bar, advance=1, note=f"{reuse.translated / reuse.prompt:.0%} translated")
 
 
-def progress_bar(console: Console) -> Progress:
+def progress_bar(console: Console, width: int = 20) -> Progress:
     """Return a progress bar that fits 80 columns with its note."""
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console)
+    columns = (TextColumn("{task.description}"), BarColumn(width), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 def reuse_table(results: Sequence[RunResult]) -> FittingTable:

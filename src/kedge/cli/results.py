@@ -7,12 +7,10 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from kedge import __version__
-from kedge.errors import ConfigError
 
 
 def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
@@ -28,21 +26,6 @@ def write(file: Path, results: Mapping[str, object]) -> None:
     partial = file.with_name(f"{file.name}.part")
     partial.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)
-
-
-def earlier(file: Path | None) -> Any:
-    """Return what a file of results holds, None where there is no such file yet.
-
-    Raises `ConfigError` where no file was given, or for one that is not JSON.
-    """
-    if file is None:
-        raise ConfigError("resume", True, "needs --json, the file with earlier results")
-    if not file.exists():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("json", str(file), f"is not valid JSON: {error}") from error
 
 
 def _machine() -> dict[str, object]:
