@@ -11,6 +11,7 @@ wide, and are dropped with the questions that they belong to.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -290,6 +291,8 @@ def measure(
     if len(questions) < lessons + settings.questions:
         why = f"with those learned from before it takes {lessons + settings.questions}, and there are {len(questions)}"
         raise ConfigError("questions", settings.questions, why)
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc would keep freed logits, gigabytes, for what never comes
+        libc.mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD
     note("loading the model")
     loaded = load_model(settings.model, to_compare(**settings.engine))
     if loaded[0].refusal:
@@ -311,9 +314,9 @@ def measure(
                 note(f"{name} learns")
                 one.teach(asked)
         counted = numbered[lessons:]
-        alone = [[one] for one in counted[: settings.timed]]
         starts = range(settings.timed, len(counted), settings.at_once)
-        for some in (*alone, *(counted[at : at + settings.at_once] for at in starts)):
+        together = [counted[at : at + settings.at_once] for at in starts]
+        for some in (*([one] for one in counted[: settings.timed]), *together):
             timed = some[0][0] < settings.timed
             asked = list(pool.map(team.answer, some))
             if timed:
