@@ -291,8 +291,6 @@ def measure(
     if len(questions) < lessons + settings.questions:
         why = f"with those learned from before it takes {lessons + settings.questions}, and there are {len(questions)}"
         raise ConfigError("questions", settings.questions, why)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc would keep freed logits, gigabytes, for what never comes
-        libc.mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD
     note("loading the model")
     loaded = load_model(settings.model, to_compare(**settings.engine))
     if loaded[0].refusal:
@@ -325,6 +323,7 @@ def measure(
             asked = [replace(one, results=tuple(replace(of, kv=None) for of in one.results)) for one in asked]
             for one in served.values():
                 one.ask(asked, timed=timed)
+            getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc would keep gigabytes of freed logits
             note(f"{some[-1][0] + 1} of {settings.questions} questions")
         return {
             "dense": {"ttft_ms": median(team.ttft_ms) if team.ttft_ms else None},
