@@ -30,7 +30,6 @@ MISTAKES = {
     ("serve", "--api-keys", "none.toml"): "--api-keys='none.toml'",
     ("demo", "--model", "nowhere"): NO_MODEL,
     ("demo", "--task", "chess"): "--task='chess': must be one of math, choice, code",
-    ("demo", "--plot", "no/plot.png"): "--plot='no/plot.png': its folder does not exist",
     ("bench", "ttft", "--json", "no/where.json"): NO_FOLDER,
     ("bench", "workflow", "--json", "no/where.json"): NO_FOLDER,
     ("bench", "load", "--json", "no/where.json"): NO_FOLDER,

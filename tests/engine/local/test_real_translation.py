@@ -170,7 +170,7 @@ class Serving:
         team, questions = real.load("reading")
         flow = team.workflow()
         flow = replace(flow, agents=tuple(replace(agent, max_tokens=ANSWER) for agent in flow.agents))
-        recorder = Recorder(self.engine, self.probe, kv=True)
+        recorder = Recorder(self.engine, self.probe, lambda request: request, kv=True)
         run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
         self.engine.wait_idle()
         return [one.result() for one in recorder.pending]
