@@ -29,8 +29,9 @@ def test_of_a_role_never_seen_only_answers_are_translated_and_that_without_ancho
     workload, questions = load("math", None, 0)
     some = list(enumerate(islice(questions, 6), -5))
     loaded = load_model(None, EngineSettings())
-    sizes = FidelitySettings(agents=2, tokens=32)
+    sizes = FidelitySettings(tokens=32)
     team = DenseTeam(workload, loaded, sizes)
+    team._flow = workload.workflow(2)
     with team.engine:
         *known, asked = [team.answer(one, kv=False) for one in some]
         team._flow = reworded(team._flow)
