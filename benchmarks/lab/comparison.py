@@ -27,8 +27,7 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from benchmarks.lab.methods import METHODS, fitting_model
-from kedge.bench.fidelity import Seen
-from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, method_named
+from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, constrained, method_named
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.runner.run import AgentResult, RunResult, run
 from kedge.types import (
@@ -45,11 +44,6 @@ from kedge.types import (
 from kedge.workflow.graph import Workflow
 from kedge.workflow.template import CompiledAgent, Value, compile_agents
 from kedge.workloads.base import QUESTION, Question, Workload
-
-
-def compare(dense: ProbeResult, other: ProbeResult) -> Seen:
-    """Compare an answer that was forced to that of dense prefill with it, over as many tokens as both have."""
-    return Seen.of(0, dense.logits, other.logits)
 
 
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
@@ -294,16 +288,14 @@ class Lab:
     def _answer_densely(self, numbered: tuple[int, Question]) -> DenseAnswers:
         number, question = numbered
         run_id = RunId(f"question-{next(self._asked)}")
-        recorder = Recorder(self._dense.engine, self._dense.probe, partial(self._constrained, question), kv=False)
+        recorder = Recorder(
+            self._dense.engine, self._dense.probe, partial(constrained, self._workload, question), kv=False
+        )
         dense = _run(recorder, self._flow, question, ReuseMode.OFF, TenantId("dense"))
         results = [pending.result() for pending in recorder.pending]
         judge = self._judge(results, question, run_id) if self._settings.judged else None
         choice = self._choice(judge, self._dense) if judge else None
         return DenseAnswers(number, question, run_id, dense, results, judge, choice)
-
-    def _constrained(self, question: Question, request: GenerateRequest) -> GenerateRequest:
-        grammar = self._workload.grammar(request.agent, question)
-        return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
     def _judged(self, bench: MethodBench, asked: DenseAnswers) -> Choice:
         assert asked.judge
@@ -312,7 +304,7 @@ class Lab:
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         runs = MethodRuns()
-        recorder = Recorder(bench.engine, bench.probe, partial(self._constrained, asked.question), kv=False)
+        recorder = Recorder(bench.engine, bench.probe, partial(constrained, self._workload, asked.question), kv=False)
         began = time.perf_counter()
         result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
         bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too

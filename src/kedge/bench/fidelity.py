@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits
+from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits, constrained
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
 from kedge.engine.local.model.passes import PromptPiece, one_pass, storage_for
@@ -231,15 +231,10 @@ class DenseTeam:
     def answer(self, numbered: tuple[int, Question], *, kv: bool = True) -> Asked:
         """Let the team answer a question."""
         number, question = numbered
-        recorder = Recorder(self.engine, self._probe, partial(self._constrained, question), kv=kv)
-        inputs = {QUESTION: question.text}
-        run(recorder, self._flow, inputs, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
+        recorder = Recorder(self.engine, self._probe, partial(constrained, self._workload, question), kv=kv)
+        run(recorder, self._flow, {QUESTION: question.text}, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
         return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))
-
-    def _constrained(self, question: Question, request: GenerateRequest) -> GenerateRequest:
-        grammar = self._workload.grammar(request.agent, question)
-        return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
     def measure_yardsticks(self, asked: Iterable[Asked]) -> None:
         """Compare what the readers' answers are over rounded KV, and drop the KV."""

@@ -29,6 +29,7 @@ from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, Planne
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.graph import Workflow
+from kedge.workloads.base import Question, Workload
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,12 @@ class ProbedRequest:
         logits = torch.stack([rows[at] for at in range(len(rows))])
         rows.clear()  # a vocabulary wide each: they are not kept twice
         return ProbeResult(self.request, completion, logits, self._probe.watched.kv)
+
+
+def constrained(workload: Workload, question: Question, request: GenerateRequest) -> GenerateRequest:
+    """Return a request whose answer has to conform to what its workload says of the question."""
+    grammar = workload.grammar(request.agent, question)
+    return replace(request, sampling=replace(request.sampling, grammar=grammar))
 
 
 class ChangingEngine(Engine):

@@ -63,7 +63,7 @@ def fidelity_notes(data: Row) -> str:
     timed = "" if dense is None else f" TTFT: the median of calls served alone; by dense prefill {dense:.0f} ms."
     return (
         "Above: the prompt's KV rounded, nothing else changed; fp8 e4m3 is vLLM's --kv-cache-dtype fp8. Below: "
-        f"methods. Answers are forced to those of dense prefill; same: all tokens are the likeliest ones.{timed}"
+        f"methods. Answers are forced to those of dense prefill; same: the share of which no token changes.{timed}"
     )
 
 

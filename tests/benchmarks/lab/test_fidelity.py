@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lab.comparison import compare, consistency, shuffled
+from benchmarks.lab.comparison import consistency, shuffled
+from kedge.bench.fidelity import Seen
 from kedge.bench.probe import ProbeResult, compare_logits
 from kedge.types import GenerateRequest, SampleId, Segment
 
@@ -50,7 +51,7 @@ def sight(rows: int, seed: int) -> ProbeResult:
 
 def test_as_many_rows_as_both_have() -> None:
     dense, other = sight(5, 0), sight(3, 1)
-    assert compare(dense, other).kl == compare_logits(dense.logits[:3], other.logits)[0]
+    assert Seen.of(0, dense.logits, other.logits).kl == compare_logits(dense.logits[:3], other.logits)[0]
 
 
 @settings(max_examples=30)
