@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
-from kedge.server.metrics import COUNTERS, DISK_COUNTERS, GAUGES
+from kedge.server.metrics import COUNTERS, GAUGES
 from kedge.settings import ServerSettings, Settings
 from tests.server.conftest import FLOW, YAML, serving
 
@@ -39,8 +39,7 @@ class CachingEcho(EchoEngine):
     """An engine without a cache that shows the figures of one."""
 
     def inspect(self) -> dict[str, Any]:
-        figures = dict.fromkeys([*COUNTERS, *GAUGES], 1)
-        return {"cache": {**figures, "disk": dict.fromkeys(DISK_COUNTERS, 1)}}
+        return {"cache": dict.fromkeys([*COUNTERS, *GAUGES], 1)}
 
     def inspect_tenants(self, *_: object) -> dict[str, Any]:
         return {}

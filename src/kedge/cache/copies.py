@@ -1,4 +1,4 @@
-"""The contracts between the cache and those who carry blocks between its tiers: the copier, and the files behind them.
+"""The contract between the cache and the copier of blocks between its tiers.
 
 The cache never copies. It hands a `Copy` to a `Copier` and learns of its end by `drain`; between the two calls the
 target blocks belong to the copy.
@@ -6,12 +6,10 @@ target blocks belong to the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
-
-from kedge.types import Namespace
 
 CopyBeginning = Callable[[int, int, int], None]
 """(source, target, tokens): copies the KV of the first tokens of a device block to another one, before anything that is
@@ -90,65 +88,4 @@ class Copier(Protocol):
         """
 
     def drain(self) -> list[Copied]:
-        """Return what has ended since the last call. Does not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileWrite:
-    """An order: the content of host `blocks` to a new file."""
-
-    name: str
-    parent: str
-    """The name of the file before it; empty for the first of a prompt"""
-    used: int
-    """Blocks of the file before it that come before it"""
-    namespace: Namespace
-    key: bytes
-    """The blocks' token ids as int32 bytes"""
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FileRead:
-    """An order: blocks [start, stop) of each of these files `(name, start, stop)`, in order, to host `targets`."""
-
-    read_id: int
-    parts: tuple[tuple[str, int, int], ...]
-    targets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FileDone:
-    """The end of an order. From now on nothing of it reads or writes blocks."""
-
-    order: FileWrite | FileRead
-    blocks: int
-    """Leading blocks that were written, all or none, or read"""
-    damaged: str = ""
-    """The file that a read found damaged or missing"""
-    is_damage: bool = False
-    """Whether it had another content than was written, rather than being gone or unreadable"""
-    seconds: float = 0.0
-
-
-class BlockFiles(Protocol):
-    """Writes and reads files of blocks on another thread; all methods are called by the thread that owns the cache.
-
-    Every write and read ends exactly once, reads before writes, writes and deletions in their order. A write whose
-    blocks change before it has read them ends without a block.
-    """
-
-    def stored(self) -> list[FileWrite]:
-        """Return what is stored, each after its parent and the least recently used first, without `blocks`."""
-
-    def write(self, order: FileWrite) -> None:
-        """Queue a write. Returns at once and does not raise."""
-
-    def read(self, order: FileRead) -> None:
-        """Queue a read. Returns at once and does not raise."""
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Queue the deletion of files, in this order."""
-
-    def drain(self) -> list[FileDone]:
         """Return what has ended since the last call. Does not wait."""

@@ -22,8 +22,6 @@ class Reason(StrEnum):
     DEMAND = "demand"
     PREFETCH = "prefetch"
     BACKUP = "backup"
-    DISK = "disk"
-    """For what comes back from the disk."""
     LIMIT = "limit"
     """A tenant had as many host blocks as it may."""
     AHEAD = "ahead"
@@ -77,12 +75,6 @@ class CacheStats:
     host_cached_blocks: int = 0
     offloading_blocks: int = 0
     """Host blocks that a transfer is writing, or is going to."""
-    reading_blocks: int = 0
-    """Host blocks that are being read from the disk."""
-    disk_blocks: int = 0
-    """Blocks on disk, or on their way there."""
-    disk: Mapping[str, float] = field(default_factory=dict)
-    """What the disk tier did since its start, in blocks (see `DiskCounts`); empty without one."""
 
 
 @dataclass(slots=True)

@@ -57,8 +57,6 @@ class Demands:
         """Load what of the prefix is on the host, or joins the loads under way; see `CacheManager.demand`."""
         demand = self._waiting.get(request_id)
         if demand is None:
-            if self._tiers.disk and self._tiers.disk.must_wait(request_id, namespace, tokens):
-                return Readiness.LOADING
             node = self._tiers.tree.end(namespace, tokens)
             if node is None or node.blocks[DEVICE]:
                 return Readiness.READY
@@ -68,8 +66,6 @@ class Demands:
 
     def withdraw(self, request_id: RequestId) -> None:
         """Forget a request that is being admitted, or was cancelled. What is on its way still comes."""
-        if self._tiers.disk:
-            self._tiers.disk.forget(request_id)
         demand = self._waiting.pop(request_id, None)
         if demand and (node := demand.handle.node):
             self._tiers.tree.want(node, -1)

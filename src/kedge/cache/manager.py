@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from kedge.cache.copies import BlockFiles, Copier, CopyBeginning, Direction
+from kedge.cache.copies import Copier, CopyBeginning, Direction
 from kedge.cache.counters import CacheStats, Reason
 from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
@@ -146,12 +146,11 @@ class CacheManager:
         tiers: TierSettings | None = None,
         copier: Copier | None = None,
         block_bytes: int = 1,
-        files: BlockFiles | None = None,
         copy_beginning: CopyBeginning | None = None,
     ) -> None:
-        """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV. What `files`
-        have on the disk is known from the start. Without `copy_beginning` only whole blocks are reused. Raises
-        `ConfigError` for sizes below one, or a host tier without a copier.
+        """Begin with an empty cache; `block_size` is in tokens, `block_bytes` the size of one block's KV. Without
+        `copy_beginning` only whole blocks are reused. Raises `ConfigError` for sizes below one, or a host tier without
+        a copier.
         """
         sizes = {"block_size": block_size, "block_bytes": block_bytes, "num_blocks": num_blocks}
         for name, size in sizes.items():
@@ -162,7 +161,7 @@ class CacheManager:
         def lost(node: TreeNode) -> None:
             self._prefetcher.consider(node)
 
-        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes, files)
+        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes)
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._prefetcher = Prefetcher(self.tiers, self._probability)
@@ -367,7 +366,7 @@ class CacheManager:
         Returns whether any copy has ended. Call this in every step, whatever the queue, and from time to time while
         nothing runs but copies do.
         """
-        ended = self.tiers.land()
+        ended = bool(self.tiers.drain())
         self._prefetcher.due |= ended
         if not self._demands.retry():
             self._prefetcher.start()
@@ -387,7 +386,7 @@ class CacheManager:
     @property
     def transferring(self) -> bool:
         """Whether a copy is queued or under way: blocks may come free without any request ending."""
-        return self.tiers.busy
+        return bool(self.tiers.pending())
 
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` that took `seconds`, which a load has to beat."""
@@ -412,8 +411,8 @@ class CacheManager:
     # upkeep ---------------------------------------------------------------------------------------------------
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget what no lease and no copy holds, on disk too; None is all namespaces. Returns how many blocks went."""
-        spaces = self.tiers.namespaces() if namespace is None else {namespace}
+        """Forget what no lease and no copy holds; None is all namespaces. Returns how many blocks went."""
+        spaces = self._tree.namespaces() if namespace is None else {namespace}
         return sum(self.tiers.clear(space) for space in spaces)
 
     def stats(self) -> CacheStats:
@@ -433,7 +432,6 @@ class CacheManager:
             host_free_blocks=host,
             host_cached_blocks=host_cached,
             offloading_blocks=offloading,
-            **(tiers.disk.stats() if tiers.disk else {}),
         )
 
     def check_integrity(self) -> None:

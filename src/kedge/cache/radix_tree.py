@@ -107,11 +107,6 @@ class RadixTree:
         """Iterate over every node that holds blocks, parents first."""
         return (node for root in self._roots.values() for node in root.subtree() if node.parent is not None)
 
-    def find(self, namespace: Namespace, key: bytes, tier: Tier | None) -> Walk | None:
-        """Return the longest prefix of `key` that `tier`, or any tier, holds; None for an unknown namespace."""
-        root = self._roots.get(namespace)
-        return None if root is None else self.descend(root, key, tier)
-
     def descend(self, root: TreeNode, key: bytes, tier: Tier | None) -> Walk:
         """Return the longest prefix of `key` below `root` that `tier`, or any tier, holds."""
         node, at = root, 0
@@ -139,7 +134,8 @@ class RadixTree:
 
     def walk(self, namespace: Namespace, tokens: Sequence[int], tier: Tier | None = None) -> Walk | None:
         """Return the longest prefix that `tier`, or any tier, holds; None for an unknown namespace. Changes nothing."""
-        return self.find(namespace, self.pack(tokens), tier)
+        root = self._roots.get(namespace)
+        return None if root is None else self.descend(root, self.pack(tokens), tier)
 
     def end(self, namespace: Namespace, tokens: Sequence[int]) -> TreeNode | None:
         """Return the node that ends the longest prefix that any tier holds, split off where needed; None if none."""

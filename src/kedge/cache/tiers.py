@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kedge.cache.block_pool import BlockPool, TierPools
-from kedge.cache.copies import BlockFiles, Copied, Copier, Copy, Direction, Outcome, Purpose
+from kedge.cache.copies import Copied, Copier, Copy, Direction, Outcome, Purpose
 from kedge.cache.counters import Reason
-from kedge.cache.disk import DiskLimits, DiskTier
 from kedge.cache.node import DEVICE, HOST, Handle, State, Tier, Transfer, TreeNode
 from kedge.cache.radix_tree import Allowed, RadixTree
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -214,12 +213,11 @@ class Tiers:
         copier: Copier | None,
         on_lost: Callable[[TreeNode], None],
         block_bytes: int,
-        files: BlockFiles | None = None,
     ) -> None:
         """Begin with empty tiers; `on_lost` is called with every node that has left the device.
 
-        `block_bytes` is the size of one block's KV; `files` are on the disk behind the host tier. Raises `ConfigError`
-        for a host tier without a copier, or with memory for not a single block.
+        `block_bytes` is the size of one block's KV. Raises `ConfigError` for a host tier without a copier, or with
+        memory for not a single block.
         """
         self.host_blocks = settings.host_pool_size(block_bytes)
         if self.host_blocks and copier is None:
@@ -231,10 +229,6 @@ class Tiers:
         self.transfers = TransferQueue(copier, settings, block_bytes)
         self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
-        self.disk: DiskTier | None = None
-        if files and self.host_blocks:
-            limits = DiskLimits.of(settings, block_bytes)
-            self.disk = DiskTier(self.pools, self.cost, files, limits, self.backups.limits)
         self._landed: list[Transfer] = []
         """Loads whose copy has ended while the load of their ancestors has not."""
 
@@ -282,8 +276,6 @@ class Tiers:
         for transfer in self.transfers.pending():
             if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:
                 self.cancel(transfer)
-        if self.disk:
-            self.disk.clear(namespace)
         removed = self.tree.clear(namespace)
         self.pools.release(removed)
         return sum(len(one.blocks) for one in removed)
@@ -303,20 +295,6 @@ class Tiers:
             self._land(ready, ok=True)
             ended.append(ready)
         return ended
-
-    def land(self) -> bool:
-        """Land what has been copied, or read from the disk. Returns whether anything has."""
-        came = self.disk is not None and self.disk.drain()
-        return bool(self.drain()) or came
-
-    def namespaces(self) -> set[Namespace]:
-        """Return the namespaces of which any tier, or the disk, holds something."""
-        return {*self.tree.namespaces(), *(self.disk.namespaces() if self.disk else ())}
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is on its way between the tiers, or a request waits for the disk."""
-        return bool(self.pending()) or (self.disk is not None and self.disk.is_awaited)
 
     def _observe(self, transfer: Transfer, copied: Copied) -> None:
         if not copied.ok:
@@ -345,8 +323,6 @@ class Tiers:
         self._settle(transfer, ok, corrupt)
         if not transfer.is_load:
             self.counters.ended(transfer, Outcome.COMPLETED)
-            if self.disk and ok:
-                self.disk.store(transfer.end)
             self.backups.retry()
         elif transfer.live:
             self.tree.touch(transfer.end)  # as just used: a policy by recency would evict it first otherwise
@@ -424,10 +400,7 @@ class Tiers:
         self.tree.check_integrity([*locked, *(transfer.end for transfer in pending)])
         nodes = list(self.tree.nodes())
         _check_owners(self.pools[DEVICE], DEVICE, nodes, [*leased, *self.in_flight(Direction.LOAD)])
-        reading = self.disk.reading if self.disk else []
-        _check_owners(self.pools[HOST], HOST, nodes, [*self.in_flight(Direction.OFFLOAD), *reading])
-        if self.disk:
-            self.disk.check_integrity()
+        _check_owners(self.pools[HOST], HOST, nodes, self.in_flight(Direction.OFFLOAD))
         _check_transfers(nodes, pending)
 
 

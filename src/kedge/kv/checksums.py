@@ -53,7 +53,7 @@ class BlockSums:
 
 
 class Seals:
-    """The checksums of what the host's blocks hold. Whoever writes a block, on whatever thread, notes its checksum."""
+    """The checksums of what the host's blocks hold. Belongs to the copier's thread."""
 
     def __init__(self, device: Sequence[Tensor], block_size: int, host_blocks: int) -> None:
         """Begin without checksums; `device` are the device's pools."""
@@ -66,14 +66,6 @@ class Seals:
         for _, target, count in runs:
             self._noted[target : target + count] = sums[at : at + count]
             at += count
-
-    def noted(self, blocks: Sequence[int]) -> Sums:
-        """Return a copy of the checksums of some host blocks."""
-        return self._noted[list(blocks)]
-
-    def restore(self, blocks: Sequence[int], sums: Sums) -> None:
-        """Note the checksums of host blocks that come from the disk: those from when they were computed."""
-        self._noted[list(blocks)] = sums
 
     def broken(self, runs: Sequence[tuple[int, int, int]]) -> list[int]:
         """Return the places, within the runs (first on the host, first on the device, count), of the blocks that have

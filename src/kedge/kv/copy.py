@@ -95,8 +95,7 @@ class PoolCopier:
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
-        self.seals = Seals([device for _, device in pools], block_size, pools[0][0].shape[1] // block_size)
-        """The checksums of the host's blocks"""
+        self._seals = Seals([device for _, device in pools], block_size, pools[0][0].shape[1] // block_size)
         self._orders: dict[int, _Order] = {}
         self._changed = threading.Condition()
         self._count = itertools.count()
@@ -183,8 +182,8 @@ class PoolCopier:
             self._stream.synchronize()
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             if is_load:
-                return tuple(piece.start + at for at in self.seals.broken(runs))
-            self.seals.note(runs)
+                return tuple(piece.start + at for at in self._seals.broken(runs))
+            self._seals.note(runs)
         return ()
 
 

@@ -191,18 +191,9 @@ COUNTERS = {
     "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
     "skipped_backups": "Backups that found no room on the host.",
 }
-DISK_COUNTERS = {
-    "written": "Blocks written to the disk.",
-    "read": "Blocks read from the disk.",
-    "evicted": "Blocks deleted from the disk to make room.",
-    "skipped": "Blocks not written, as the disk was behind, had failed or had no room.",
-    "failed": "Blocks not read, as a file was gone or unreadable, or the host had no room.",
-    "corrupt": "Blocks not read, as their file was damaged.",
-}
 GAUGES = {
     "cached_blocks": "Blocks cached on the device.",
     "host_cached_blocks": "Blocks cached on the host.",
-    "disk_blocks": "Blocks on disk.",
 }
 
 
@@ -234,12 +225,9 @@ class CacheMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""
         cache = self._seen.get("cache", {})
-        disk = cache.get("disk", {})
-        counts = {f"cache_{name}": (text, cache.get(name)) for name, text in COUNTERS.items()}
-        counts |= {f"disk_{name}_blocks": (text, disk.get(name)) for name, text in DISK_COUNTERS.items()}
-        for name, (text, value) in counts.items():
-            if value is not None:
-                yield CounterMetricFamily(f"kedge:{name}", text, value=value)
+        for name, text in COUNTERS.items():
+            if name in cache:
+                yield CounterMetricFamily(f"kedge:cache_{name}", text, value=cache[name])
         for name, text in GAUGES.items():
             if name in cache:
                 yield GaugeMetricFamily(f"kedge:{name}", text, value=cache[name])

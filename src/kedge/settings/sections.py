@@ -267,11 +267,6 @@ class TierSettings(SettingsSection):
     """Bytes of the host tier; with 0 there is none, and what the device evicts is computed again."""
     host_blocks: NonNegativeInt | None = None
     """Blocks of the host tier; None takes as many as `host_memory` holds."""
-    disk_path: Path | None = None
-    """Folder of the disk tier: what is backed up is written there too, and found again after a restart. Only one engine
-    may use it. None: no disk tier."""
-    disk_memory: Bytes = 16 << 30
-    """Bytes of KV in that folder; what was used longest ago is deleted."""
     policy: Literal["sessions", "steps", "lru"] = "sessions"
     """What is evicted first: `lru` is the least recently used, `steps` the KV of the agent that runs last by the
     forecast (and without a forecast the same as `lru`), `sessions` what returns last, by the forecast or else by when
@@ -298,13 +293,6 @@ class TierSettings(SettingsSection):
     """Seconds that a request waits for KV from the host; then it computes what it lacks."""
     throttle: Seconds = 0.0
     """Least seconds per copied block. For benchmarks: it gives a CPU the copy costs of a GPU."""
-
-    @model_validator(mode="after")
-    def _disk_needs_host(self) -> Self:
-        if self.disk_path is not None and not (self.host_memory if self.host_blocks is None else self.host_blocks):
-            why = "the disk is behind the host tier: set host_memory too"
-            raise ConfigError(f"{self.section}.disk_path", str(self.disk_path), why)
-        return self
 
     @property
     def unlabelled_step(self) -> float:

@@ -176,7 +176,7 @@ def test_many_at_once_under_pressure(throttle: float) -> None:
 def test_corrupt_host_memory_changes_no_token() -> None:
     with engine_with(host_blocks=AMPLE, policy="lru", prefetch_window=-1) as engine:
         put_on_host(engine)
-        (host, _), *_ = engine._core.parts.carriers[0]._pools
+        (host, _), *_ = engine._core.parts.copier._pools
         host[0, ::BLOCK].view(torch.uint8)[:, 0, 3] ^= 1
         served = serve_cycle(engine, rounds=2)
         stats = figures(engine)["cache"]

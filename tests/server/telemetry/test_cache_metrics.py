@@ -14,11 +14,11 @@ from kedge.cache import CacheStats
 from kedge.engine.echo import EchoEngine
 from kedge.errors import EngineClosed
 from kedge.server import metrics as server_metrics
-from kedge.server.metrics import COUNTERS, DISK_COUNTERS, GAUGES, CacheMetrics, ServerMetrics
+from kedge.server.metrics import COUNTERS, GAUGES, CacheMetrics, ServerMetrics
 from kedge.server.threads import Threads
 from kedge.types import Namespace, TenantId, Tokens
 
-FIGURES = {**asdict(CacheStats(corrupt_blocks=3, disk_blocks=7)), "disk": dict.fromkeys(DISK_COUNTERS, 5)}
+FIGURES = asdict(CacheStats(corrupt_blocks=3, host_cached_blocks=7))
 
 
 class Inspected(EchoEngine):
@@ -51,9 +51,8 @@ def test_all_figures_are_there_and_a_tenant_sees_none() -> None:
     with Inspected() as engine:
         metrics = CacheMetrics(engine, Threads(engine, 4))
         text = shown(metrics)
-        assert "kedge:cache_corrupt_blocks_total 3.0" in text and "kedge:disk_blocks 7.0" in text
-        names = [f"cache_{name}_total" for name in COUNTERS] + [f"disk_{name}_blocks_total" for name in DISK_COUNTERS]
-        assert all(f"\nkedge:{name} " in text for name in [*names, *GAUGES])
+        assert "kedge:cache_corrupt_blocks_total 3.0" in text and "kedge:host_cached_blocks 7.0" in text
+        assert all(f"\nkedge:{name} " in text for name in [*(f"cache_{name}_total" for name in COUNTERS), *GAUGES])
         assert "corrupt" not in shown(metrics, TenantId("a"))
 
 

@@ -23,18 +23,15 @@ from kedge.anchors.store import AnchorStore
 from kedge.anchors.tiered_store import HostBound
 from kedge.anchors.translator import Translate, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
-from kedge.cache.disk import DiskLimits
 from kedge.discovery import PlainRequests
 from kedge.engine.common.dtypes import pick_device, pick_dtype
 from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.components import EngineComponents
-from kedge.engine.local.disk_files import DiskFiles
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
-from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import PromptPreassembler
@@ -134,12 +131,9 @@ class EngineParts:
 
         host_blocks = tiers.host_pool_size(block_bytes)
         host = HostStorage(storage, host_blocks)
-        copier = TorchCopier(storage, host, tiers.throttle, on_copied) if host_blocks else None
-        files = disk_files(runner, config, host, copier, on_copied)
-        self.carriers = tuple(one for one in (copier, files) if one is not None)
-        """What moves blocks between the tiers"""
+        self.copier = copier = TorchCopier(storage, host, tiers.throttle, on_copied) if host_blocks else None
         self.cache = cache = CacheManager(
-            num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, files, storage.copy_beginning
+            num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, tiers, has_host=copier is not None)
         self.assembler = components.assembler(runner, storage)
@@ -197,26 +191,6 @@ class EngineParts:
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
         return {"prompts": cached, "pools": self.runtime.pool_stats(owns), "traffic": self.plain.report(owns)}
-
-
-def disk_files(
-    runner: ModelRunner,
-    config: EngineSettings,
-    host: HostStorage,
-    copier: TorchCopier | None,
-    on_done: Callable[[], None],
-) -> DiskFiles | None:
-    """Return the files behind the host tier, if there are to be any. Raises `ConfigError`."""
-    path = config.tiers.disk_path
-    if path is None or copier is None:
-        return None
-    identity = model_digest(runner).hexdigest()
-    try:
-        DiskLimits.of(config.tiers, runner.spec.bytes_per_token * config.block_size)
-        return DiskFiles(path, identity, host, config.block_size, copier.seals, on_done)
-    except BaseException:
-        copier.close()
-        raise
 
 
 def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> HostBound:

@@ -260,5 +260,5 @@ class EngineCore:
         for sequence in self.requests.sequences:
             self.requests.end(sequence, error)
         self.parts.preassembly.shut()
-        for carrier in self.parts.carriers:
-            carrier.close()
+        if self.parts.copier:
+            self.parts.copier.close()

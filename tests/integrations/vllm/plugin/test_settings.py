@@ -33,7 +33,6 @@ def test_nothing_is_recomputed_inside_a_prompt() -> None:
     [
         ({"tier": {}}, "kv_connector_extra_config.tier"),
         ({"tiers": 5}, "engine.tiers"),
-        ({"tiers": {"disk_path": "somewhere", "host_memory": 1}}, "engine.tiers.disk_path"),
         ({"tiers": {"prefetch_jobs": -1}}, "engine.tiers.prefetch_jobs"),
         ({"reuse": "sometimes"}, "kv_connector_extra_config.reuse"),
         ({"max_captures": 0}, "kv_connector_extra_config.max_captures"),

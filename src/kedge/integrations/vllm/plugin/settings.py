@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from kedge.errors import ConfigError
 from kedge.settings import (
     AnchorSettings,
     DiscoverySettings,
@@ -57,13 +56,6 @@ class PluginSettings(SettingsSection):
     """Seconds between two snapshots."""
     quotas: dict[str, QuotaSettings] = {}
     """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""
-
-    @field_validator("tiers")
-    @classmethod
-    def _refuse_disk(cls, tiers: TierSettings) -> TierSettings:
-        if tiers.disk_path is not None:
-            raise ConfigError("engine.tiers.disk_path", str(tiers.disk_path), "vLLM has no disk tier: leave it out")
-        return tiers
 
     @property
     def translation_only(self) -> tuple[AnchorSettings, PlannerSettings]:
