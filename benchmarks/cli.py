@@ -69,9 +69,7 @@ def ttft(
     repeats: Annotated[int | None, options.number(help="Repeats of every measurement. Default 3, quick 1.")] = None,
     estimator: Annotated[
         str,
-        options.name(
-            help="token, interpolate, nearest, cosine, mean, linear, linear+token, or moved: without anchors."
-        ),
+        options.name(help="token, interpolate, nearest, cosine, mean, or moved: without anchors."),
     ] = "token",
     device: Device = None,
     json_file: options.Json = None,

@@ -513,7 +513,7 @@ def _estimators() -> Iterator[str]:
         for name in ESTIMATORS
     }
     yield from (f"{one}:criterion=length" for one in alike.values())
-    yield from (f"{alike[name]}:criterion=length:trail=2" for name in ("interpolate", "token", "linear"))
+    yield from (f"{alike[name]}:criterion=length:trail=2" for name in ("interpolate", "token"))
     weak = "criterion=error:max_error=1e9:min_anchors=2"
     yield from (f"{alike[name]}:{weak}:trail=2" for name in ("interpolate", "token"))
 
@@ -522,7 +522,7 @@ def _levels() -> Iterator[str]:
     """Yield estimators that share every value they can, by the predicted error above which they compute tokens."""
     shared = "criterion=error:max_error=1e9:min_anchors=2:recompute_short=0:min_translated=0"
     few = (0.15, 0.5)
-    for name, levels in {"token": (0.15, 0.3, 0.5, 0.8), "interpolate": few, "linear+token": few}.items():
+    for name, levels in {"token": (0.15, 0.3, 0.5, 0.8), "interpolate": few}.items():
         yield from (f"{name}:{shared}:weak_error={level:g}" for level in levels)
 
 

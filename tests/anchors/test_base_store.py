@@ -94,14 +94,27 @@ def test_prefix_segments_of_a_template() -> None:
 
 def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() -> None:
     store, kv = BaseStore(100 * ONE), random_kv(3, 1)
-    store.put_shared_text(RUN, (9, 8, 1, 2, 3), kv)
-    found = store.shared_text(RUN, (9, 8, 1, 2, 3))
+    store.put_shared_text(RUN, (9, 8, 1, 2, 3), kv, "one")
+    found = store.shared_text(RUN, (9, 8, 1, 2, 3), "two")
     assert found is not None and found.tokens == (1, 2, 3) and torch.equal(found.kv.keys, kv.keys)
     for run, text in ((run_key("x"), (9, 8, 1, 2, 3)), (RUN, (8, 1, 2, 3)), (run_key("r", "x"), (9, 8, 1, 2, 3))):
-        assert store.shared_text(run, text) is None
+        assert store.shared_text(run, text, "two") is None
     assert store.lasting(values=True) == [] and store.stats().templates == 1
     store.end_run(RUN)
-    assert store.shared_text(RUN, (9, 8, 1, 2, 3)) is None and store.nbytes() == 0
+    assert store.shared_text(RUN, (9, 8, 1, 2, 3), "two") is None and store.nbytes() == 0
+
+
+def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
+    store, text = BaseStore(100 * ONE), (9, 1, 2)
+    for number, reader in enumerate(("one", "two", "two", "three")):
+        store.put_shared_text(RUN, text, random_kv(2, number), reader)
+    found = {reader: store.shared_text(RUN, text, reader) for reader in ("one", "two", "three", "four")}
+    assert {reader: one.reader for reader, one in found.items() if one} == {
+        "one": "three", "two": "three", "three": "two", "four": "three"
+    }  # fmt: skip
+    assert found["three"] is not None and torch.equal(found["three"].kv.keys, random_kv(2, 2).keys), "the later one"
+    assert store.nbytes() == 4 * ONE, "of the last two readers"
+    store.check_integrity()
 
 
 def test_the_end_of_a_run_frees_what_it_produced() -> None:
@@ -150,7 +163,7 @@ def test_never_more_than_its_bytes(steps: list[tuple[str, int, int]]) -> None:
         elif step == "p":
             store.put_prefix(SPACE, str(name // 2), name, random_kv(size, 1))
         elif step == "t":
-            store.put_shared_text(run_key(str(name)), (7, *range(size)), random_kv(size, 1))
+            store.put_shared_text(run_key(str(name)), (7, *range(size)), random_kv(size, 1), str(size))
         else:
             store.end_run(run_key(str(name)))
         store.check_integrity()

@@ -50,9 +50,33 @@ def test_token_takes_the_most_similar_tokens_at_any_place() -> None:
     squared = torch.cdist(asked.keys, keys).square()
     best = squared.topk(4, dim=1, largest=False)
     assert torch.equal(proposal.columns, best.indices)
-    torch.testing.assert_close(proposal.weights, torch.softmax(-best.values / (0.05 * squared.mean()), dim=1))
     torch.testing.assert_close(proposal.distance, (best.values[:, 0] / squared.mean()).sqrt())
     assert float(proposal.mass.sum()) == pytest.approx(1)
+
+
+def test_token_weighs_by_ordinary_kriging() -> None:
+    stored, asked = block([30, 20]), query(9)
+    found = Token(4, 0.2, 10.0).propose(asked, stored, None)
+    keys = column_keys(stored, torch.arange(50)).double()
+    scale = (torch.cdist(asked.keys.double(), keys).square().mean() / 2).sqrt()
+    for columns, weights, key in zip(found.columns, found.weights, asked.keys.double(), strict=True):
+        system = torch.ones(5, 5, dtype=torch.float64)
+        system[:4, :4] = (-torch.cdist(keys[columns], keys[columns]) / scale).exp() + 0.2 * torch.eye(4)
+        system[4, 4] = 0
+        to = torch.cat([(-(keys[columns] - key).norm(dim=1) / scale).exp(), torch.ones(1)])
+        torch.testing.assert_close(weights.double(), torch.linalg.solve(system, to)[:4], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(9))
+
+
+def test_tokens_that_are_alike_share_one_weight_and_those_far_away_are_averaged() -> None:
+    keys = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    stored = KeyBlock([Anchor(AnchorId(i), (i,), key[None]) for i, key in enumerate(keys)])
+    between, far = (Query((9,), torch.tensor([key]), 1e-3) for key in ([0.5, 0.5], [-900.0, -900.0]))
+    weights = dict(zip((0, 1, 2), Token(3, 1e-3, 10.0).propose(between, stored, None).mass.tolist(), strict=True))
+    assert weights[0] == pytest.approx(weights[1], rel=1e-3) and weights[0] + weights[1] == pytest.approx(
+        weights[2], rel=0.01
+    )
+    assert Token(3, 1e3, 10.0).propose(far, stored, None).mass.tolist() == pytest.approx([1 / 3] * 3, rel=0.01)
 
 
 def test_token_serves_values_longer_than_every_anchor() -> None:

@@ -42,14 +42,14 @@ def test_a_token_that_was_worse_than_predicted_is_expected_to_be_again() -> None
     torch.testing.assert_close(errors.factors([7, 9, 8, 7]), wanted)
 
 
-def test_a_token_that_was_hardly_seen_is_reckoned_to_be_twice_as_bad() -> None:
+def test_a_token_that_was_hardly_seen_is_reckoned_to_be_worse() -> None:
     """In "skip the first 8 numbers" the last word sums up the step: of its id the lookup knew those of other steps."""
     near = torch.full((10,), 0.05)
     once = learned(near, torch.full((10,), 0.1))
     known, unknown = ((0,), (NEVER_SEEN,))
-    assert once.predict_worst(near[:1], unknown).tolist() == pytest.approx([0.2])
+    assert once.predict_worst(near[:1], unknown).tolist() == pytest.approx([0.125])
     assert once.predict(near[:1], unknown).tolist() == pytest.approx([0.1])
-    assert once.predict_worst(near[:1], known).tolist() == pytest.approx([0.1 * (0.1 + 0.4) / (0.1 + 0.2)])
+    assert once.predict_worst(near[:1], known).tolist() == pytest.approx([0.1 * (0.1 + 0.25) / (0.1 + 0.2)])
     often = once
     for _ in range(40):
         often = learned(near, torch.full((10,), 0.1), often)

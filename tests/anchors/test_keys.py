@@ -62,7 +62,7 @@ def test_ends_compare_as_many_last_tokens_as_both_have() -> None:
 
 def test_projection_is_orthonormal_seeded_and_only_where_needed() -> None:
     base = random_kv(3, 0)
-    wide = torch.cat([base.keys[1].flatten(1), base.values[1].flatten(1)], dim=1)
+    wide = torch.cat([base.keys[2].flatten(1), base.values[2].flatten(1)], dim=1)
     assert torch.equal(KeyReader(None, 2 * HEADS * DIM).read((1, 2, 3), base).keys, wide)
     first, second = (KeyReader(None, 4).read((1, 2, 3), base).keys for _ in range(2))
     assert first.shape == (3, 4)
@@ -73,10 +73,10 @@ def test_projection_is_orthonormal_seeded_and_only_where_needed() -> None:
     torch.testing.assert_close(rows.T @ rows, torch.eye(4), atol=1e-5, rtol=0)
 
 
-def test_the_layer_is_a_third_of_the_depth_or_as_set() -> None:
+def test_the_layer_is_at_two_thirds_of_the_depth_or_as_set() -> None:
     base = random_kv(2, 0, layers=9)
     tokens, everything = (1, 2), 2 * HEADS * DIM
-    assert torch.equal(KeyReader(None, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[3].flatten(1))
+    assert torch.equal(KeyReader(None, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[6].flatten(1))
     assert torch.equal(KeyReader(5, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[5].flatten(1))
     shallow = random_kv(2, 0, layers=1)
     assert len(KeyReader(None, 4).read(tokens, shallow).keys) == 2

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,7 +79,9 @@ def test_error_marks_weak_tokens_and_refuses_a_bad_mean() -> None:
     assert learned_enough.shareable, "and what is weak is computed"
     assert learned_enough.weak.tolist() == bad.weak.tolist()
     assert not Error(3, 0.01, 0.6).judge(case, calibration).shareable
-    doubted = Error(3, 0.3, 0.03).judge(case, calibration)
+    doubted = Error(3, 0.3, 0.022).judge(case, calibration)
     assert doubted.weak.all() and not Error(3, 0.3, 0.05).judge(case, calibration).weak[:3].any(), "ids never seen"
+    heavy, light = (Error(3, 0.3, 0.6).judge(replace(case, weight=weight), calibration) for weight in (40.0, 0.6))
+    assert heavy.weak.all() and not light.weak.any()
     assert not Error(3, 0.2, 1.0).judge(case, calibration).shareable, "nothing of it is weak"
     assert not Error(3, 0.2, 0.001).judge(case, calibration).shareable, "all of it is weak"

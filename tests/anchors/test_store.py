@@ -115,7 +115,7 @@ def test_a_value_longer_than_every_anchor_is_not_shareable_with_interpolate() ->
 def test_a_value_longer_than_every_anchor_is_shareable_with_token() -> None:
     estimate = filled(range(5), **TOKEN).estimate(SLOT, sample(9, 40))
     assert estimate.shareable
-    assert estimate.value.rows.shape == (40, 4)
+    assert estimate.value.rows.shape == (40, 8)
 
 
 def test_token_is_not_shareable_before_it_is_calibrated() -> None:

@@ -13,7 +13,7 @@ from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.layout import template_key
+from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import MAX_VALUES, REFRESH, Runtime
 from kedge.settings import AnchorSettings, PlannerSettings
@@ -241,7 +241,7 @@ def test_text_that_is_left_after_a_prompt_was_drafted_is_moved_if_it_is_looked_f
     drafts = [stage.runtime.draft(other, ()) for _ in range(2)]
     for draft in drafts:
         assert len(stage.runtime.grow(draft, other, 3)) == 1
-    stage.bases.put_shared_text(other.run_key, (*other.segments[1].tokens, *TEXT[::-1]), random_kv(len(TEXT), 9))
+    stage.bases.put_shared_text(other.run_key, (*other.segments[1].tokens, *TEXT[::-1]), random_kv(len(TEXT), 9), "")
     added = [
         stage.runtime.grow(draft, other, 4, again=again) for draft, again in zip(drafts, (False, True), strict=True)
     ]
@@ -268,9 +268,48 @@ def test_text_is_kept_that_is_neither_short_nor_long(size: int) -> None:
     assert ((2 + SIZE, size) in moved) == (size in (5, 64)), "anchors serve longer text"
 
 
-@pytest.mark.parametrize("policy", ["unlearned", "never"])
-def test_where_anchors_serve_the_text_behind_a_value_none_is_kept(policy: str) -> None:
-    stage = ReadTwice(move=policy)
+def with_answer(agent: str) -> GenerateRequest:
+    """The prompt of `linked`, which reads another agent's answer between its text and its end."""
+    asked = linked(1, agent)
+    answer = Segment(tuple(range(300, 300 + SIZE)), "answer", SampleId.parse("agent_writer@0"))
+    *before, end = asked.segments
+    return replace(asked, segments=(*before, answer, Segment(TEXT[::-1], "p2"), replace(end, name="p3")))
+
+
+def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in_a_pool_of_that_reader() -> None:
+    stage = Taught(0, move="unlearned")
+    prompts = {agent: with_answer(agent) for agent in ("first", "second", "third")}
+    kv = {agent: random_kv(asked.prompt_tokens, at) for at, (agent, asked) in enumerate(prompts.items())}
+    for agent in ("first", "second"):
+        stage.runtime.keep_base(prompts[agent], kv[agent].slice)
+    for agent, reader in (("first", "second"), ("second", "first"), ("third", "second")):
+        asked, its = prompts[agent], prompts[reader]
+        for here, there in zip(layout(asked)[2:5], layout(its)[2:5], strict=True):
+            found = stage.runtime._planner.sample_of_reader(asked, here)
+            assert found is not None and torch.equal(found.base.keys, kv[reader].slice(there.start, there.stop).keys)
+            assert found.pool.placeholder.endswith(f"<{template_key(its)}")
+    key = template_key(prompts["third"])
+    for one in layout(prompts["third"])[2::2]:
+        stage.bases.put_prefix(prompts["third"].namespace, key, one.index, random_kv(len(one), 50 + one.index))
+    list(stage.runtime.observe(prompts["third"], kv["third"].slice))
+    learned = {pool.placeholder.partition("<")[0] for pool in stage.anchors.pools}
+    assert learned == {"question", "question+", "answer", "answer+"}
+
+
+def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> None:
+    stage, asked = Taught(0, move="unlearned"), with_answer("first")
+    sample, tokens = asked.segments[3].sample, asked.segments[3].tokens
+    stage.bases.put_sample(asked.run_key, sample, tokens, random_kv(SIZE, 7), exact_lineage=True)
+    plan = stage.runtime.plan(asked, ())
+    assert [one.blend.adds for one in plan.translations] == [False]
+    stage.runtime.keep_base(asked, random_kv(asked.prompt_tokens, 1).slice, plan)
+    other = with_answer("other")
+    assert stage.runtime._planner.sample_of_reader(other, layout(other)[3]) is None
+    assert stage.runtime._planner.sample_of_reader(other, layout(other)[2]) is not None
+
+
+def test_where_nothing_is_moved_no_text_is_kept() -> None:
+    stage = ReadTwice(move="never")
     stage.runtime.keep_base(linked(1, "other"), stage.kv.slice)
     assert stage.bases.stats().templates == 0
 

@@ -74,7 +74,8 @@ class KeyReader:
     """A reader of key vectors [tokens, match_dim] from the base KV of one layer, K and V side by side over all heads.
 
     A wider layer is projected to `match_dim` by a random orthonormal matrix with a fixed seed, so that key vectors can
-    be compared across processes. Layer 0 has seen no context; the default lies at a third of the depth.
+    be compared across processes. Layer 0 has seen no context; the default lies at two thirds of the
+    depth, where base KV says most of what its context has changed.
     """
 
     def __init__(self, match_layer: int | None, match_dim: int) -> None:
@@ -85,7 +86,7 @@ class KeyReader:
         """Return the query for a value. Raises `ConfigError` if the model has no such layer."""
         layer = self._layer
         if layer is None:
-            layer = min(max(1, base.layers // 3), base.layers - 1)
+            layer = min(max(1, 2 * base.layers // 3), base.layers - 1)
         elif layer >= base.layers:
             raise ConfigError("engine.anchors.match_layer", layer, f"the model has {base.layers} layers")
         wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()

@@ -28,10 +28,12 @@ class _SampleKey(NamedTuple):
 
 
 class _SharedTextKey(NamedTuple):
-    """Template text behind values that several prompts of a run read: all tokens since the first value, up to it."""
+    """A value or text that several prompts of a run read: all tokens since the first value, up to its end."""
 
     run: RunKey
     tokens: Tokens
+    is_earlier: bool = False
+    """Whether another prompt has been read since: what is learned from that one starts from here"""
 
     @property
     def namespace(self) -> Namespace:
@@ -70,6 +72,8 @@ class KnownBase:
     """Whether it was computed exactly: False where the producer itself read translated KV."""
     surprising: Places = ()
     """The tokens that its producer's model did not expect."""
+    reader: str = ""
+    """The agent, with its template's wording, in whose prompt it was read; empty: it is the producer's"""
 
 
 class LastingBase(NamedTuple):
@@ -90,6 +94,7 @@ class _Stored(Offloadable):
     tokens: Tokens = ()
     exact_lineage: bool = True
     surprising: Places = ()
+    reader: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -152,16 +157,24 @@ class BaseStore:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
         self._put(PrefixKey(namespace, template), index, kv, (), True)
 
-    def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment) -> None:
-        """Keep the KV that a prompt of a run has of the last tokens of `text`, which it reads from its first value on:
-        the template behind one of its values.
+    def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment, reader: str) -> None:
+        """Keep the KV that the prompt of `reader` has of the last tokens of `text`, which it reads from its first value
+        on: of another value, or of the template behind one. That of the last two readers is kept.
         """
-        self._put(_SharedTextKey(run, text), 0, kv, text[len(text) - kv.tokens :], False)
+        last = _SharedTextKey(run, text)
+        if (before := self._entries.get(last)) and before.reader != reader:
+            self._drop(last)
+            self._add(_SharedTextKey(run, text, is_earlier=True), before)
+        self._put(last, 0, kv, text[len(text) - kv.tokens :], False)
+        if stored := self._entries.get(last):
+            stored.reader = reader
 
-    def shared_text(self, run: RunKey, text: Tokens) -> KnownBase | None:
-        """Return the KV of the last tokens of a text that another prompt of the run has left."""
+    def shared_text(self, run: RunKey, text: Tokens, reader: str) -> KnownBase | None:
+        """Return the KV of the last tokens of a text that the prompt of the run before `reader`'s has left."""
         key = _SharedTextKey(run, text)
-        stored = self._entries.get(key)
+        if (stored := self._entries.get(key)) and stored.reader == reader:
+            key = key._replace(is_earlier=True)
+            stored = self._entries.get(key)
         return _entry(stored, stored.tokens) if stored and self._fetched(key, stored) else None
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
@@ -240,8 +253,10 @@ class BaseStore:
         parts = {index: kv.owned()}
         if isinstance(key, PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
             parts = {**known, **parts}
+        self._add(key, _Stored(next(self._serials), parts, tokens, exact_lineage, surprising))
+
+    def _add(self, key: _Key, stored: _Stored) -> None:
         self._drop(key)
-        stored = _Stored(next(self._serials), parts, tokens, exact_lineage, surprising)
         stored.owner = _owner(key)
         self._residence.touch(stored)
         self._entries[key] = stored
@@ -272,4 +287,4 @@ def _owner(key: _Key) -> Owner | None:
 
 def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:
     kv, surprising = stored.parts[0].slice(0, len(tokens)), tuple(at for at in stored.surprising if at < len(tokens))
-    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.exact_lineage, surprising)
+    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.exact_lineage, surprising, stored.reader)

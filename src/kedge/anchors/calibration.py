@@ -29,7 +29,7 @@ _UNKNOWN = 1.0
 """Relative error assumed at distances beyond all observed ones: as bad as no offset at all."""
 _PRIOR = 0.2
 """Prior for the observed and for the predicted errors of a token id."""
-_DOUBT = 2.0
+_DOUBT = 1.25
 """Factor on the error of a token id that was never seen, where the worst counts and not the mean."""
 _FORGOTTEN = 1e-3
 """Sum of predicted errors below which a token id is dropped."""

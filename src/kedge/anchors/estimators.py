@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kedge.anchors.anchor import KeyBlock, Query
+from kedge.anchors.anchor import KeyBlock, Neighbours, Query
 
 _LAST = 16
 """Tokens at the end of a value that determine the weights for the prefix segment after it."""
@@ -46,6 +46,8 @@ class Match:
     same: int | None
     """Index of the anchor that equals this value."""
     proposal: Proposal
+    weight: float = 1.0
+    """How much an error of the value counts (`SampleView`)."""
 
 
 class Estimator(Protocol):
@@ -116,12 +118,16 @@ class Token:
     """An estimator in which every token looks up its most similar tokens among all tokens of all anchors, at any
     position.
 
+    They are weighted by kriging: an offset changes with the distance of key vectors as a random walk does, and `noise`
+    is the share of its variance that they do not explain. Anchor tokens that are alike share one weight, and a token
+    that is far from all of them takes their mean.
+
     The prefix segment after the value takes whole anchors, weighted by how similar their last tokens are to the
     value's.
     """
 
     top_k: int
-    tau: float
+    noise: float
     temperature: float
     aligned: bool = False
 
@@ -129,7 +135,7 @@ class Token:
         if same is not None:
             return repeat(query, block, same)
         found = block.nearest(query, self.top_k)
-        weights = torch.softmax(-found.squared / max(self.tau * found.mean_squared, _TINY), dim=1)
+        weights = self._weights(found, block.keys[found.columns])
         return Proposal(
             columns=found.columns,
             weights=weights,
@@ -137,6 +143,18 @@ class Token:
             mass=_mass(found.columns, weights, block),
             after=anchor_weights(block.ends(query, _LAST).sqrt(), self.temperature),
         )
+
+    def _weights(self, found: Neighbours, keys: Tensor) -> Tensor:
+        """Return float32 [tokens, k] that sum to 1: of ordinary kriging with the covariance exp(-distance / scale);
+        `keys` are those of the neighbours.
+        """
+        scale = max(found.mean_squared / 2, _TINY) ** 0.5
+        near = (-found.squared.sqrt() / scale).exp()
+        among = (-torch.cdist(keys, keys) / scale).exp()
+        among.diagonal(dim1=1, dim2=2).add_(self.noise)
+        solved = torch.linalg.solve(among, torch.stack([near, torch.ones_like(near)], dim=2))
+        weights, equal = solved.unbind(2)
+        return weights + equal * ((1 - weights.sum(1)) / equal.sum(1))[:, None]
 
 
 def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:

@@ -151,7 +151,7 @@ def view(anchors: AnchorStore, bases: BaseStore, key: Key) -> StateView | None:
         pool = anchors.pools.get(key)
         if pool is None or not pool.anchors:
             return None
-        kept = ((site, offsets) for site, offsets in pool.sites.items() if offsets.holders and offsets.is_saved)
+        kept = ((site, offsets) for site, offsets in pool.sites.items() if offsets.holders)
         sites = tuple(_SiteView.of(site, offsets) for site, offsets in kept)
         learned = tuple((one.site, one.holders, one.calibration.observations) for one in sites)
         return StateView(key, learned, partial(_pool_record, key, tuple(pool.anchors.values()), sites))

@@ -16,7 +16,7 @@ from kedge.anchors.criteria import Verdict
 from kedge.anchors.estimators import Match
 from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable, empty_table, row_dtype, row_width, rows_of
 from kedge.anchors.tiered_store import Offloadable
-from kedge.errors import PlanError, TranslationRefused
+from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView
 
@@ -60,11 +60,6 @@ class Offsets(NamedTuple):
 
 class SiteOffsets(Offloadable):
     """The offsets of one site: two tables over the same anchors, in order of observation, and the calibration."""
-
-    leaves_out = True
-    """Whether leaving an anchor out of a match also leaves out what was learned from it."""
-    is_saved = True
-    """Whether the rows hold everything learned, so that a snapshot can save it."""
 
     def __init__(self, base: KVSegment, prefix_tokens: int, bits: int = 16) -> None:
         """Create empty tables. `bits` per stored number: 16 or 8."""
@@ -135,8 +130,8 @@ class SiteOffsets(Offloadable):
         if anchor in self.holders:
             self.holders.remove(anchor)
 
-    def value_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
-        """Return the offsets of a value with this base KV."""
+    def value_offsets(self, match: Match) -> Offsets:
+        """Return the offsets of a value."""
         return Offsets(self.value_blend(match), self.value)
 
     def prefix_offsets(self, match: Match) -> Offsets:
@@ -155,9 +150,9 @@ class SiteOffsets(Offloadable):
         weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
         return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
 
-    def error(self, match: Match, base: KVSegment, observed: Observation) -> Tensor:
+    def error(self, match: Match, observed: Observation) -> Tensor:
         """Return float32 [tokens]: the relative error of the estimate, mean over keys and values."""
-        return self._error(self.value_offsets(match, base), observed.value, observed.real)
+        return self._error(self.value_offsets(match), observed.value, observed.real)
 
     def prefix_error(self, match: Match, observed: Observation) -> Tensor:
         """Return the relative error of the estimate for the prefix segment after the value."""
@@ -182,162 +177,6 @@ def _table(base: KVSegment, bits: int) -> OffsetTable:
 
 MakeSlot = Callable[[KVSegment, int], SiteOffsets]
 """(base KV of a value, for its shape; tokens of the prefix segment after it) -> an empty site"""
-
-
-class Ridge:
-    """A regression for every layer, K and V, and head separately: offset = base · W + c (KVCOMM.md, section 3,
-    `linear`).
-
-    Minimises Σ ‖offset - base · W - c‖² + λ ‖W‖², where λ is `strength` times the mean of the diagonal of Σ baseᵀ base;
-    c is not regularised. Memory is constant.
-    """
-
-    def __init__(self, shape: tuple[int, int, int, int], strength: float, device: torch.device) -> None:
-        """Start without data. `shape` is (layers without the first, 2 for K before V, heads, head_dim)."""
-        *groups, dim = shape
-        self._shape, self._strength = shape, strength
-        self._gram = torch.zeros(*groups, dim + 1, dim + 1, device=device)
-        self._moment = torch.zeros(*groups, dim + 1, dim, device=device)
-        self._weights = torch.zeros_like(self._moment)
-        """[layers, 2, heads, dim + 1, dim]; the last row is c"""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums and the weights."""
-        return self._gram.nbytes + self._moment.nbytes + self._weights.nbytes
-
-    def add(self, base: Tensor, offset: Tensor) -> None:
-        """Add rows [tokens, width] of base KV and of their offsets (finite, float32)."""
-        features, targets = _with_one(self._groups(base)), self._groups(offset)
-        self._gram += features.mT @ features
-        self._moment += features.mT @ targets
-        gram = self._gram.double()
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        held = torch.zeros_like(diagonal)
-        held[..., :-1] = self._strength * diagonal[..., :-1].mean(-1, keepdim=True)
-        # where base KV is zero throughout, nothing but c is left to find
-        held[..., :-1] += torch.finfo(torch.float32).tiny
-        self._weights = torch.linalg.solve(gram + torch.diag_embed(held), self._moment.double()).float()
-
-    def predict(self, base: Tensor) -> Tensor:
-        """Return float32 rows [tokens, width]: the predicted offsets of rows of base KV; zeros before any data."""
-        return self._rows(_with_one(self._groups(base)) @ self._weights)
-
-    def predict_change(self, difference: Tensor) -> Tensor:
-        """Return float32 rows: how the offset changes where base KV changes by these rows."""
-        return self._rows(self._groups(difference) @ self._weights[..., :-1, :])
-
-    def _groups(self, rows: Tensor) -> Tensor:
-        """Return rows as float32 [layers, 2, heads, tokens, dim]."""
-        return rows.float().view(len(rows), *self._shape).permute(1, 2, 3, 0, 4)
-
-    def _rows(self, groups: Tensor) -> Tensor:
-        return groups.permute(3, 0, 1, 2, 4).flatten(1)
-
-
-def _with_one(features: Tensor) -> Tensor:
-    return torch.cat([features, features.new_ones(*features.shape[:-1], 1)], dim=-1)
-
-
-class LinearOffsets(SiteOffsets):
-    """A regression for the value, and the mean for the prefix segment after it, since its base KV never changes.
-
-    No rows are kept, so dropping an anchor forgets nothing, and an observed value is not recovered exactly.
-    """
-
-    leaves_out = False
-    is_saved = False
-
-    def __init__(self, base: KVSegment, prefix_tokens: int, strength: float) -> None:
-        super().__init__(base, prefix_tokens)
-        self.ridge = _ridge_for(base, strength)
-        self._prefix_sum = torch.zeros(prefix_tokens, row_width(base), device=base.device)
-        self._observed, self._dtype = 0, base.dtype
-
-    @property
-    def tables(self) -> tuple[OffsetTable, ...]:
-        """The tables of rows that it keeps."""
-        return ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything that it has learned."""
-        return self.ridge.nbytes + self._prefix_sum.nbytes
-
-    def put(self, anchor: AnchorId, observed: Observation) -> None:
-        self._check(anchor, observed)
-        for rows in (observed.value, observed.prefix, observed.real):
-            if not torch.isfinite(rows).all():
-                raise TranslationRefused("offset", float(rows.abs().max()), "an observed offset is not finite")
-        self.ridge.add(observed.real - observed.value, observed.value)
-        self._prefix_sum += observed.prefix
-        self._observed += 1
-        self.holders.append(anchor)
-
-    def value_offsets(self, match: Match, base: KVSegment) -> Offsets:  # noqa: ARG002
-        return _as_offsets(self.ridge.predict(rows_of(base)), self._dtype)
-
-    def prefix_offsets(self, match: Match) -> Offsets:  # noqa: ARG002
-        return _as_offsets(self._prefix_sum / max(self._observed, 1), self._dtype)
-
-
-class CorrectedOffsets(SiteOffsets):
-    """Token lookup, corrected by a regression on the difference between the value's base KV and the base KV looked up.
-
-    W x₀ + Σ w (Δ - W x) = Σ w Δ + W (x₀ - Σ w x) for weights w that sum to 1: the lookup of the residuals of the
-    regression W. Written like this, the stored rows do not change when the regression learns.
-    """
-
-    leaves_out = False
-    is_saved = False
-
-    def __init__(self, base: KVSegment, prefix_tokens: int, strength: float, bits: int = 16) -> None:
-        super().__init__(base, prefix_tokens, bits)
-        self.base = empty_table(base)
-        self.ridge = _ridge_for(base, strength)
-        self._dtype = base.dtype
-
-    @property
-    def tables(self) -> tuple[OffsetTable, ...]:
-        """The tables of rows that it keeps."""
-        return self.value, self.prefix, self.base
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything that it has learned."""
-        return super().nbytes + self.ridge.nbytes
-
-    def put(self, anchor: AnchorId, observed: Observation) -> None:
-        base = observed.real - observed.value
-        with ExitStack() as undo:
-            super().put(anchor, observed)
-            undo.callback(self.drop, anchor)
-            self.base.put(anchor, base)
-            undo.pop_all()
-        self.ridge.add(base, observed.value)
-
-    def drop(self, anchor: AnchorId) -> None:
-        super().drop(anchor)
-        self.base.drop(anchor)
-
-    def value_offsets(self, match: Match, base: KVSegment) -> Offsets:
-        rows = self.base.rows_of_anchors(match.block.ids)[match.proposal.columns]
-        nearby = self.base.blend(Blend(rows, match.proposal.weights, self.base.version)).float()
-        change = self.ridge.predict_change(rows_of(base).float() - nearby)
-        return _as_offsets(self.value.blend(self.value_blend(match)).float() + change, self._dtype)
-
-
-def _ridge_for(base: KVSegment, strength: float) -> Ridge:
-    layers, _, heads, dim = base.keys.shape
-    return Ridge((layers - 1, 2, heads, dim), strength, base.device)
-
-
-def _as_offsets(rows: Tensor, dtype: torch.dtype) -> Offsets:
-    """Return rows that have been computed as a table of their own, each token's blend being its row."""
-    table = OffsetTable(rows.shape[1], dtype, rows.device)
-    table.put(AnchorId(0), rows)
-    places = torch.arange(len(rows), device=rows.device)[:, None]
-    return Offsets(Blend(places, torch.ones_like(places, dtype=torch.float32), table.version), table)
 
 
 _USED = 0.5
@@ -381,7 +220,7 @@ def _places(marked: Tensor | None) -> list[int]:
 
 def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict) -> OffsetEstimate:
     """Return the estimate of a value that the criterion judged shareable."""
-    value, prefix = offsets.value_offsets(match, sample.base), offsets.prefix_offsets(match)
+    value, prefix = offsets.value_offsets(match), offsets.prefix_offsets(match)
     mass = match.proposal.mass
     heaviest = torch.argsort(mass, descending=True, stable=True)
     before = mass[heaviest].cumsum(0) - mass[heaviest]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match, Proposal
 from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
-from kedge.anchors.registry import CRITERIA, ESTIMATORS, make_site_offsets
+from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.anchors.tiered_store import NO_HOST, HostBound, TieredStore, TieredStoreStats
 from kedge.kv.segment import KVSegment
@@ -54,7 +55,7 @@ class AnchorStore:
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(_REMEMBERED)
         """Matches of values, each computed once for all agents that read the value"""
         self._criterion = CRITERIA[config.criterion](config)
-        self._make_site = make_site_offsets(config)
+        self._make_site = partial(SiteOffsets, bits=config.offset_bits)
         self.table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
         self._residence = TieredStore(config.max_bytes, host, self.table.sites, self.table.key_bytes)
         self._ids = count()
@@ -121,7 +122,7 @@ class AnchorStore:
             return self._estimator.propose(query, block, same), same
 
         proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
-        return Match(query, block, same, proposal)
+        return Match(query, block, same, proposal, sample.weight)
 
     def _forget_matches(self) -> None:
         self._queries.clear()
@@ -192,10 +193,8 @@ class AnchorStore:
         others = tuple(i for i in offsets.anchors if i != anchor.id)
         if not self._criterion.calibrates or self._lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
-        if len(others) < len(offsets.holders) and not offsets.leaves_out:
-            return offsets.calibration
         match = self._match(pool, others, sample)
-        error, after = offsets.error(match, sample.base, observed), offsets.prefix_error(match, observed)
+        error, after = offsets.error(match, observed), offsets.prefix_error(match, observed)
         return offsets.calibration.updated(match.proposal.distance, sample.tokens, error, after)
 
     @property

@@ -60,6 +60,10 @@ class SampleView:
     """Names this base KV: equal keys in a pool mean equal base KV"""
     surprising: Places = ()
     """The tokens that its producer's model did not expect"""
+    weight: float = 1.0
+    """How much an error of its KV counts, compared with one of an agent's new answer: inputs, which stand far from
+    what is generated, are attended to less, and what was read before moves with less error to begin with, so that what
+    is left of it lies in the tokens that count"""
 
     def __post_init__(self) -> None:
         if self.base.tokens != len(self.tokens):
@@ -145,6 +149,9 @@ class BaseEntry(Protocol):
     def key(self) -> Hashable: ...
     @property
     def surprising(self) -> Places: ...
+    @property
+    def reader(self) -> str:
+        """The agent in whose prompt it was read, with its template's wording; empty for the producer's."""
 
 
 class Bases(Tiered, Protocol):
@@ -152,8 +159,8 @@ class Bases(Tiered, Protocol):
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> BaseEntry | None: ...
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KV] | None: ...
-    def shared_text(self, run: RunKey, text: Tokens) -> BaseEntry | None: ...
-    def put_shared_text(self, run: RunKey, text: Tokens, kv: KV) -> None: ...
+    def shared_text(self, run: RunKey, text: Tokens, reader: str) -> BaseEntry | None: ...
+    def put_shared_text(self, run: RunKey, text: Tokens, kv: KV, reader: str) -> None: ...
     def put_sample(
         self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool, surprising: Places = ()
     ) -> None: ...

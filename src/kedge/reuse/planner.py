@@ -145,10 +145,18 @@ class Planner:
     """
 
     def __init__(
-        self, anchors: Anchors, bases: Bases, policy: PlannerSettings, refusal: str | None, costs: EngineCosts
+        self,
+        anchors: Anchors,
+        bases: Bases,
+        policy: PlannerSettings,
+        refusal: str | None,
+        costs: EngineCosts,
+        weights: tuple[float, float] = (0.7, 1.4),
     ) -> None:
+        """Create a planner. `weights` are those of errors in inputs, and in what readers before have left."""
         self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
         self._costs, self._savings = costs, Savings()
+        self._of_inputs, self._of_readers = weights
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """Plan a request. `exact` spans tile the leading tokens that are on the device (fewer than the whole
@@ -258,6 +266,13 @@ class Planner:
         if not self.needs_anchors(request, here, after):
             self._move_after(request, draft, here, after)
             return False
+        if text := self.sample_of_reader(request, after):
+            behind = self._anchors.estimate(PlaceholderSite(draft.key, after.index), text)
+            if behind.shareable:
+                draft.estimates.append(behind)
+                weak = behind.weak_positions()
+                self._translate(draft, after, text.base, behind.value, behind.value_table, weak)
+                return False
         if estimate.prefix is None or after.index not in prefixes:
             draft.misses.append(Miss(after.segment.name, UNLEARNED))
             if teaches:
@@ -307,8 +322,10 @@ class Planner:
         self._translate(draft, after, entry.kv, blend.value, blend.value_table, ())
 
     def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> BaseEntry | None:
-        """Return the KV of a prefix segment behind values that an earlier prompt of the run has left."""
-        return self._bases.shared_text(request.run_key, shared_text(placed, after)) if request.run else None
+        """Return the KV of a value, or of the prefix segment behind one, that an earlier prompt of the run has left."""
+        if not (request.run and self.rotates):
+            return None
+        return self._bases.shared_text(request.run_key, shared_text(placed, after), template_key(request))
 
     @property
     def short(self) -> int:
@@ -366,13 +383,39 @@ class Planner:
         return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
 
     def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
-        """Return the base KV of a placeholder's value, where it is known."""
+        """Return the base KV of a placeholder's value, where it is known: as another agent of the run has read it, else
+        its producer's.
+        """
+        if left := self.sample_of_reader(request, placed):
+            return left
         segment = placed.segment
         assert segment.sample is not None
         entry = self._bases.find(request.run_key, segment.sample, segment.tokens, segment.base_context)
         if entry is None:
             return None
-        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key, entry.surprising)
+        weight = 1.0 if segment.is_answer else self._of_inputs
+        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key, entry.surprising, weight)
+
+    def sample_of_reader(self, request: GenerateRequest, here: Placed) -> SampleView | None:
+        """Return what the prompt of another agent has left of a value or of the template behind one, where all tokens
+        since the first value are the same. Only what that agent had been told before is read otherwise here, which
+        changes KV by a third of what a producer's changes by.
+        """
+        placed = layout(request)
+        first = next(one.index for one in placed if one.segment.is_placeholder)
+        entry = self.shared_text(request, placed, here) if here.index > first else None
+        if entry is None:
+            return None
+        behind = here.index if here.segment.is_placeholder else here.index - 1
+        own = pool_of(request, placed[behind])
+        kind = "" if here.segment.is_placeholder else "+"
+        pool = own._replace(placeholder=f"{own.placeholder}{kind}<{entry.reader}")
+        return SampleView(pool, here.segment.tokens, entry.kv, entry.key, weight=self._of_readers)
+
+    def pool(self, request: GenerateRequest, placed: Placed) -> PoolKey:
+        """Return the pool that serves a value now: that of its producer's KV, or of a reader's."""
+        left = self.sample_of_reader(request, placed)
+        return left.pool if left else pool_of(request, placed)
 
 
 def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:

@@ -280,7 +280,8 @@ class Runtime:
             if one.stop <= exact:
                 self._keep_value(request, one, read(one.start, one.stop))
         for one in self._shared_texts(request, plan):
-            self._bases.put_shared_text(request.run_key, shared_text(placed, one), read(one.start, one.stop))
+            text, kv = shared_text(placed, one), read(one.start, one.stop)
+            self._bases.put_shared_text(request.run_key, text, kv, template_key(request))
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
         """Return whether to learn from a request: its whole prompt was computed, or a value in it because that teaches
@@ -293,7 +294,7 @@ class Runtime:
             return plan.teaches and self.learns(request)
         key = template_key(request)
         values = self._worth_learning(request)
-        sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in values)
+        sites = ((PlaceholderSite(key, one.index), self._planner.pool(request, one)) for one in values)
         if not all(self._anchors.experience(*site).is_saturated for site in sites):
             return True
         self._saturated += bool(values)
@@ -307,7 +308,7 @@ class Runtime:
             return 0
         key, values = template_key(request), self._worth_learning(request)
         wanted = (one for one in values if one.stop > exact_tokens)
-        sites = ((PlaceholderSite(key, one.index), pool_of(request, one)) for one in wanted)
+        sites = ((PlaceholderSite(key, one.index), self._planner.pool(request, one)) for one in wanted)
         return max((self._anchors.experience(*site).missing for site in sites), default=0)
 
     def observe(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> Iterator[Placed]:
@@ -331,6 +332,9 @@ class Runtime:
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
                 self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
+            if after and (text := self._planner.sample_of_reader(request, after)) is not None:
+                self._anchors.observe(PlaceholderSite(key, after.index), text, read(after.start, after.stop))
+                yield after
 
     def may_observe(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
         """Return whether `observe` may find something in a prompt, once its base KV is there."""
@@ -386,19 +390,21 @@ class Runtime:
         ]
 
     def _shared_texts(self, request: GenerateRequest, plan: ReusePlan | None) -> list[Placed]:
-        """Return the prefix segments behind moved values whose KV this prompt is the first of its run to compute, where
-        others are expected to read them.
+        """Return what stands behind the first value of which this prompt has KV that has read what is before it
+        (computed, or with offsets added), where others are expected to read it.
         """
         placed = layout(request)
         found = []
-        for here, after in pairwise(placed[:-1]) if request.run else ():
-            is_text = not after.segment.is_placeholder and len(after) > self._planner.short
-            if not (here.segment.is_placeholder and is_text) or (plan and plan.writes_in(after.start, after.stop)):
+        for before, one in pairwise(placed[:-1]) if request.run and self._planner.rotates else ():
+            value = one if one.segment.is_placeholder else before
+            if not value.segment.is_placeholder or len(one) <= self._planner.short:
                 continue
-            is_moved = self._planner.moves_alone(here, after) and self._planner.pays(request, here)
-            is_read = is_moved and self._readers.expected(pool_of(request, here)) > 1
-            if is_read and self._planner.shared_text(request, placed, after) is None:
-                found.append(after)
+            is_moved = plan is not None and any(
+                one.start <= its.start < one.stop and not its.blend.adds for its in plan.translations
+            )
+            is_read = self._planner.pays(request, value) and self._readers.expected(pool_of(request, value)) > 1
+            if is_read and not is_moved:
+                found.append(one)
         return found
 
     def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:

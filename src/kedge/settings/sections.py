@@ -83,8 +83,8 @@ def _key(section: str, location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in (section, *location) if part != "") or "settings"
 
 
-EstimatorName = Literal["token", "interpolate", "nearest", "cosine", "mean", "linear", "linear+token"]
-CriterionName = Literal["error", "entropy", "length", "leverage"]
+EstimatorName = Literal["token", "interpolate", "nearest", "cosine", "mean"]
+CriterionName = Literal["error", "entropy", "length"]
 
 
 class AnchorSettings(SettingsSection):
@@ -97,25 +97,23 @@ class AnchorSettings(SettingsSection):
     and 7); the others are for comparison."""
     criterion: CriterionName = "error"
     """What makes a value shareable: `error` is the predicted relative error of its offsets, `entropy` is KVCOMM's
-    Eq. 5, `length` needs only long anchors, `leverage` tokens that lie among those of the anchors."""
+    Eq. 5, `length` needs only long anchors."""
     capacity: PositiveInt = 20
     """Anchors per pool (the paper's V)."""
     gamma: NonNegativeFloat = 0.3
     """Highest entropy of a shareable value, as a share of the log of the number of anchors (Eq. 5)."""
     temperature: PositiveFloat = 10.0
     """Sharpness of an anchor's weight: softmax(-temperature · d / mean d)."""
-    tau: PositiveFloat = 0.05
-    """Softness of a token's weight: softmax(-d² / (tau · mean d²))."""
-    top_k: PositiveInt = 4
+    noise: PositiveFloat = 0.1
+    """Share of the variance of an offset that key vectors do not explain: with more of it, weights are more equal."""
+    top_k: PositiveInt = 8
     """Anchor tokens that a token's offset is blended from."""
     match_layer: NonNegativeInt | None = None
-    """Layer whose base KV is compared; None is max(1, layers // 3)."""
+    """Layer whose base KV is compared; None is at two thirds of the depth."""
     match_dim: PositiveInt = 32
     """Dimensions that base KV is projected to before it is compared."""
     offset_bits: Literal[8, 16] = 16
-    """Bits per number of a stored offset; 8 adds a scale per head. `linear` always keeps its own precision."""
-    ridge: PositiveFloat = 0.005
-    """Regularization of `linear`, in units of the mean square of base KV."""
+    """Bits per number of a stored offset; 8 adds a scale per head."""
     max_error: PositiveFloat = 0.35
     """Highest mean predicted relative error of a shareable value: over all its tokens until twice `min_anchors`
     values were observed, then over those that are translated."""
@@ -123,12 +121,8 @@ class AnchorSettings(SettingsSection):
     """Predicted relative error above which a single token of a shareable value, or of the template behind it, is
     computed: where on the frontier of quality and cost to be. 0.15 computes most and is nearest to dense prefill, 0.5
     is enough where answers do not depend on every token of a question, and 1 or more computes none."""
-    max_leverage: PositiveFloat = 2.0
-    """Highest mean leverage of a value that `leverage` shares, in units of the anchors' own mean."""
-    weak_leverage: PositiveFloat = 6.0
-    """Leverage in the same units above which a single token of a shareable value is computed."""
     min_anchors: PositiveInt = 4
-    """Anchors with the agent's offsets below which `error` and `leverage` share nothing."""
+    """Anchors with the agent's offsets below which `error` shares nothing."""
     max_bytes: Bytes = 2 << 30
     """Bytes of all pools together on the device."""
     max_pools: PositiveInt = 256
@@ -145,7 +139,7 @@ class AnchorSettings(SettingsSection):
     @property
     def compared(self) -> dict[str, Any]:
         """The settings that saved anchors depend on: how values are compared."""
-        return self.model_dump(include={"estimator", "match_layer", "match_dim", "top_k", "tau", "temperature"})
+        return self.model_dump(include={"estimator", "match_layer", "match_dim", "top_k", "noise", "temperature"})
 
     @property
     def computes_weak_tokens(self) -> bool:

@@ -45,11 +45,8 @@ def test_of_a_role_never_seen_only_answers_are_translated_and_that_without_ancho
         return server.as_json()
 
     assert served("token", known)["translated"] > 0
-    strangers = {name: served(name, strange) for name in ("kvcomm", "token", "linear+token")}
-    assert {name: one["translated"] > 0 for name, one in strangers.items()} == {
-        "kvcomm": False, "token": True, "linear+token": True,
-    }  # fmt: skip
-    assert strangers["token"]["kl"] == strangers["linear+token"]["kl"], "no estimator takes part"
+    strangers = {name: served(name, strange) for name in ("kvcomm", "token")}
+    assert {name: one["translated"] > 0 for name, one in strangers.items()} == {"kvcomm": False, "token": True}
     for name, one in strangers.items():
         assert one["top1"] == 1 and one["kl"] < (1e-9 if name == "kvcomm" else 1e-4)
 
