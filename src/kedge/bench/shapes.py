@@ -37,15 +37,20 @@ def random_llama(size: str, device: torch.device, dtype: torch.dtype, seed: int 
 
     Raises `ConfigError` for an unknown size.
     """
-    if size not in SHAPES:
-        raise ConfigError("model-size", size, f"must be one of {', '.join(SHAPES)}")
+    config = llama_config(size)
     torch.manual_seed(seed)
-    small = size != "8b"
-    config = LlamaConfig(
-        **SHAPES[size], max_position_embeddings=16384, tie_word_embeddings=small, bos_token_id=0, eos_token_id=1
-    )
     with torch.device(device):
         return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def llama_config(size: str) -> LlamaConfig:
+    """Return the config of a Llama of `size`. Raises `ConfigError` for an unknown one."""
+    if size not in SHAPES:
+        raise ConfigError("model-size", size, f"must be one of {', '.join(SHAPES)}")
+    tied = size != "8b"
+    return LlamaConfig(
+        **SHAPES[size], max_position_embeddings=16384, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=1
+    )
 
 
 def random_runner(size: str, device: str) -> Loaded:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
 import statistics
 import tempfile
 import time
@@ -45,7 +47,7 @@ from kedge.bench.load import (
     warm,
     word_tokenizer,
 )
-from kedge.bench.shapes import SHAPES, random_llama
+from kedge.bench.shapes import SHAPES, llama_config, random_llama
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
@@ -55,7 +57,7 @@ from kedge.workloads import real
 from kedge.workloads.miniature import TASKS, workflow
 
 BLOCK = 32
-"""Tokens of a block; vLLM's CPU attention wants a multiple of 32."""
+"""Tokens of a block on every machine; vLLM's CPU attention wants a multiple of 32."""
 CALIBRATIONS = 5
 """Prefills whose median is the cost of computing a prompt."""
 ROOM = 4
@@ -92,7 +94,8 @@ class VllmLoad:
     clients: Sequence[int] = (1, 8, 16)
     seconds: float = 60.0
     models: Sequence[str] | None = None
-    """The bundled one, a size of random weights, or a real one; None: the first, and the benchmark's size."""
+    """The bundled one, a size of random weights, or a real one; None: the benchmark's size, and beside its default the
+    bundled one."""
     kv: KvRoom = KvRoom(32_768, 2048)
     rows: int = 64
     """Most requests, and parts of a prompt that are computed side by side, in a pass."""
@@ -152,6 +155,24 @@ class VllmTrial:
     calls: tuple[VllmCall, ...]
 
 
+def machine_arguments(model: Path | None) -> dict[str, Any]:
+    """Return vLLM's arguments by machine: exact on a CPU; on a GPU room for several engines, CUDA graphs of short
+    passes without a minute of compiling for each engine, and made-up weights where the folder has none. The variable
+    KEDGE_BENCH_VLLM (JSON) has others.
+    """
+    from vllm.platforms import current_platform
+
+    others = json.loads(os.environ.get("KEDGE_BENCH_VLLM", "{}"))
+    if current_platform.is_cpu():
+        return {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK, **others}
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
+    weights = {} if model is None or any(model.glob("*.safetensors")) else {"load_format": "dummy"}
+    memory = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 24 << 30}  # the room for KV is given in blocks
+    common = {"dtype": "bfloat16", "block_size": BLOCK, "max_num_seqs": 64, **memory}
+    return {**common, "compilation_config": graphs, **weights, **others}
+
+
 class VllmLane(AbstractContextManager["VllmLane"]):
     """A vLLM engine. Lanes take turns and keep their state."""
 
@@ -163,23 +184,18 @@ class VllmLane(AbstractContextManager["VllmLane"]):
 
         prepare_environment()
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        is_cpu = current_platform.is_cpu()
         engine = AsyncEngineArgs(
             model=str(model),
-            dtype="float32" if is_cpu else "bfloat16",
             max_model_len=room.longest,
             max_num_batched_tokens=max(2048, room.longest),
-            block_size=BLOCK,
             num_gpu_blocks_override=room.blocks,
             enable_prefix_caching=True,
-            enforce_eager=is_cpu,
             skip_tokenizer_init=True,
             disable_log_stats=True,
             kv_transfer_config=None if plugin is None else transfer_config(plugin),
-            **arguments,
+            **{**machine_arguments(model), **arguments},
         )
         self.plugged = plugin is not None
         self._engine = AsyncLLM.from_engine_args(engine)
@@ -404,7 +420,7 @@ def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progre
     Returns model -> clients -> engine -> figures.
     """
     found: dict[str, dict[str, Figures]] = {}
-    for name in load.models or (model_size, NANO):
+    for name in load.models or ((model_size, NANO) if model_size == VllmBenchSettings.model_size else (model_size,)):
         team = served_team(name, folder, load.seed)
         by_clients = found.setdefault(name, {})
         for clients in load.clients:
@@ -433,6 +449,7 @@ def pair_figures(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 def engine_settings(load: VllmLoad, team: ServedTeam) -> EngineSettings:
     """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes."""
     arguments: dict[str, Any] = {
+        **machine_arguments(team.model),
         "max_model_len": load.kv.longest,
         "num_gpu_blocks_override": load.kv.blocks,
         "max_num_seqs": load.rows,
@@ -463,11 +480,24 @@ def measure(
 ) -> dict[str, Figures]:
     """Return the figures of cases by name. Raises `ConfigError` for an unknown size of the model."""
     with tempfile.TemporaryDirectory() as folder:
-        model = random_llama(settings.model_size, torch.device("cpu"), torch.float32)
-        model.config.eos_token_id = model.generation_config.eos_token_id = None  # no random token ends an answer
-        model.save_pretrained(folder)
+        save_random_llama(settings.model_size, Path(folder))
         vocab = SHAPES[settings.model_size]["vocab_size"]
         return {name: case(settings, Path(folder), vocab, progress) for name, case in cases.items()}
+
+
+def save_random_llama(size: str, folder: Path) -> None:
+    """Save a random model no token of which ends an answer; on a GPU its config alone, with weights that vLLM makes up.
+
+    Raises `ConfigError` for an unknown size.
+    """
+    if torch.cuda.is_available():
+        config = llama_config(size)
+        config.architectures, config.dtype, config.eos_token_id = ["LlamaForCausalLM"], "bfloat16", None
+        config.save_pretrained(folder)
+        return
+    model = random_llama(size, torch.device("cpu"), torch.float32)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
 
 
 def as_json(settings: VllmBenchSettings, found: Mapping[str, Figures]) -> dict[str, Any]:

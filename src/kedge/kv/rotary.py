@@ -51,7 +51,8 @@ class Rotary:
             cos, sin = module(probe, position_ids=torch.arange(max_positions, device=device)[None])
         half = cos.shape[-1] // 2
         self._cos, self._sin = (table[0, :, None, :half].contiguous() for table in (cos, sin))  # [positions, 1, pairs]
-        self._scale = float(self._cos[0, 0, 0] ** 2 + self._sin[0, 0, 0] ** 2)
+        self.square = float(self._cos[0, 0, 0] ** 2 + self._sin[0, 0, 0] ** 2)
+        """The square of the factor by which YaRN scales keys, 1 without it"""
         self.pairing = HALVES
 
     def paired(self, pairing: Pairing) -> Rotary:
@@ -79,7 +80,7 @@ class Rotary:
     def unrotate(self, keys: Tensor, positions: Tensor | slice) -> Tensor:
         """Return a copy of `keys` [L, T, H, D] as they were before they were rotated to `positions` [T]."""
         out = torch.empty_like(keys)
-        self._turn(keys, self._cos[positions] / self._scale, -self._sin[positions] / self._scale, out)
+        self._turn(keys, self._cos[positions] / self.square, -self._sin[positions] / self.square, out)
         return out
 
     def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

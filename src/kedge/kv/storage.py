@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kedge.kv.rotary import Rotation
+from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 
@@ -53,6 +53,40 @@ class SlotTable:
         return tuple((slice(a, a + size), slice(b, b + size)) for a, b, size in zip(*firsts, lengths, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class KernelSlots:
+    """The slots of all layers as Kedge's Triton kernels find them, with a head's dimensions side by side."""
+
+    addresses: Tensor
+    """int64 [2, layers], on the device: where the keys and the values of each layer begin, multiples of 16"""
+    block_size: int
+    strides: tuple[int, int, int]
+    """Numbers from one block, token and head to the next, of keys as of values"""
+    rotary: Rotary
+    """Of all layers, with tables"""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Kedge's Triton kernels can run: on a GPU, where Triton comes with PyTorch (on Linux) and finds
+    what it needs to build them.
+    """
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from kedge.kv.probe_kernel import can_build
+
+    return can_build(device)
+
+
+def kernel_slots(
+    addresses: Sequence[Sequence[int]], pages: Tensor, block_size: int, strides: tuple[int, int, int], rotary: Rotation
+) -> KernelSlots | None:
+    """Return the slots of layers on the device of `pages`; None where layers are not rotated alike, in halves."""
+    is_aligned = not any(one % 16 for side in addresses for one in side)
+    if not is_aligned or not isinstance(rotary, Rotary) or rotary.tables is None:
+        return None
+    return KernelSlots(torch.tensor(addresses, device=pages.device), block_size, strides, rotary)
+
+
 class PagedStorage:
     """The keys and values of all slots, each [layers, slots, kv_heads, head_dim]; a slot holds one token of one
     request. What a layer does not fill, where layers have different shapes, is zero.
@@ -72,14 +106,16 @@ class PagedStorage:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Kedge's Triton kernels can run on it: on a GPU, where Triton comes with PyTorch (on Linux) and finds
-        what it needs to build them.
-        """
-        if not self.keys.is_cuda or find_spec("triton") is None:
-            return False
-        from kedge.kv.probe_kernel import can_build
+        """Whether Kedge's Triton kernels can run on it."""
+        return has_kernels(self.keys.device)
 
-        return can_build(self.keys.device)
+    @property
+    def kernel_slots(self) -> KernelSlots | None:
+        """Its slots for kernels; None where they cannot run, or not all layers are rotated alike."""
+        if not self.has_kernels:
+            return None
+        addresses = [[layer.data_ptr() for layer in pool] for pool in (self.keys, self.values)]
+        return kernel_slots(addresses, self.keys, 1, (self.keys.stride(1), 0, self.keys.stride(2)), self.rotary)
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write one layer's rotated keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] to

@@ -216,7 +216,7 @@ class Recorder:
         self._write(order)
         if self.replacement is not None:
             pages = self._engine.worker._learner.pages
-            pages.put(pages.table(order.blocks, only=order.spans), 0, self.replacement)
+            pages.write(pages.table(order.blocks, only=order.spans), 0, self.replacement, None)
         self.written = self.read(order.blocks)
 
     def read(self, blocks: Sequence[int] | None = None) -> KVSegment:

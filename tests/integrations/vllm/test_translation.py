@@ -220,7 +220,7 @@ def test_pages_give_back_what_the_model_wrote(taught: Driver) -> None:
     pages = learner.pages
     table = pages.table([3, 5])
     kv = pages.read(table, 7, 50)
-    pages.put(table, 7, kv)
+    pages.write(table, 7, kv, None)
     again = pages.read(table, 7, 50)
     torch.testing.assert_close(again.keys, kv.keys, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(again.values, kv.values, atol=0, rtol=0)

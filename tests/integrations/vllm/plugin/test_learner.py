@@ -30,7 +30,9 @@ def kv(start: int, stop: int) -> KVSegment:
 
 @pytest.fixture
 def learner() -> Learner:
-    pages: Any = SimpleNamespace(rounding=0.0, table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop))
+    pages: Any = SimpleNamespace(
+        rounding=0.0, kernel_slots=None, table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop)
+    )
     found = Learner(pages, PluginSettings(), None, EngineCosts(by_cost=False))
     found.rotation.trust()
     return found
@@ -123,7 +125,7 @@ def test_what_is_prepared_in_vain_is_spent() -> None:
 
 
 def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
-    pages: Any = SimpleNamespace(table=lambda _blocks, only: only)
+    pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
     spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=(), teaches=False)
     balances: Any = spent
     writes = PlannedWrites(pages, costs, balances)
@@ -146,7 +148,7 @@ def planned(teaches: bool) -> PlannedWrite:
 
 @pytest.fixture
 def writes() -> PlannedWrites:
-    pages: Any = SimpleNamespace(table=lambda _blocks, only: only)
+    pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
     balances: Any = Spent()
     return PlannedWrites(pages, EngineCosts(), balances)
 

@@ -76,10 +76,12 @@ def test_first_tokens_do_not_wait_for_learning_but_for_every_so_many(share: floa
     assert found == 2 * ([False] * PATIENCE + [True])
 
 
-def test_what_was_earned_meanwhile_is_spent_in_the_next_step() -> None:
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_was_earned_meanwhile_is_spent_once_the_first_token_is_read(idle: bool) -> None:
     stage = Stage(0.5, 0.01)
     assert not stage.step(0.1, is_awaited=True)
-    assert stage.step(0.02) == pytest.approx(0.06)
+    assert not stage.step(0.02, idle=idle), "it is read once this step has been started"
+    assert stage.step(0.02) == pytest.approx(0.06 if idle else 0.07)
 
 
 def test_an_engine_that_has_just_become_idle_does_not_learn() -> None:

@@ -79,7 +79,7 @@ def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
     strides = [find_layouts([one], axes, BLOCKS, SIZE)[0].keys.strides for one in (regular, layer)]
     assert strides[0] is not None and strides[1] is None
     pages, kv = pages_of([layer]), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
-    pages.put(table := pages.table([4, 1]), 2, kv)
+    pages.write(table := pages.table([4, 1]), 2, kv, None)
     read = pages.read(table, 2, 7)
     torch.testing.assert_close(read.keys, kv.keys)
     assert torch.equal(read.values, kv.values)
@@ -130,7 +130,7 @@ def test_each_layer_is_read_by_its_own_layout_and_format() -> None:
     layers = [layer_of(side_by_side), layer_of(keys_transposed), float8_layer(torch.float8_e4m3fn)]
     pages, kv = pages_of(layers), KVSegment(*torch.randn(2, 3, 5, HEADS, DIM))
     assert pages.rounding == 0 and pages_of(layers[::-1]).rounding == 2**-4
-    pages.put(table := pages.table([4, 1]), 2, kv)
+    pages.write(table := pages.table([4, 1]), 2, kv, None)
     read = pages.read(table, 2, 7)
     torch.testing.assert_close(read.keys[:2], kv.keys[:2])
     assert torch.equal(read.values[:2], kv.values[:2])
@@ -158,7 +158,7 @@ def test_positions_that_a_table_leaves_out_are_not_written() -> None:
     pages, blocks = pages_of(layers), [4, 1, 3]
     before = pages.read(pages.table(blocks), 0, 12)
     given = KVSegment(torch.randn(LAYERS, 9, HEADS, DIM), torch.randn(LAYERS, 9, HEADS, DIM))
-    pages.put(pages.table(blocks, only=(range(2, 5), range(9, 11))), 2, given)
+    pages.write(pages.table(blocks, only=(range(2, 5), range(9, 11))), 2, given, None)
     after = pages.read(pages.table(blocks), 0, 12)
     written = [2, 3, 4, 9, 10]
     kept = [at for at in range(12) if at not in written]

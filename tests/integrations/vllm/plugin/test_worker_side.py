@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -68,7 +69,7 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
     clock, costs = Clock(), Costs()
     monkeypatch.setattr(worker_side, "time", clock)
     side: Any = WorkerSide(16, 1.0, LearningBudget(None))
-    side.measure_passes(costs)
+    side.measure_passes(costs, is_cpu=True)
     side._learner = SlowLearner(clock)
     orders = Orders(scheduled=100, rows=3, writes=writes)
     side.begin_step()
@@ -95,12 +96,71 @@ def test_ends_of_answers_pay_for_a_pass_of_their_own(
     costs._passes = LinearCost((1.0, 0.05, 0.05))
     monkeypatch.setattr(worker_side, "time", clock)
     side: Any = WorkerSide(16, 1.0, LearningBudget(None))
-    side.measure_passes(costs)
+    side.measure_passes(costs, is_cpu=True)
     side._learner = SlowLearner(clock)
     side.begin_step()
     clock.now += 5.0
     side.after_pass(Orders(scheduled=scheduled, rows=2, captures=ENDS))
     assert side._learner.charged == pytest.approx(charged)
+
+
+class Device:
+    """A GPU whose clock the test moves, with the events that it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Event] = []
+        self.done = 0
+        """Events that it has come by"""
+
+    def event(self, *, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+    def work(self, *seconds: float) -> None:
+        """Come by an event after so many seconds each."""
+        now = self.given[self.done - 1].at if self.done else 0.0
+        for each in seconds:
+            now += each
+            self.given[self.done].at = now
+            self.done += 1
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self._device, self.at = device, 0.0
+
+    def record(self) -> None:
+        self._device.given.append(self)
+
+    def query(self) -> bool:
+        return self in self._device.given[: self._device.done]
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query() and end.query()
+        return 1e3 * (end.at - self.at)
+
+
+def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, clock, costs = Device(), Clock(), Costs()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(worker_side, "time", clock)
+    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side.measure_passes(costs, is_cpu=False)
+    side._learner = SlowLearner(clock)
+    for scheduled, writes in ((100, (WRITE,)), (200, ()), (0, ())):
+        side.begin_step()
+        side.before_pass(Orders(scheduled=scheduled, rows=1, writes=writes))
+        clock.now += 1.0
+        side.after_pass(Orders(scheduled=scheduled, rows=1))
+    assert not costs.seen, "nothing has ended"
+    device.work(1.0, 2.0, 4.0, 0.5)  # the step, its writes, the first pass, and the second step
+    side.begin_step()
+    side.after_pass(Orders(scheduled=50, rows=1))
+    assert costs.seen == [(100, 1, 4.0)] and side.take_reports().computed == (100, 4.0)
+    device.work(*[8.0] * (len(device.given) - device.done))
+    side.begin_step()
+    side.after_pass(Orders(scheduled=60, rows=2))
+    assert costs.seen[1:] == [(200, 1, 8.0), (50, 1, 8.0)], "a step without a pass is none"
 
 
 def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:

@@ -249,6 +249,14 @@ class BlockLayout:
         of_keys, of_values = self.scales(layer)
         layer.store(self.numbers.writable(keys, of_keys), self.numbers.writable(values, of_values), slots)
 
+    def in_memory(self, block: Tensor) -> tuple[Places, Places]:
+        """Return the places of a block's keys and values in memory, from its first number on."""
+        places = torch.zeros((), dtype=torch.int64)
+        for size, stride in zip(block.shape, block.stride(), strict=True):
+            places = places[..., None] + torch.arange(size) * stride
+        keys, values = (Places.of(places.flatten()[one.index.cpu()]) for one in (self.keys, self.values))
+        return keys, values
+
     def scales(self, layer: KVLayer) -> tuple[Any, Any]:
         """Return what a layer's kept keys and values are multiplied by, where they are."""
         return layer.scales if self.numbers.float8 else (1.0, 1.0)

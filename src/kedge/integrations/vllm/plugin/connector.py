@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -53,6 +54,7 @@ from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
 from kedge.reuse.costs import EngineCosts
+from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -206,10 +208,8 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     # in a worker, once: opening its parts -------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        is_synchronous = all(map(_is_on_cpu, kv_caches.values()))
-        costs = EngineCosts(by_cost=self._settings.planner.by_cost and is_synchronous)
-        if is_synchronous:
-            self._worker.measure_passes(costs)
+        costs = EngineCosts(by_cost=self._settings.planner.by_cost)
+        self._worker.measure_passes(costs, is_cpu=all(map(_is_on_cpu, kv_caches.values())))
         if self._host_blocks:
             dtype = self._vllm_config.model_config.dtype
             try:
@@ -236,7 +236,9 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
                 raise TranslationRefused("kv_connector", type(group).__name__, why)
             pages = self._pages(kv_caches)
             measure_writes(costs, pages)
-            learner = Learner(pages, self._settings, self._lanes_refusal(kv_caches), costs)
+            anchors = within_free_memory(self._settings.anchors, pages.empty.keys.device)
+            settings = self._settings.model_copy(update={"anchors": anchors})
+            learner = Learner(pages, settings, self._lanes_refusal(kv_caches), costs)
         except TranslationRefused as refusal:
             logger.warning("kedge: translation is off: %s", refusal)
             self._worker.open_translation(refusal)
@@ -308,6 +310,20 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
+
+
+def within_free_memory(anchors: AnchorSettings, device: torch.device) -> AnchorSettings:
+    """Return settings by which anchors and base KV take at most half of what is free on a GPU: vLLM knows nothing of
+    them, and the other half is for its passes.
+    """
+    wanted = anchors.max_bytes + anchors.max_base_bytes
+    most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else wanted
+    if wanted <= most:
+        return anchors
+    logger.warning("kedge: anchors get %d MiB: lower gpu_memory_utilization for all %d", most >> 20, wanted >> 20)
+    share = most / wanted
+    bounds = {"max_bytes": int(share * anchors.max_bytes), "max_base_bytes": int(share * anchors.max_base_bytes)}
+    return anchors.model_copy(update=bounds)
 
 
 def _is_on_cpu(registered: Tensor | Sequence[Tensor]) -> bool:

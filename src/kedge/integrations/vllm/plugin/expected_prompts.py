@@ -2,7 +2,8 @@
 
 A prompt is drafted and translated value by value, in the time for learning: its KV, with keys rotated to their places,
 waits outside of vLLM's pages. A request that begins with the same segments has it stored into its blocks, and only what
-is new in it is matched and translated then. A prompt that turns out otherwise costs that time, and changes no answer.
+is new in it is matched and translated then. Where a kernel translates, prompts are only drafted. A prompt that turns
+out otherwise costs that time, and changes no answer.
 """
 
 from __future__ import annotations
@@ -175,7 +176,11 @@ class ExpectedPrompts:
 
 
 def translated(pages: Pages, translation: Translation) -> list[ReadyPart]:
-    """Return what a translation writes, outside of the pages."""
+    """Return what a translation writes, outside of the pages; nothing where a kernel translates it as fast as it would
+    copy this.
+    """
+    if pages.kernel_slots is not None:
+        return []
     parts = _Parts(pages)
     translate_into(parts)(_NOWHERE, [translation])
     return parts.found
@@ -183,6 +188,8 @@ def translated(pages: Pages, translation: Translation) -> list[ReadyPart]:
 
 class _Parts:
     """A `Storage` that keeps what is written into it."""
+
+    kernel_slots = None
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages

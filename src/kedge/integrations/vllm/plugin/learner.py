@@ -140,7 +140,7 @@ class PlannedWrites:
         planned, table = self._planned.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
         start, stop = order.spans[0].start, order.spans[-1].stop
         if planned.head is not None and start < planned.head.tokens:
-            self._pages.put(table, start, planned.head.slice(start, min(stop, planned.head.tokens)))
+            self._pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
         count, tokens = self._translate(planned, table, range(start, stop))
         if planned.plan.teaches:
             self._written[order.request_id] = planned.plan
@@ -168,8 +168,10 @@ class PlannedWrites:
 
     def _shared(self, planned: PlannedWrite, translation: Translation) -> Sequence[ReadyPart]:
         """Return a translation that other requests need, too, translated for the first of them. Returns nothing where
-        there are no others, or no room for it.
+        there are no others, no room for it, or a kernel that translates it as fast as it would copy it.
         """
+        if self._pages.kernel_slots is not None:
+            return ()
         if found := planned.shared.get(translation.start):
             return found
         others = [one for one in self._planned.values() if not one.ready and one.writes(translation)]

@@ -28,7 +28,7 @@ class LearningBudget:
         """
         self._share, self._clock = share, clock
         self._credit = self._began = self._computed = 0.0
-        self._passed = 0
+        self._passed, self._was_awaited = 0, False
 
     def begin(self) -> None:
         """Note the time at which a step begins."""
@@ -38,11 +38,14 @@ class LearningBudget:
         """Learn piece after piece after a pass, within what passes have earned.
 
         An `idle` step, without a pass, is for one piece: a request that arrives meanwhile does not wait for more. While
-        a first token is computed or a verdict `is_awaited`, nothing is learned in most steps, but for what requests
-        wait for, if there is something of that (`is_urgent`). `learn(urgent_only)` returns False if none is left.
+        a first token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps,
+        but for what requests wait for, if there is something of that (`is_urgent`). `learn(urgent_only)` returns False
+        if none is left.
         """
         self.earn(idle=idle)
-        self._passed = self._passed + 1 if is_awaited and self._passed < PATIENCE else 0
+        # With asynchronous scheduling the tokens of a pass are read once the next pass has been started.
+        hurries, self._was_awaited = is_awaited or self._was_awaited, is_awaited
+        self._passed = self._passed + 1 if hurries and self._passed < PATIENCE else 0
         if self._passed and not is_urgent:
             return
         one = partial(learn, self._passed > 0)
@@ -65,14 +68,14 @@ class LearningBudget:
 class BaseShare:
     """The tokens that base prefills may take of a step.
 
-    A first token does not wait for base KV that is for later requests, so steps with prefills are passed over; a few at
-    a time, as under load there may be no others.
+    A first token does not wait for base KV that is for later requests, so steps with prefills, and those after
+    them, are passed over; a few at a time, as under load there may be no others.
     """
 
     def __init__(self, share: float, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
         """`share` is the part of a step's time, `times` what steps take. `clock` returns seconds."""
         self._share, self._times, self._clock = share, times, clock
-        self._passed, self._computed = 0, -math.inf
+        self._passed, self._was_prefill, self._computed = 0, False, -math.inf
 
     def computes(self) -> None:
         """Note that a step computes something for requests."""
@@ -86,7 +89,9 @@ class BaseShare:
 
     def beside(self, prefill: int, most: int) -> int:
         """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
-        if prefill and self._passed < PATIENCE:
+        # With asynchronous scheduling a first token is read once the step after has been started.
+        hurries, self._was_prefill = prefill > 0 or self._was_prefill, prefill > 0
+        if hurries and self._passed < PATIENCE:
             self._passed += 1
             return 0
         self._passed = 0

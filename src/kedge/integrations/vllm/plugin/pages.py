@@ -1,6 +1,6 @@
 """vLLM's own pages as KV that Kedge can read and write, in whatever layout and format `block_layout.py` has found.
 
-KV is written with the model's own op.
+KV is written with the model's own op, layer by layer, or where Kedge's kernels can run in all layers by one launch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer
 from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import SlotTable, add_offsets
+from kedge.kv.storage import KernelSlots, SlotTable, add_offsets, has_kernels, kernel_slots
 
 _SKIPPED = -1
 """Stands in a table for the slot of a position that is not to be written"""
@@ -33,6 +33,8 @@ class Pages:
             raise LayoutUnknown("layers", sorted(map(tuple, shapes)), "the layers' KV must have one shape")
         self._device, self._dtype = layers[0].pages.device, layers[0].dtype
         self._blocks = len(layouts[0].axis.blocks(layers[0].pages))
+        self.kernel_slots = slots_for_kernels(layers, layouts, rotary) if has_kernels(self._device) else None
+        """The slots for kernels, which take their tables on the device; None where all is done layer by layer"""
 
     @property
     def rounding(self) -> float:
@@ -52,20 +54,25 @@ class Pages:
 
     def first(self, tokens: int) -> SlotTable:
         """Return the slots of the first so many tokens, or of all there are."""
-        return SlotTable(torch.arange(min(tokens, self._blocks * self._block_size)))
+        blocks = min(-(-tokens // self._block_size), self._blocks)
+        return SlotTable(self.table(range(blocks)).slots[:tokens])
 
     def table(self, blocks: Sequence[int], only: Sequence[range] | None = None) -> SlotTable:
         """Return the slots of a request with these blocks. Nothing is written to positions that are not in `only`."""
-        table = SlotTable.of(blocks, self._block_size)
-        if only is None:
-            return table
-        slots = torch.full_like(table.slots, _SKIPPED)
-        for span in only:
-            slots[span.start : span.stop] = table.slots[span.start : span.stop]
-        return SlotTable(slots)
+        slots = SlotTable.of(blocks, self._block_size).slots
+        if only is not None:
+            every, slots = slots, torch.full_like(slots, _SKIPPED)
+            for span in only:
+                slots[span.start : span.stop] = every[span.start : span.stop]
+        # once for a request, and no kernel is waited for
+        return SlotTable(slots if self.kernel_slots is None else slots.to(self._device, non_blocking=True))
 
     def read(self, table: SlotTable, start: int, stop: int) -> KVSegment:
         """Return a copy of positions [start, stop) of a request, keys unrotated."""
+        if self.kernel_slots is not None:
+            keys = self.empty.keys.new_empty(len(self._layers), stop - start, *self._shape[1:])
+            self._launch(table, start, kv := KVSegment(keys, torch.empty_like(keys)), reads=True)
+            return kv
         size = self._block_size
         first = start // size
         blocks = (table.slots[first * size : stop : size] // size).to(self._device)
@@ -79,13 +86,12 @@ class Pages:
 
     def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:
         """Write `base` plus `offsets` (of all layers but the first; None: of no layer) to the positions from `start`
-        on, keys rotated.
+        on, keys rotated, but to none that the table leaves out.
         """
-        self.store(table, start, self.translated(start, base, offsets))
-
-    def put(self, table: SlotTable, start: int, kv: KVSegment) -> None:
-        """Write `kv` to the positions from `start` on, keys rotated, but to none that the table leaves out."""
-        self.store(table, start, KVSegment(self._rotated(kv.keys, start), kv.values))
+        if self.kernel_slots is None or offsets is not None:
+            self.store(table, start, self.translated(start, base, offsets))
+        else:
+            self._launch(table, start, base)
 
     def translated(self, start: int, base: KVSegment, offsets: KVSegment | None) -> KVSegment:
         """Return `base` plus `offsets` (of all layers but the first; None: of no layer), its keys rotated to the
@@ -97,6 +103,12 @@ class Pages:
         add_offsets(base.keys, offsets.keys, out=keys)
         add_offsets(base.values, offsets.values, out=values)
         return KVSegment(self._rotated(keys, start), values)
+
+    def _launch(self, table: SlotTable, start: int, kv: KVSegment, *, reads: bool = False) -> None:
+        from kedge.kv.translate_kernel import translate
+
+        assert self.kernel_slots is not None
+        translate(self.kernel_slots, table.slots[start : start + kv.tokens], start, kv, reads=reads)
 
     def _rotated(self, keys: Tensor, start: int) -> Tensor:
         rotated = torch.empty_like(keys)
@@ -117,6 +129,26 @@ class Pages:
         slots = slots.to(self._device)
         for number, (layer, layout) in enumerate(zip(self._layers, self._layouts, strict=True)):
             layout.store(layer, rotated[number], values[number].contiguous(), slots)
+
+
+def slots_for_kernels(
+    layers: Sequence[KVLayer], layouts: Sequence[BlockLayout], rotary: Rotation
+) -> KernelSlots | None:
+    """Return the slots of pages for kernels; None where these do not know the layout, the format or the rotation."""
+    blocks = [layout.axis.blocks(layer.pages) for layer, layout in zip(layers, layouts, strict=True)]
+    places = [layout.in_memory(block[0]) for layout, block in zip(layouts, blocks, strict=True)]
+    (kept, computed, of_block), *others = {
+        (one.pages.dtype, one.dtype, block.stride(0)) for one, block in zip(layers, blocks, strict=True)
+    }
+    strides, *more = {side.strides for pair in places for side in pair}
+    if others or more or kept != computed or strides is None or strides[2] != 1:
+        return None
+    addresses = [
+        [block.data_ptr() + kept.itemsize * pair[side].first for block, pair in zip(blocks, places, strict=True)]
+        for side in (0, 1)
+    ]
+    block_size = len(layouts[0].keys.index)
+    return kernel_slots(addresses, blocks[0], block_size, (of_block, strides[0], strides[1]), rotary)
 
 
 class RopeModule(nn.Module):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
+from kedge.anchors.anchor import AnchorId
 from kedge.anchors.base_store import BaseStore
+from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
+from kedge.anchors.translator import translate_into
 from kedge.cache import Direction
 from kedge.errors import LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
@@ -30,8 +35,8 @@ from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import SlotTable
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.plan import Translation
 from kedge.types import Miss
 
 Registered = Mapping[str, Tensor | Sequence[Tensor]]
@@ -102,21 +107,60 @@ def distinct(views: Iterable[Tensor]) -> list[Tensor]:
 
 
 def measure_writes(costs: EngineCosts, pages: Pages) -> None:
-    """Write base KV with offsets of zero into pages that are not in use yet."""
+    """Translate zeros into pages that are not in use yet. It builds the kernels where there are any."""
     table = pages.first(LONG)
     kv = pages.read(table, 0, len(table.slots))
     base = KVSegment(torch.zeros_like(kv.keys), torch.zeros_like(kv.values))
-    _seconds(pages, table, base)  # the first use of anything takes longer
-    for part in (base.slice(0, 1), base):
+    offsets = empty_table(base)
+    offsets.put(AnchorId(0), torch.zeros(1, offsets.width, device=base.device))
+    rows = torch.zeros(base.tokens, 1, dtype=torch.int64, device=base.device)
+    whole = Translation(0, base, Blend(rows, torch.ones_like(rows, dtype=torch.float32), offsets.version), offsets)
+    write = partial(translate_into(pages), table)
+    _seconds(pages, write, whole)  # the first use of anything takes longer
+    for part in filter(None, (whole.within(0, 1), whole)):
         for _ in range(REPEATS):
-            costs.observe_translation(1, part.tokens, _seconds(pages, table, part))
+            costs.observe_translation(1, part.tokens, _seconds(pages, write, part))
     costs.settle()
 
 
-def _seconds(pages: Pages, table: SlotTable, base: KVSegment) -> float:
+def _seconds(pages: Pages, write: Callable[[Sequence[Translation]], None], part: Translation) -> float:
+    """Return the seconds until a translation is written, on the device too. Later ones are measured without waiting for
+    it: next to the launches, by which a pass begins later, what the device takes is little.
+    """
+    pages.synchronize()
     began = time.monotonic()
-    pages.write(table, 0, base, KVSegment(base.keys[1:], base.values[1:]))
+    write([part])
+    pages.synchronize()
     return time.monotonic() - began
+
+
+class PassEvents:
+    """The passes that were started on a GPU, with CUDA events around each."""
+
+    def __init__(self) -> None:
+        self._started: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._begin: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """Note that a pass is started from here on."""
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def end(self, tokens: int, rows: int) -> None:
+        """Note that a pass over `tokens` tokens of `rows` requests has been started, if its beginning was noted."""
+        if self._begin is not None:
+            done = torch.cuda.Event(enable_timing=True)
+            done.record()
+            self._started.append((tokens, rows, self._begin, done))
+            self._begin = None
+
+    def take_ended(self) -> list[tuple[int, int, float]]:
+        """Return the tokens, the requests and the seconds of all passes that have ended since the last call."""
+        ended = []
+        while self._started and self._started[0][3].query():
+            tokens, rows, begin, done = self._started.popleft()
+            ended.append((tokens, rows, begin.elapsed_time(done) / 1e3))
+        return ended
 
 
 class WorkerSide:
@@ -133,7 +177,8 @@ class WorkerSide:
         self._began = self._not_computing = 0.0
         """When the step began, and how long it was about something else than its pass"""
         self._costs: EngineCosts | None = None
-        """Set where a pass has ended when vLLM returns from it: on a GPU it has only been started"""
+        self._passes: PassEvents | None = None
+        """Set on a GPU, where a pass has only been started when vLLM returns from it"""
         self._reported_learning = False
         self._learning = threading.Lock()
         """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
@@ -150,9 +195,9 @@ class WorkerSide:
             pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
 
-    def measure_passes(self, costs: EngineCosts) -> None:
-        """Measure every pass from now on, by the clock: vLLM returns from a pass when it has ended."""
-        self._costs = costs
+    def measure_passes(self, costs: EngineCosts, *, is_cpu: bool) -> None:
+        """Measure every pass from now on: by the clock on a CPU, by events on a GPU."""
+        self._costs, self._passes = costs, None if is_cpu else PassEvents()
 
     def open_translation(self, learner: Learner | TranslationRefused) -> None:
         """Answer queries with `learner` from now on, or with the reason why this rank cannot translate."""
@@ -184,6 +229,8 @@ class WorkerSide:
         """Note the time at which a step begins."""
         self._began = time.monotonic()
         self._budget.begin()
+        if self._passes:
+            self._passes.begin()
 
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
@@ -200,6 +247,8 @@ class WorkerSide:
                         logger.exception("request %s was not translated", write.request_id)
                         size, spans = self._block_size, write.spans
                         self._bad_blocks.update(write.blocks[spans[0].start // size : -(-spans[-1].stop // size)])
+            if self._passes:
+                self._passes.begin()
         self._submit(orders, Direction.LOAD)
         self._not_computing = time.monotonic() - began
 
@@ -207,9 +256,14 @@ class WorkerSide:
         """Start offloads, learn from captured prompts, and answer queries."""
         seconds = time.monotonic() - self._began - self._not_computing
         if self._costs and orders.scheduled:
-            self._costs.observe_pass(orders.scheduled, orders.rows, seconds)
-            if orders.scheduled >= MIN_MEASURED:
-                self._reports.computed = (orders.scheduled, seconds)
+            ended = [(orders.scheduled, orders.rows, seconds)]
+            if self._passes:
+                self._passes.end(orders.scheduled, orders.rows)
+                ended = self._passes.take_ended()
+            for tokens, rows, taken in ended:
+                self._costs.observe_pass(tokens, rows, taken)
+                if tokens >= MIN_MEASURED:
+                    self._reports.computed = (tokens, taken)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest(orders.lessons)):
             self._budget.earn(idle=not orders.scheduled)
             return
@@ -229,7 +283,7 @@ class WorkerSide:
         ends = [capture.end for capture in orders.captures if capture.end]
         if not ends or not self._costs:
             return 0.0
-        if sum(ends) < orders.scheduled:
+        if self._passes or sum(ends) < orders.scheduled:
             seconds = self._costs.added_seconds(sum(ends), len(ends))
         return seconds / sum(ends)
 

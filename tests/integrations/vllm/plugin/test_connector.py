@@ -1,0 +1,31 @@
+"""What the connector decides on its own: how much of a GPU's memory anchors may take."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin.connector import within_free_memory
+from kedge.settings import AnchorSettings
+
+WANTED = AnchorSettings(max_bytes=8 << 30, max_base_bytes=4 << 30)
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(("free", "share"), [(30, 1.0), (24, 1.0), (12, 0.5), (0, 0.0)])
+def test_anchors_take_at_most_half_of_what_is_free_on_a_gpu(
+    free: int, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free << 30, 80 << 30))
+    monkeypatch.setattr(logging.getLogger("kedge"), "propagate", True)
+    found = within_free_memory(WANTED, GPU)
+    assert (found.max_bytes, found.max_base_bytes) == (share * (8 << 30), share * (4 << 30))
+    assert ("gpu_memory_utilization" in caplog.text) == (share < 1), "it is said"
+
+
+def test_on_a_cpu_they_take_what_the_settings_say() -> None:
+    assert within_free_memory(WANTED, torch.device("cpu")) is WANTED
