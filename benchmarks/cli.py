@@ -69,7 +69,7 @@ def ttft(
     repeats: Annotated[int | None, options.number(help="Repeats of every measurement. Default 3, quick 1.")] = None,
     estimator: Annotated[
         str,
-        options.name(help="token, interpolate, nearest, cosine, mean, or moved: without anchors."),
+        options.name(help="token, interpolate, or moved: without anchors."),
     ] = "token",
     device: Device = None,
     json_file: options.Json = None,
@@ -156,7 +156,10 @@ def guard(
         options.name(help="faults, clean or clean_default: what to measure; default: all; repeatable."),
     ] = None,
     fault: Annotated[list[str] | None, options.name(help="A fault to inject; default: all; repeatable.")] = None,
-    task: Annotated[str, options.name(help="math, choice or code.")] = "code",
+    model: options.Model = None,
+    task: Annotated[
+        str | None, options.name(help="math, choice, code, gsm8k or reading. Default: code, of a real model reading.")
+    ] = None,
     learned: Annotated[int | None, options.number(help="Questions before a fault; default 24, quick 8.")] = None,
     limit: Annotated[int | None, options.number(help="Questions after a fault; default 50, quick 20.")] = None,
     calls: Annotated[int | None, options.number(help="Calls without a fault; default 1000, quick 100.")] = None,
@@ -175,9 +178,11 @@ def guard(
     from benchmarks.guard.measure import measure
 
     sizes: dict[str, Any] = {"learned": learned, "limit": limit, "calls": calls}
-    base = replace(QUICK if quick else GuardBenchSettings(), task=task, idle=idle, clients=clients, seed=seed)
-    given = with_given(base, **sizes, parts=tuple(part) if part else None, device=device)
-    settings = replace(given, faults=tuple(fault or ()))
+    task = task or ("code" if model is None else "reading")
+    start = replace(QUICK if quick else GuardBenchSettings(), model=model, task=task)
+    base = replace(start, idle=idle, clients=clients, seed=seed)
+    sized = with_given(base, **sizes, parts=tuple(part) if part else None, device=device)
+    settings = replace(sized, faults=tuple(fault or ()))
     console = Console()
     with console.status("guard") as status:
         data = measure(settings, status.update)
@@ -189,7 +194,7 @@ def guard(
             end = "switched off" if clean["ever_off"] else "never switched off"
             console.print(f"clean, {how}: {counts.format(**clean)}, {end}")
     if json_file:
-        save(console, json_file, {"settings": asdict(settings), **data})
+        save(console, json_file, {"settings": {**asdict(settings), "model": model and str(model)}, **data})
 
 
 @benchmarks.command()

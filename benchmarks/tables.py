@@ -204,18 +204,17 @@ def guard(faults: Mapping[str, Row], evidence: Mapping[str, Row]) -> FittingTabl
             name,
             evidence[name]["agent"],
             "never" if row["off_after"] is None else str(row["off_after"]),
+            str(row["lived"]),
             str(row["changed_served"]),
-            str(row["changed_unguarded"]),
             "yes" if row["detected"] else "no",
-            f"{evidence[name]['changed_calls']:.0%}",
+            f"{evidence[name]['far']:.0%}",
             f"{evidence[name]['kl_before']:.2g}",
             f"{evidence[name]['kl']:.2g}",
-            f"{evidence[name]['kl_unguarded']:.2g}",
         ]
         for name, row in faults.items()
     ]
-    counts = ("off after", "final changed", "unguarded", "found", "calls changed")
-    headings = ("fault", "agent", *counts, "KL before", "KL", "KL unguarded")
+    counts = ("off after", "lived", "final changed", "found", "far")
+    headings = ("fault", "agent", *counts, "KL before", "KL")
     return FittingTable("calls of the agent until it is off", headings, rows, left=frozenset({"agent"}))
 
 

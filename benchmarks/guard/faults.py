@@ -9,17 +9,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from random import Random
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import EightBitTable, OffsetTable
+from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.translator import Translate, translate_into
-from kedge.bench.shapes import Loaded
+from kedge.bench.shapes import Loaded, to_compare
 from kedge.engine.base import Stream
 from kedge.engine.common.watched import WatchedEngine, Watcher
 from kedge.engine.local.build import EngineParts
@@ -33,14 +33,15 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.contracts import PlaceholderSite
-from kedge.reuse.guard.comparison import TOP, WordingComparison, compare_wording
+from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.runner.run import run
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import AgentId, Completion, GenerateRequest, RequestId, ReuseMode, TenantId
 from kedge.workflow.graph import Workflow
-from kedge.workloads.base import QUESTION
-from kedge.workloads.miniature import TASKS, Question, Task
+from kedge.workloads import real
+from kedge.workloads.base import QUESTION, Question
+from kedge.workloads.miniature import TASKS, workflow
 
 Move = Literal["always", "unlearned", "never"]
 LEARNED_MOVE: Move = "never"
@@ -51,18 +52,55 @@ PARTS = ("faults", "clean", "clean_default")
 
 
 @dataclass(frozen=True)
+class GuardTask:
+    """What a team is asked."""
+
+    name: str
+    flow: Workflow
+    final: Callable[[str], str | None] = field(repr=False)
+    """The decision in the last agent's answer"""
+    questions: Callable[[int], Iterator[Question]] = field(repr=False)
+    """By seed; those of an odd seed are none of the even one before"""
+    is_toy: bool = True
+
+    def texts(self, seed: int) -> Iterator[str]:
+        """Return the questions' texts."""
+        return (question.text for question in self.questions(seed))
+
+
+def guard_task(name: str, tokens: int = 24) -> GuardTask:
+    """Return a task by name: a bundled one, or one of real text, of whose answers the first `tokens` are generated.
+    Raises `ConfigError` for an unknown one.
+    """
+    if name in TASKS:
+        toy = TASKS[name]
+        return GuardTask(name, workflow(toy), toy.final, partial(toy.questions, "test"))
+    if name not in real.TEAMS:
+        raise ConfigError("task", name, f"must be one of {', '.join((*TASKS, *real.TEAMS))}")
+    flow = real.TEAMS[name].workflow()
+    shorter = tuple(replace(agent, max_tokens=min(agent.max_tokens, tokens)) for agent in flow.agents)
+    return GuardTask(name, replace(flow, agents=shorter), real.TEAMS[name].final, partial(_half, name), is_toy=False)
+
+
+def _half(name: str, seed: int) -> Iterator[Question]:
+    return iter(real.load(name, seed=seed // 2)[1][seed % 2 :: 2])
+
+
+@dataclass(frozen=True)
 class GuardBenchSettings:
     """What all parts share. A question is one call of every agent of the team."""
 
+    model: Path | None = None
+    """None: the bundled one, a toy"""
     task: str = "code"
-    """Of the bundled tasks; `code` depends most on what is translated"""
+    """Of the bundled tasks, `code` depends most on what is translated"""
     parts: tuple[str, ...] = PARTS
     """What is measured"""
     faults: tuple[str, ...] = ()
     """Names of the faults to inject; none: all"""
     learned: int = 24
-    """Questions that fill the pools before a fault"""
-    before: int = 6
+    """Questions that fill the pools; then more are asked, at most `limit`, until it is proved how to translate"""
+    before: int = 8
     """Questions after those, for the distributions without the fault"""
     limit: int = 50
     """Questions after which a fault counts as not found"""
@@ -78,9 +116,13 @@ class GuardBenchSettings:
     def engine(
         self, anchors: dict[str, object], guard: GuardSettings | None = None, move: Move = LEARNED_MOVE
     ) -> EngineSettings:
-        """Return the settings of an engine that translates whatever the anchors, or `move`, allow."""
-        given = {"device": self.device, "anchors": anchors, "planner": {"by_cost": False, "move": move}}
-        return EngineSettings.model_validate({**given, "guard": (guard or GuardSettings()).model_dump()})
+        """Return the settings of an engine that translates as soon as that is proved: on a real model, where only
+        anchors are near enough, also with the default `move`.
+        """
+        planner = {"by_cost": False, "move": move if self.model is None else DEFAULT_MOVE}
+        return to_compare(
+            device=self.device, kv_memory=512 << 20, anchors=anchors, planner=planner, guard=guard or GuardSettings()
+        )
 
 
 QUICK = GuardBenchSettings(learned=8, before=2, limit=20, calls=100)
@@ -169,9 +211,18 @@ class GuardLane(AbstractContextManager["GuardLane"]):
         request = replace(call.request, request_id=RequestId(f"{call.request.request_id}-dense"))
         return self.engine.submit(replace(request, reuse=ReuseMode.OFF, logprobs=TOP))
 
-    def guarded(self, agent: AgentId) -> list[dict[str, Any]]:
-        """Return the guard's records of an agent's placeholders."""
-        return [one for one in guard_records(self.engine) if one["agent"] == agent]
+    def prove(self, questions: Iterable[str]) -> None:
+        """Answer questions one after the other, each with its checks, until the last agent's prompt is translated."""
+        for question in questions:
+            _, calls = self.ask(question)
+            self.engine.wait_idle(IDLE)
+            if calls[-1].completion.receipt.translated:
+                return
+
+    def stopped(self, agent: AgentId) -> bool:
+        """Return whether the guard withholds what an agent's calls would translate, or its proof no longer holds."""
+        records = [one for one in guard_records(self.engine) if one["agent"] == agent]
+        return any(one["withheld"] or (one["fidelity"] and not one["fidelity"]["rung"]) for one in records)
 
 
 def guard_records(engine: LocalEngine) -> list[dict[str, Any]]:
@@ -190,7 +241,6 @@ class DenseOracle(AbstractContextManager["DenseOracle"]):
     def __init__(self, loaded: Loaded, flow: Workflow, device: str) -> None:
         config = EngineSettings(device=device, guard=GuardSettings(mode=GuardMode.OFF))
         self._lane, self._known = GuardLane(loaded, flow, config), dict[str, str]()
-        self._margin = GuardSettings().margin
 
     def __exit__(self, *error: object) -> None:
         self._lane.engine.close()
@@ -203,10 +253,10 @@ class DenseOracle(AbstractContextManager["DenseOracle"]):
             self._known.update(zip(new, texts, strict=True))
         return [self._known[one] for one in questions]
 
-    def compare(self, calls: Sequence[AnsweredCall]) -> list[WordingComparison]:
-        """Compare answers with those to the same prompts without reuse, as the guard does."""
+    def compare(self, calls: Sequence[AnsweredCall]) -> list[float]:
+        """Return the mean divergences of answers from those to the same prompts without reuse, in nats a token."""
         streams = [(call, self._lane.again(call)) for call in calls]
-        found = [compare_wording(stream.result(), call.completion, self._margin) for call, stream in streams]
+        found = [mean_divergence(stream.result(), call.completion) for call, stream in streams]
         return [one for one in found if one is not None]
 
 
@@ -309,10 +359,6 @@ def _corrupt(base: KVSegment) -> KVSegment:
     return KVSegment(keys, values)
 
 
-TIMES_SCALE = 16.0
-"""Wrong scales over the right ones"""
-
-
 def agent_sites(parts: EngineParts, agent: AgentId) -> list[tuple[AnchorPool, PlaceholderSite]]:
     """Return the sites of an agent's placeholders, with their pools."""
     pools = parts.learned[0].pools.values()
@@ -349,14 +395,6 @@ def swap_heads(parts: EngineParts, agent: AgentId, spec: KVSpec) -> None:
     for table in _tables(parts, agent):
         heads = table.arena.view(len(table.arena), spec.layers - 1, 2, spec.kv_heads, spec.head_dim)
         heads.copy_(heads.flip(3))
-
-
-def enlarge_scales(parts: EngineParts, agent: AgentId) -> None:
-    """Make the scales of an agent's 8-bit offsets too large."""
-    for table in _tables(parts, agent):
-        if not isinstance(table, EightBitTable):
-            raise PlanError("offset_bits", 16, "has no scales")
-        table.scales.mul_(TIMES_SCALE)
 
 
 def poison_anchors(parts: EngineParts, agent: AgentId, count: int, loudness: float) -> None:
@@ -417,10 +455,12 @@ class GuardFault:
     """A fault of the last agent's translation; one object per engine."""
 
     move: Move = LEARNED_MOVE
-    """How the engine moves values"""
+    """How the toy's engine moves values"""
+    learns_alike: ClassVar[bool] = True
+    """Whether what is learned and proved before it is the same as before others"""
 
     @classmethod
-    def fits(cls, task: Task) -> bool:  # noqa: ARG003
+    def fits(cls, task: GuardTask) -> bool:  # noqa: ARG003
         """Return whether a task can have it."""
         return True
 
@@ -435,11 +475,11 @@ class GuardFault:
     def before(self, lane: GuardLane, questions: list[str]) -> None:
         """Do what must happen before the pools fill."""
 
-    def learned(self, task: Task) -> Task:
+    def learned(self, task: GuardTask) -> GuardTask:
         """Return the task whose questions are learned from."""
         return task
 
-    def later(self, task: Task) -> Task:
+    def later(self, task: GuardTask) -> GuardTask:
         """Return the task whose questions are asked once the fault is there."""
         return task
 
@@ -474,6 +514,8 @@ class WrongWritesOf(GuardFault):
 class StaleAnchors(GuardFault):
     """Offsets that were measured under another wording of the role are used for this one."""
 
+    learns_alike = False
+
     def __init__(self) -> None:
         self._stale: list[PlaceholderSite] = []
 
@@ -494,42 +536,36 @@ class SwappedOffsets(GuardFault):
         lane.engine.query(partial(swap_heads, agent=agent, spec=lane.engine.kv_spec))
 
 
-class WrongScales(GuardFault):
-    """The scales of 8-bit offsets are too large."""
-
-    def anchors(self, learned: int) -> Mapping[str, Any]:  # noqa: ARG002
-        return {"offset_bits": 8}
-
-    def harm(self, lane: GuardLane, agent: AgentId) -> None:
-        lane.engine.query(partial(enlarge_scales, agent=agent))
-
-
 class DriftedTask(GuardFault):
     """The questions are of another task than those that were learned from."""
 
-    def later(self, task: Task) -> Task:
-        return next(other for name, other in TASKS.items() if name != task.name)
+    def later(self, task: GuardTask) -> GuardTask:
+        names = TASKS if task.is_toy else real.TEAMS
+        other = guard_task(next(name for name in names if name != task.name))
+        return replace(task, questions=other.questions)
 
 
 class DriftedQuestions(GuardFault):
     """The questions look like those that were learned from, but the answers depend on other tokens of them."""
 
-    @classmethod
-    def fits(cls, task: Task) -> bool:
-        return "kind" in next(task.questions("test", 0)).facts
+    learns_alike = False
 
-    def learned(self, task: Task) -> Task:
+    @classmethod
+    def fits(cls, task: GuardTask) -> bool:
+        return "kind" in next(task.questions(0)).facts
+
+    def learned(self, task: GuardTask) -> GuardTask:
         return _of_kind(task, KNOWN_KIND)
 
-    def later(self, task: Task) -> Task:
+    def later(self, task: GuardTask) -> GuardTask:
         return _of_kind(task, LATER_KIND)
 
 
-def _of_kind(task: Task, kind: str) -> Task:
-    def generate(rng: Random) -> Question:
-        return next(question for question in iter(partial(task.generate, rng), None) if question.facts["kind"] == kind)
+def _of_kind(task: GuardTask, kind: str) -> GuardTask:
+    def questions(seed: int) -> Iterator[Question]:
+        return (question for question in task.questions(seed) if question.facts["kind"] == kind)
 
-    return replace(task, generate=generate)
+    return replace(task, questions=questions)
 
 
 class PoisonedAnchors(GuardFault):
@@ -546,6 +582,12 @@ class PoisonedAnchors(GuardFault):
 
 class CorruptHost(GuardFault):
     """Bytes of offsets in host memory are flipped. The others' offsets have pushed the last agent's there."""
+
+    learns_alike = False
+
+    @classmethod
+    def fits(cls, task: GuardTask) -> bool:
+        return task.is_toy
 
     def anchors(self, learned: int) -> Mapping[str, Any]:
         held = min(learned, AnchorSettings().capacity)
@@ -564,7 +606,6 @@ FAULTS: Mapping[str, Callable[[], GuardFault]] = {
     "stale_anchors": StaleAnchors,
     "swapped_heads": partial(WrongWritesOf, with_swapped_heads),
     "swapped_offsets": SwappedOffsets,
-    "wrong_scales": WrongScales,
     "drifted_task": DriftedTask,
     "drifted_questions": DriftedQuestions,
     "poisoned_anchor": partial(PoisonedAnchors, 1, 3.0),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,15 +25,15 @@ from benchmarks.guard.faults import (
     GuardBenchSettings,
     GuardFault,
     GuardLane,
+    GuardTask,
     Move,
     guard_records,
+    guard_task,
 )
-from kedge.bench.shapes import Loaded, load_model
+from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.errors import ConfigError
-from kedge.guard import GuardMode
-from kedge.settings import EngineSettings, GuardSettings
+from kedge.reuse.guard.fidelity import FAR
 from kedge.types import AgentId
-from kedge.workloads.miniature import TASKS, Task, workflow
 
 QUIET = 10
 """Calls in a row that translate nothing after which an agent counts as off without the guard"""
@@ -56,27 +58,27 @@ class FaultResult:
     """Calls until translation was off; 0: nothing was translated any more; None: it stayed on, or never was"""
     changed_served: int
     """Final answers until then that differ from those of dense prefill"""
-    changed_unguarded: int
-    """Final answers to all questions that differ with the same fault and no guard; 0: it does no harm"""
     detected: bool
     kl_before: float
-    """Mean of the largest divergence from dense prefill in each translated answer without the fault, in nats"""
+    """Mean divergence of translated answers from dense prefill without the fault, in nats a token"""
     kl: float
-    """The same with the fault"""
-    changed_calls: float
-    """Share of these answers that begin differently"""
-    kl_unguarded: float
-    """As `kl`, without the guard"""
+    """The same with the fault: little where it does no harm"""
+    far: float
+    """Share of these answers that count as changed"""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures of the fault itself."""
-        return {name: getattr(self, name) for name in ("off_after", "changed_served", "changed_unguarded", "detected")}
+        """Return the figures of the fault itself: `lived` are the calls that it was served in."""
+        return {
+            "off_after": self.off_after,
+            "lived": self.translated,
+            "changed_served": self.changed_served,
+            "detected": self.detected,
+        }
 
     def evidence(self) -> dict[str, Any]:
         """Return how much the fault changes, and for whom."""
-        names = ("agent", "calls", "translated_before", "kl_before", "kl", "changed_calls", "kl_unguarded")
-        given = {name: getattr(self, name) for name in names}
-        return {**given, "translated_calls": self.translated, "calls_before": self.before}
+        names = ("agent", "calls", "translated_before", "kl_before", "kl", "far")
+        return {**{name: getattr(self, name) for name in names}, "calls_before": self.before}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,77 +105,89 @@ class _Outcome:
         return [call for one in self.served for call in one.calls]
 
 
+class Proofs(AbstractContextManager["Proofs"]):
+    """What engines learn and prove before faults, kept so that each way of moving values is proved but once."""
+
+    def __init__(self, settings: GuardBenchSettings) -> None:
+        self._settings, self._folder = settings, TemporaryDirectory(prefix="kedge-guard-")
+        self._known = set[Move]()
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
+
+    def prepare(self, fault: GuardFault, lane: GuardLane, task: GuardTask) -> None:
+        """Fill the pools of an engine and ask until its last agent is translated; or take what is known."""
+        move = lane.engine.config.planner.move
+        folder = Path(self._folder.name) / move
+        if fault.learns_alike and move in self._known:
+            lane.engine.load(folder)
+            return
+        questions = fault.learned(task).texts(self._settings.seed)
+        learned = list(islice(questions, self._settings.learned))
+        fault.before(lane, learned)
+        lane.warm(learned)
+        lane.prove(islice(questions, self._settings.limit))
+        if fault.learns_alike:
+            lane.engine.save(folder)
+            self._known.add(move)
+
+
 def measure_fault(
-    make: Callable[[], GuardFault], loaded: Loaded, settings: GuardBenchSettings, oracle: DenseOracle
+    fault: GuardFault, loaded: Loaded, settings: GuardBenchSettings, oracle: DenseOracle, proofs: Proofs
 ) -> FaultResult:
-    """Fill the pools of an engine, inject the fault and ask until the guard has stopped it; then the same without a
-    guard, for all questions.
-    """
-    guarded = _serve(make(), loaded, settings, GuardSettings())
-    bare = _serve(make(), loaded, settings, GuardSettings(mode=GuardMode.OFF))
-    return _result(guarded, bare, oracle, TASKS[settings.task])
-
-
-def _serve(fault: GuardFault, loaded: Loaded, settings: GuardBenchSettings, guard: GuardSettings) -> _Outcome:
-    task = TASKS[settings.task]
-    clean = list(islice(texts(fault.learned(task), settings.seed), settings.learned + settings.before))
-    later = islice(texts(fault.later(task), settings.seed + 1), settings.limit)
-    config = settings.engine(dict(fault.anchors(settings.learned)), guard, fault.move)
-    with GuardLane(loaded, workflow(task), config, fault.components()) as lane:
-        fault.before(lane, clean[: settings.learned])
-        lane.warm(clean[: settings.learned])
-        before = [call for question in clean[settings.learned :] for call in lane.ask(question)[1]]
-        lane.engine.wait_idle(IDLE)
+    """Let an engine prove how it translates, inject the fault and ask until the guard has stopped it."""
+    task = guard_task(settings.task)
+    clean, later = (one.texts(settings.seed + 1) for one in (fault.learned(task), fault.later(task)))
+    config = settings.engine(dict(fault.anchors(settings.learned)), move=fault.move)
+    with GuardLane(loaded, task.flow, config, fault.components()) as lane:
+        proofs.prepare(fault, lane, task)
+        before = list[AnsweredCall]()
+        for question in islice(clean, settings.before):
+            before += lane.ask(question)[1]
+            lane.engine.wait_idle(IDLE)
         agent = fault.inject(lane)
-        served, is_off = _ask(lane, agent, later, settings)
-    return _Outcome(agent, tuple(call for call in before if call.request.agent == agent), served, is_off)
-
-
-def texts(task: Task, seed: int) -> Iterator[str]:
-    """Return the texts of a task's questions for tests, endless."""
-    return (question.text for question in task.questions("test", seed))
+        asked = islice(later, settings.before, settings.before + settings.limit)
+        served, is_off = _ask(lane, agent, asked, settings)
+    return _result(
+        _Outcome(agent, tuple(call for call in before if call.request.agent == agent), served, is_off), oracle, task
+    )
 
 
 def _ask(
     lane: GuardLane, agent: AgentId, questions: Iterable[str], settings: GuardBenchSettings
 ) -> tuple[list[_Served], bool]:
-    """Ask until the guard withholds what the agent's calls would translate. Returns what was served, and whether it
-    does.
-    """
+    """Ask until the guard has stopped the agent's translation. Returns what was served, and whether it has."""
     served = []
     for question in questions:
         text, calls = lane.attempt(question)
         served.append(_Served(question, text, tuple(call for call in calls if call.request.agent == agent)))
         if settings.idle:
             lane.engine.wait_idle(IDLE)
-        if any(record["withheld"] for record in lane.guarded(agent)):
+        if lane.stopped(agent):
             return served, True
     return served, False
 
 
-def _result(guarded: _Outcome, bare: _Outcome, oracle: DenseOracle, task: Task) -> FaultResult:
-    calls, translated_before = guarded.calls, sum(map(_is_translated, guarded.before))
-    off_after = len(calls) if guarded.is_off else _stopped(calls) if translated_before else None
-    kl_before, _ = _divergence(guarded.before, oracle)
-    kl, changed = _divergence(calls, oracle)
+def _result(outcome: _Outcome, oracle: DenseOracle, task: GuardTask) -> FaultResult:
+    calls, translated_before = outcome.calls, sum(map(_is_translated, outcome.before))
+    off_after = (len(calls) if outcome.is_off else _stopped(calls)) if translated_before else None
+    seen = _divergences(calls, oracle)
     return FaultResult(
-        agent=guarded.agent,
+        agent=outcome.agent,
         calls=len(calls),
         translated=sum(map(_is_translated, calls)),
-        before=len(guarded.before),
+        before=len(outcome.before),
         translated_before=translated_before,
         off_after=off_after,
-        changed_served=_changed(guarded.served, oracle, task),
-        changed_unguarded=_changed(bare.served, oracle, task),
+        changed_served=_changed(outcome.served, oracle, task),
         detected=off_after is not None,
-        kl_before=kl_before,
-        kl=kl,
-        changed_calls=changed,
-        kl_unguarded=_divergence(bare.calls, oracle)[0],
+        kl_before=fmean(_divergences(outcome.before, oracle) or [0.0]),
+        kl=fmean(seen or [0.0]),
+        far=fmean([one > FAR for one in seen] or [0.0]),
     )
 
 
-def _changed(served: Sequence[_Served], oracle: DenseOracle, task: Task) -> int:
+def _changed(served: Sequence[_Served], oracle: DenseOracle, task: GuardTask) -> int:
     """Return how many final answers differ from those of dense prefill."""
     dense = oracle.answers([one.question for one in served])
     pairs = ((_decision(task, one.text), _decision(task, text)) for one, text in zip(served, dense, strict=True))
@@ -190,17 +204,14 @@ def _is_translated(call: AnsweredCall) -> bool:
     return call.completion.receipt.translated > 0
 
 
-def _decision(task: Task, text: str) -> str:
+def _decision(task: GuardTask, text: str) -> str:
     """Return the decision in an answer; one without any is all of it."""
     return task.final(text) or text
 
 
-def _divergence(calls: Sequence[AnsweredCall], oracle: DenseOracle) -> tuple[float, float]:
-    """Return the mean divergence of translated answers, and the share of those that begin differently."""
-    seen = oracle.compare([call for call in calls if _is_translated(call)][:COMPARED])
-    if not seen:
-        return 0.0, 0.0
-    return fmean(one.kl for one in seen), fmean(one.changed for one in seen)
+def _divergences(calls: Sequence[AnsweredCall], oracle: DenseOracle) -> list[float]:
+    """Return the mean divergences of translated answers."""
+    return oracle.compare([call for call in calls if _is_translated(call)][:COMPARED])
 
 
 ROUND = 20
@@ -225,9 +236,8 @@ def measure_clean(
     loaded: Loaded, settings: GuardBenchSettings, move: Move, progress: Callable[[str], None] = lambda _: None
 ) -> CleanResult:
     """Ask a team of clients until there have been `settings.calls` calls."""
-    task, calls, translated = TASKS[settings.task], 0, 0
-    questions = texts(task, settings.seed)
-    flow = workflow(task)
+    task, calls, translated = guard_task(settings.task), 0, 0
+    questions, flow = task.texts(settings.seed), task.flow
     with GuardLane(loaded, flow, settings.engine({}, move=move)) as lane, ThreadPoolExecutor(settings.clients) as pool:
         while calls < settings.calls:
             wanted = min(ROUND, -(-(settings.calls - calls) // len(flow.agents)))
@@ -256,15 +266,15 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
     """Measure the chosen parts, one after the other, on one model; return the figures as written to a file of results,
     with how much each fault changes: one that changes nothing is none. Raises `ConfigError` for an unknown name.
     """
-    _check("task", settings.task, TASKS)
+    task = guard_task(settings.task)
     for key, names, known in (("fault", settings.faults, FAULTS), ("part", settings.parts, PARTS)):
         for name in names:
             _check(key, name, known)
     for name in settings.faults:
-        if not FAULTS[name]().fits(TASKS[settings.task]):
-            raise ConfigError("fault", name, f"the questions of {settings.task} are all of one kind")
+        if not FAULTS[name]().fits(task):
+            raise ConfigError("fault", name, f"{settings.task} cannot have it: its questions, or its model's size")
     with _one_thread():
-        loaded = load_model(None, EngineSettings(device=settings.device))
+        loaded = load_model(settings.model, to_compare(device=settings.device))
         found: dict[str, Any] = {"evidence": {}}
         if "faults" in settings.parts:
             faults = _faults(loaded, settings, progress)
@@ -277,11 +287,14 @@ def measure(settings: GuardBenchSettings, progress: Progress = lambda _: None) -
 
 
 def _faults(loaded: Loaded, settings: GuardBenchSettings, progress: Progress) -> dict[str, FaultResult]:
-    faults, task = {}, TASKS[settings.task]
-    with DenseOracle(loaded, workflow(task), settings.device) as oracle:
-        for name in settings.faults or [name for name, make in FAULTS.items() if make().fits(task)]:
+    faults, task = {}, guard_task(settings.task)
+    names = [name for name, make in FAULTS.items() if make().fits(task)]
+    if settings.model is not None:  # its engine moves values in one way
+        names = [name for name in names if name == (bare := name.removeprefix("default_")) or bare not in FAULTS]
+    with DenseOracle(loaded, task.flow, settings.device) as oracle, Proofs(settings) as proofs:
+        for name in settings.faults or names:
             progress(f"fault: {name}")
-            faults[name] = measure_fault(FAULTS[name], loaded, settings, oracle)
+            faults[name] = measure_fault(FAULTS[name](), loaded, settings, oracle, proofs)
     return faults
 
 

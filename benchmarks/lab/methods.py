@@ -48,7 +48,7 @@ from kedge.workloads.miniature import TOOLS, role_last
 class NoAnchors(AnchorStore):
     """An anchor store without offsets: every value with base KV is shareable, and its keys are only rotated."""
 
-    def estimate(self, slot: PlaceholderSite, sample: SampleView) -> OffsetEstimate:  # noqa: ARG002
+    def estimate(self, site: PlaceholderSite, sample: SampleView, *_: object, **__: object) -> OffsetEstimate:  # noqa: ARG002
         table = empty_table(sample.base)
         nothing = no_offsets(sample.base, table)
         return OffsetEstimate(
@@ -61,7 +61,7 @@ class NoAnchors(AnchorStore):
     def use(self, estimate: OffsetEstimate) -> None:  # noqa: ARG002
         self._used += 1
 
-    def observe(self, slot: PlaceholderSite, sample: SampleView, *_: KVSegment | None) -> None:
+    def observe(self, site: PlaceholderSite, sample: SampleView, *_: KVSegment | None) -> None:
         """Do nothing: no offsets are learned."""
 
 
@@ -341,12 +341,12 @@ class DecodedBases(BaseStore):
 class RelayedAnswers(NoAnchors):
     """An anchor store by which every decoded answer is shareable, without offsets, and no other value."""
 
-    def estimate(self, slot: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
+    def estimate(self, site: PlaceholderSite, sample: SampleView, *_: object, **__: object) -> OffsetEstimate:
         if sample.key == _NOT_DECODED:
             return OffsetEstimate(False, "no agent of this run has decoded it", learnable=False)
-        return super().estimate(slot, sample)
+        return super().estimate(site, sample)
 
-    def experience(self, slot: PlaceholderSite, pool: PoolKey) -> Experience:  # noqa: ARG002
+    def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience:  # noqa: ARG002
         """Return that there is nothing to learn from dense prompts."""
         return Experience(0, is_calibrated=True, is_saturated=True)
 
@@ -438,15 +438,12 @@ def _answers(sources: list[Source]) -> Iterator[range]:
 
 _PAPER: Mapping[str, Any] = {
     "recompute_head": 0,
-    "pick_tail": 0,
     "recompute_short": 0,
     "trail": 0,
-    "surprise": math.inf,
     "min_translated": 0.0,
     "move": "never",
 }
-"""The paper recomputes one token, keeps no trail behind values, computes no unexpected tokens of answers, and has no
-least share."""
+"""The paper recomputes one token, keeps no trail behind values, and has no least share."""
 
 
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
@@ -512,10 +509,9 @@ def _estimators() -> Iterator[str]:
         name: f"kvcomm:estimator={name}{'' if 'temperature' in estimator_settings(name) else ':temperature=10'}"
         for name in ESTIMATORS
     }
-    yield from (f"{one}:criterion=length" for one in alike.values())
-    yield from (f"{alike[name]}:criterion=length:trail=2" for name in ("interpolate", "token"))
     weak = "criterion=error:max_error=1e9:min_anchors=2"
-    yield from (f"{alike[name]}:{weak}:trail=2" for name in ("interpolate", "token"))
+    for more in (f"{weak}:weak_error=1e9", f"{weak}:weak_error=1e9:trail=2", f"{weak}:trail=2"):
+        yield from (f"{one}:{more}" for one in alike.values())
 
 
 def _levels() -> Iterator[str]:

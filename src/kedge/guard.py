@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 EVERYTHING = "*"
 """The name that stands for all placeholders of a request"""
@@ -23,8 +24,8 @@ class GuardMode(StrEnum):
 class DecisionKind(StrEnum):
     """What of two answers to one prompt is compared."""
 
-    WORDING = "wording"
-    """The first tokens, up to where they part"""
+    FAR = "far"
+    """Whether the distributions of the first tokens are far apart in the mean"""
     CALL = "call"
     """Which function the answer begins by calling, or that it is prose"""
     PICK = "pick"
@@ -35,11 +36,20 @@ class GuardState(StrEnum):
     """How far the translation of a placeholder in an agent's prompts is trusted."""
 
     SHADOW = "shadow"
-    """Not translated: no prediction yet, or answers changed and it has to earn its way back."""
+    """Not translated: not proved yet, or answers changed and it has to earn its way back."""
     CANARY = "canary"
-    """Translated, and a large share of the calls is checked."""
+    """Translated: whether decisions change is not known well enough yet."""
     ON = "on"
-    """Translated, and a small share is checked: the changed share is below the limit with the chosen confidence."""
+    """Translated, and the share of changed decisions is below the limit with the chosen confidence."""
+
+
+class Part(Protocol):
+    """A segment of a prompt."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_placeholder(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +62,18 @@ class GuardOrders:
     """Placeholders that are computed, whatever the anchors predict; `EVERYTHING` for all"""
     epoch: int = 0
     """Number of times that the agent's anchors were discarded: those of an earlier epoch are not used"""
+    fidelity: float | None = None
+    """Highest mean divergence (KL) from dense prefill, in nats a token; None: as the engine's settings say"""
+    rung: int | None = None
+    """How it is translated, a place in `kedge.reuse.guard.fidelity.RUNGS`; None: as the engine's settings say"""
     afresh: str = ""
-    """A placeholder that a check translates, also where the cache has the exact KV of the call that it checks"""
+    """A placeholder that a check translates, also where the cache has the exact KV of the call that it checks;
+    `EVERYTHING` for all"""
+    left_out: bool = False
+    """Whether its values' own anchors are left out: a check that was estimated from what the call has taught would
+    always be clean"""
     held_out: bool = False
-    """Whether nothing is learned from it, as a check translates it: with its own anchor every check would be clean"""
+    """Whether nothing is learned from it"""
     sentinels: int = 0
     """Translated tokens of each `watched` value that are computed as well, to compare the two. 0: of no value is
     translated KV compared with computed KV, also not of the tokens that are computed anyway"""
@@ -72,6 +90,16 @@ class GuardOrders:
         """Return whether a placeholder must be computed."""
         return EVERYTHING in self.withheld or placeholder in self.withheld
 
+    @property
+    def is_proving(self) -> bool:
+        """Whether a request is computed, or translated beside one that is, to see how far off translation would be."""
+        return self.left_out or EVERYTHING in self.withheld
+
+    def takes_exact(self, segment: Part) -> bool:
+        """Return whether a segment may be what the cache has the exact KV of."""
+        is_all = self.afresh == EVERYTHING and segment.is_placeholder
+        return not (is_all or (self.afresh and segment.name == self.afresh))
+
 
 @dataclass(frozen=True, slots=True)
 class DecisionNote:
@@ -82,6 +110,24 @@ class DecisionNote:
     changed: int
     bound: float
     """Upper confidence bound of the share of changed ones"""
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityNote:
+    """How far an agent's translated answers are from dense prefill, in nats a token (KL)."""
+
+    budget: float
+    """Highest mean that is allowed"""
+    rung: str
+    """How the agent is translated; "": not at all, until something is proved"""
+    mean: float | None
+    """As measured on that rung; None where nothing serves"""
+    bound: float | None
+    """Upper confidence bound of the mean"""
+    checks: int
+    """Calls that were compared on that rung, or on the one that was compared most"""
+    curve: tuple[tuple[str, float, float], ...] = ()
+    """All rungs that were compared: name, mean divergence, share of the prompt that was computed"""
 
 
 @dataclass(frozen=True, slots=True)

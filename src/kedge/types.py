@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple, NewType
 
-from kedge.guard import GuardNote, GuardOrders
+from kedge.guard import FidelityNote, GuardNote, GuardOrders
 
 AgentId = NewType("AgentId", str)
 WorkflowId = NewType("WorkflowId", str)
@@ -260,6 +260,9 @@ class GenerateRequest:
     """Return every drawn token's log-probability, and this many of the likeliest tokens'; None: neither."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens. The whole prompt is then computed, whatever is in the cache."""
+    forced: Tokens = ()
+    """The answer that it gives whatever the model says, in one pass, for its log-probabilities (teacher forcing). vLLM
+    draws an answer all the same."""
 
     @property
     def namespace(self) -> Namespace:
@@ -296,7 +299,7 @@ class GenerateRequest:
         """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
         if self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None:
             return 0
-        before = itertools.takewhile(lambda one: one.name != (self.guard.afresh or None), self.segments)
+        before = itertools.takewhile(self.guard.takes_exact, self.segments)
         return min(self.prompt_tokens - 1, sum(len(one.tokens) for one in before))
 
 
@@ -333,6 +336,7 @@ class Receipt:
     preassembled: int = 0
     """Leading prompt tokens, of any source, whose KV was ready before the request arrived."""
     guard: tuple[GuardNote, ...] = ()
+    fidelity: FidelityNote | None = None
 
     def tokens(self, *sources: Source) -> int:
         """Return the number of prompt tokens that came from any of `sources`."""

@@ -55,6 +55,37 @@ def test_an_exact_repeat_of_an_anchor_is_recovered(settings: dict[str, Any], tok
 
 
 @both
+def test_a_check_leaves_out_what_was_learned_from_the_value_itself(settings: dict[str, Any]) -> None:
+    """With it any estimate would be right."""
+    store = filled(range(5), **settings)
+    before = store.estimate(SLOT, sample(30))
+    expected = translated(before, sample(30))
+    real = observe(store, sample(30))
+    with_own = store.estimate(SLOT, sample(30))
+    assert relative_error(translated(with_own, sample(30)), real) < 1e-3
+    without = store.estimate(SLOT, sample(30), leave_out=True)
+    assert without.shareable and relative_error(translated(without, sample(30)), expected) < 1e-3
+    assert relative_error(translated(store.estimate(SLOT, sample(30)), sample(30)), real) < 1e-3, "of that one only"
+    other, same = (store.estimate(SLOT, sample(31), leave_out=leave_out) for leave_out in (True, False))
+    assert relative_error(translated(other, sample(31)), translated(same, sample(31))) < 1e-6
+
+
+def test_without_its_own_anchor_too_few_may_be_left() -> None:
+    store = filled(range(2), **TOKEN)
+    assert store.estimate(SLOT, sample(1)).shareable
+    refused = store.estimate(SLOT, sample(1), leave_out=True)
+    assert not refused.shareable and not refused.learnable
+
+
+def test_a_weak_error_of_its_own_replaces_that_of_the_settings() -> None:
+    store = filled(range(5), **{**TOKEN, "weak_error": 1e9})
+    assert store.estimate(SLOT, sample(30)).weak_positions() == []
+    strict = store.estimate(SLOT, sample(30), 1e-6)
+    assert not strict.shareable or len(strict.weak_positions()) > 0
+    assert store.estimate(SLOT, sample(30)).weak_positions() == [], "only for that call"
+
+
+@both
 def test_offsets_of_a_half_model_keep_its_dtype(settings: dict[str, Any]) -> None:
     store = AnchorStore(AnchorSettings(**settings))
     for seed in range(4):

@@ -106,11 +106,11 @@ def test_one_size_of_the_team_can_be_chosen(quick: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["accuracy", "order"])
 def test_methods_can_be_chosen(name: str, tmp_path: Path) -> None:
-    command = ["bench", name, "--quick", "--questions", "1", "--agents", "2", "--methods", "exact,nearest"]
+    command = ["bench", name, "--quick", "--questions", "1", "--agents", "2", "--methods", "exact,interpolate"]
     ran = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "rows.json")])
     assert ran.exit_code == 0, ran.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["method"] for row in rows[:2]] == ["exact", "nearest"]
+    assert [row["method"] for row in rows[:2]] == ["exact", "interpolate"]
     assert {row.get("agents", 2) for row in rows} == {2}
 
 

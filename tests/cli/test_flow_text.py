@@ -8,7 +8,8 @@ import random
 import pytest
 from rich.console import Console
 
-from kedge.cli.inspect_flow import MOST_POINTS, flow_text, points
+from kedge.cli.inspect_flow import MOST_POINTS, conflicts, flow_text, points
+from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
 
 
@@ -51,6 +52,28 @@ def test_a_loop_without_odds_is_followed_beside_the_way_on() -> None:
     loop = graph(Node("a", loops=["b"]), Node("b", after=["a"]), Node("c", after=["b"]))
     assert texts(loop)[:5] == ["at the start", "while a runs", "after a", "while b runs", "after b"]
     assert "while c runs" in texts(loop)
+
+
+READ = "{user_question}"
+BOTH = READ + " {agent_buyer_current}"
+
+
+@pytest.mark.parametrize(
+    ("buyer", "seller", "picks", "warned"),
+    [
+        ("Buy.", ("Sell.", READ), False, True),
+        ("Buy.", ("Buy.", READ), True, False),
+        ("Buy.", ("Sell.", BOTH), False, False),
+        ("Buy.", ("Sell.", BOTH), True, True),
+    ],
+)
+def test_roles_that_may_conflict_are_warned_of(buyer: str, seller: tuple[str, str], picks: bool, warned: bool) -> None:
+    pick = "I take <letter>" if picks else ""
+    agents = Agent("buyer", buyer, READ, pick=pick), Agent("seller", *seller, pick=pick)
+    lines = list(conflicts(Workflow("market", agents)))
+    assert [line.partition(" under roles of their own:")[0] for line in lines] == (
+        ["buyer and seller read user_question"] if warned else []
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from kedge.cli.main import app
 from kedge.cli.questions import portions as portions_of
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.runner.run import RunResult
+from kedge.guard import FidelityNote
+from kedge.runner.run import RunResult, run
 from kedge.settings import Settings
 from kedge.types import AgentId, ReuseMode, RunId
+from kedge.workflow.spec import load_workflow
 
 FLOW = """
 name: pair
@@ -28,11 +31,20 @@ ANSWERS = {AgentId("first"): "one [red]and[/red]", AgentId("last"): "the end"}
 QUESTION = ["--input", "user_question=a=b?"]
 
 
+class Waiting(EchoEngine):
+    """Counts how often its idle time is waited for."""
+
+    waited = 0
+
+    def wait_idle(self, timeout: float = 600.0) -> None:  # noqa: ARG002
+        self.waited += 1
+
+
 class Opened:
     """Stands for the embedded engine and keeps what it was opened with."""
 
     def __init__(self) -> None:
-        self.engine = EchoEngine(ANSWERS)
+        self.engine = Waiting(ANSWERS)
         self.settings: list[Settings] = []
 
     def __call__(self, settings: Settings) -> EchoEngine:
@@ -85,6 +97,29 @@ def test_json_holds_answers_and_receipts_that_sum(opened: Opened) -> None:
     assert [(agent["agent"], agent["text"]) for agent in data["agents"]] == list(ANSWERS.items())
     for agent, request in zip(data["agents"], opened.engine.requests, strict=True):
         assert sum(agent["tokens"].values()) == request.prompt_tokens == agent["spans"][-1]["stop"]
+
+
+@pytest.mark.parametrize(
+    ("note", "shown", "mean"),
+    [
+        (FidelityNote(0.002, "anchors 0.1", 0.00125, 0.0019, 7), "anchors 0.1", "0.0013"),
+        (FidelityNote(0.002, "", None, None, 3), "computed; 3 compared", ""),
+        (None, "", ""),
+    ],
+)
+def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
+    opened: Opened, note: FidelityNote | None, shown: str, mean: str
+) -> None:
+    opened.engine.close()
+    with EchoEngine(ANSWERS) as engine:
+        result = run(engine, load_workflow(Path("flow.yaml")), {"user_question": "why?"})
+    answers = [
+        replace(one, completion=replace(one.completion, receipt=replace(one.completion.receipt, fidelity=note)))
+        for one in result.results
+    ]
+    told = replace(result, results=tuple(answers))
+    assert [tuple(row[-2:]) for row in command.receipts(told).rows] == [(shown, mean)] * len(ANSWERS)
+    assert command.run_json(told)["agents"][0]["fidelity"] == (note and asdict(note))
 
 
 @pytest.mark.parametrize("mode", list(ReuseMode))
@@ -149,7 +184,12 @@ def test_many_questions_run_on_one_engine(opened: Opened) -> None:
     assert result.exit_code == 0, result.output
     assert len(opened.settings) == 1
     assert [line for line in result.output.splitlines() if "the end" in line] == [f"{at}  the end" for at in (1, 2, 3)]
-    table = result.output.split("question by question")[1]
+    table, last = result.output.split("question by question")[1].split("in the last question")
+    assert [line.split()[0] for line in last.splitlines() if line.split()[:1] in (["first"], ["last"])] == [
+        "first",
+        "last",
+    ]
+    assert opened.engine.waited == 3
     assert [line.split()[0] for line in table.splitlines() if line[:10].strip().isalnum()] == [
         "question",
         "1",

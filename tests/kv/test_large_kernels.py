@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable, rows_of, split_rows
+from kedge.anchors.offsets import Blend, OffsetTable, rows_of, split_rows
 from kedge.anchors.translator import in_chunks, in_one_pass
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
@@ -112,7 +112,7 @@ def test_attention_in_a_pool_of_more_numbers_than_31_bits_count(record_property:
 TOKENS, START, K = 700, 1234, 8
 
 
-def translation(dtype: torch.dtype, bits: int) -> tuple[PagedStorage, SlotTable, Translation]:
+def translation(dtype: torch.dtype) -> tuple[PagedStorage, SlotTable, Translation]:
     """A segment of an 8B model's KV over scattered blocks, from ten anchors."""
     torch.manual_seed(0)
     spec = KVSpec(32, 8, 128, 128, dtype)
@@ -123,7 +123,7 @@ def translation(dtype: torch.dtype, bits: int) -> tuple[PagedStorage, SlotTable,
     base = KVSegment(*torch.randn(2, 32, TOKENS, 8, 128, device=DEVICE).to(dtype))
     width = rows_of(base.slice(0, 1)).shape[1]
     half = torch.float16 if dtype == torch.float32 else dtype
-    table = OffsetTable(width, half, DEVICE) if bits == 16 else EightBitTable(width, 128, dtype, DEVICE)
+    table = OffsetTable(width, half, DEVICE)
     for anchor in range(10):
         table.put(AnchorId(anchor), torch.randn(TOKENS, width, device=DEVICE))
     rows = torch.randint(0, 10 * TOKENS, (TOKENS, K), device=DEVICE)
@@ -139,7 +139,7 @@ def written(storage: PagedStorage, slots: SlotTable) -> tuple[Tensor, Tensor]:
 
 def exact(storage: PagedStorage, item: Translation) -> tuple[Tensor, Tensor]:
     """Keys and values of the equations, in float64."""
-    arena, blend = item.table.decode(item.table.arena), item.blend
+    arena, blend = item.table.arena, item.blend
     total = torch.zeros(TOKENS, arena.shape[1], dtype=torch.float64, device=DEVICE)
     for j in range(K):
         total += blend.weights[:, j, None].double() * arena[blend.rows[:, j]].double()
@@ -152,12 +152,9 @@ def exact(storage: PagedStorage, item: Translation) -> tuple[Tensor, Tensor]:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1), values
 
 
-@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)])
-def test_translation_of_a_long_segment(
-    dtype: torch.dtype, most: float, bits: int, record_property: Callable[..., None]
-) -> None:
-    storage, slots, item = translation(dtype, bits)
+def test_translation_of_a_long_segment(dtype: torch.dtype, most: float, record_property: Callable[..., None]) -> None:
+    storage, slots, item = translation(dtype)
     in_one_pass(slots_of(storage), slots, [item])
     for got, wanted in zip(written(storage, slots), exact(storage, item), strict=True):
         assert error(got, wanted) < most
@@ -165,7 +162,7 @@ def test_translation_of_a_long_segment(
     moved = 2 * item.base.nbytes + item.blend.rows.unique().numel() * item.table.row_bytes
     for name, translate in (("kernel", partial(in_one_pass, slots_of(storage))), ("twin", partial(in_chunks, storage))):
         spent = seconds(lambda translate=translate: translate(slots, [item]))  # type: ignore[misc]
-        record_property(f"{name}_{dtype}_{bits}_bits_gb_per_s", round(moved / spent / 1e9, 1))
+        record_property(f"{name}_{dtype}_gb_per_s", round(moved / spent / 1e9, 1))
 
 
 def test_only_the_segments_slots_are_written() -> None:

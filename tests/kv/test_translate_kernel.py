@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable
+from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.translator import in_chunks, in_one_pass, translate_into
 from kedge.errors import PlanError
 from kedge.kv.rotary import Rotary
@@ -42,7 +42,6 @@ def case(
     rotary_dim: int = 16,
     k: int = 4,
     anchors: int = 3,
-    bits: int = 16,
     seed: int = 0,
 ) -> Case:
     """A translation over scattered blocks, from a table of some anchors of 10 tokens."""
@@ -56,7 +55,7 @@ def case(
     base = KVSegment(*whole.to(DEVICE)).slice(2, 2 + tokens)
     width = (layers - 1) * 2 * kv_heads * head_dim
     half = torch.float16 if dtype == torch.float32 else dtype
-    table = OffsetTable(width, half, DEVICE) if bits == 16 else EightBitTable(width, head_dim, torch.float32, DEVICE)
+    table = OffsetTable(width, half, DEVICE)
     for anchor in range(anchors):
         table.put(AnchorId(anchor), torch.randn(10, width, generator=random).to(DEVICE))
     rows = torch.randint(0, max(1, 10 * anchors), (tokens, k), generator=random)
@@ -67,7 +66,7 @@ def case(
 
 def expected(one: Case) -> tuple[Tensor, Tensor]:
     """Keys and values [layers, tokens, kv_heads, head_dim], token by token in float64 on the CPU."""
-    base, blend, arena = one.item.base, one.item.blend, one.item.table.decode(one.item.table.arena).double().cpu()
+    base, blend, arena = one.item.base, one.item.blend, one.item.table.arena.double().cpu()
     layers, tokens, heads, dim = base.keys.shape
     keys, values = base.keys.cpu().double().clone(), base.values.cpu().double().clone()
     cos, sin = (table.double().cpu() for table in one.storage.rotary.tables)
@@ -101,11 +100,10 @@ SHAPES = {
     "one layer": {"layers": 1, "k": 0},
     "one head": {"kv_heads": 1},
     "part of a head turns": {"head_dim": 24, "rotary_dim": 8},
-    "8 bits": {"bits": 8},
-    "8 bits, odd sizes": {"bits": 8, "kv_heads": 1, "head_dim": 20, "rotary_dim": 12, "tokens": 19},
+    "odd sizes, two tiles": {"kv_heads": 1, "head_dim": 20, "rotary_dim": 12, "tokens": 19},
     "a head of 64": {"head_dim": 64, "rotary_dim": 64, "tokens": 18},
     "a head of 128, half of which turns": {"head_dim": 128, "rotary_dim": 64, "kv_heads": 1, "tokens": 5},
-    "8 bits, a head of 128": {"bits": 8, "head_dim": 128, "rotary_dim": 128, "kv_heads": 1, "tokens": 3},
+    "a head of 128": {"head_dim": 128, "rotary_dim": 128, "kv_heads": 1, "tokens": 3},
     "odd sizes": {"kv_heads": 3, "head_dim": 20, "rotary_dim": 12, "tokens": 5},
 }
 

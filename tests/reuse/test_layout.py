@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.guard import GuardOrders
-from kedge.reuse.layout import conclusion, known_segments, plan_key, template_key, template_tokens, with_trails
+from kedge.reuse.layout import known_segments, plan_key, template_key, template_tokens, with_trails
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 
@@ -41,19 +41,10 @@ def test_no_more_than_asked_for_and_than_all_agents_share() -> None:
     assert with_trails(plain, 2) == plain
 
 
-def test_an_answer_concludes_in_its_last_tokens_and_what_is_held_behind_them() -> None:
-    answer = value(50, 51, 52, name="agent_a")
-    held = with_trails(request(answer, Segment((3, 4, 5), "p1")), 2).segments[0]
-    assert conclusion(answer, 2) == range(1, 3) and conclusion(held, 2) == range(1, 5)
-    assert conclusion(held, 9) == range(5) and not conclusion(held, 0)
-    assert not conclusion(value(50, 51, 52), 2)
-
-
 @pytest.mark.parametrize(
     "other",
     [
         replace(PROMPT, reuse=ReuseMode.TRANSLATE),
-        replace(PROMPT, guard=GuardOrders(pick="answer is")),
         replace(PROMPT, guard=GuardOrders(withheld=frozenset("q"))),
         replace(PROMPT, workflow=WorkflowId("other")),
         replace(PROMPT, segments=(Segment((1, 9), "p0"), *PROMPT.segments[1:])),

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from kedge.guard import GuardOrders
+from kedge.guard import EVERYTHING, GuardOrders
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan, Sentinel
-from kedge.reuse.planner import CHEAPER, SHORT_TEMPLATE, TRIED, UNLEARNED, Planner
+from kedge.reuse.planner import CHEAPER, SHORT_TEMPLATE, TRIED, UNLEARNED, UNPROVED, UNREAD, WITHHELD, Planner
 from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
 
@@ -38,9 +39,9 @@ class Known:
 
     kv = SimpleNamespace(tokens=8, slice=lambda start, stop=None: None)  # noqa: ARG005
     key = "base"
-    surprising: tuple[int, ...] = ()
 
     def __init__(self, weak: list[int], weak_prefix: list[int]) -> None:
+        self.asked = list[tuple[float | None, bool]]()
         self._estimate = SimpleNamespace(
             shareable=True, learnable=True, value=self.kv, prefix=self.kv, value_table=None, prefix_table=None,
             weak_positions=lambda: weak, weak_prefix_positions=lambda: weak_prefix,
@@ -52,7 +53,8 @@ class Known:
     def find(self, *_: object) -> Known:
         return self
 
-    def estimate(self, *_: object) -> Any:
+    def estimate(self, _: object, __: object, weak_error: float | None = None, *, leave_out: bool = False) -> Any:
+        self.asked.append((weak_error, leave_out))
         return self._estimate
 
 
@@ -101,20 +103,6 @@ def test_what_can_be_moved_always_is_and_teaches_nothing_where_the_template_behi
     assert [miss.segment for miss in plan.misses] == ["question"], "not the template, which is to be computed"
 
 
-def test_an_agent_that_picks_computes_the_end_of_the_answers_that_it_reads() -> None:
-    picks, around = GuardOrders(pick="answer is"), [*range(5, 19), *range(27, 31)]
-
-    def computed(tail: int, held: int = 0) -> list[int]:
-        known = Unknown(has_prefixes=True)
-        return plan_unknown(known, picks, held, pick_tail=tail, min_translated=0).computed
-
-    assert computed(0) == computed(0, held=2) == around
-    assert computed(3) == sorted((*around, 24, 25, 26))
-    assert computed(3, held=2) == sorted((*around, 22, 23, 24, 25, 26)), "three and what was kept behind them"
-    assert computed(9) == [*range(5, 31)], "of a shorter answer all"
-    assert plan_with([], [], guard=picks).computed == [18], "an input is no answer to pick from"
-
-
 @pytest.mark.parametrize(("move", "from_anchors"), [("always", False), ("unlearned", True)])
 def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(move: str, from_anchors: bool) -> None:
     """And the value itself only where it is moved until they are learned."""
@@ -140,6 +128,51 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
             assert plan.computed == template
         assert (8 in plan.computed) == from_anchors, "a weak token of the value"
     assert asked == ([] if from_anchors else [None, known._estimate])
+
+
+MOVED, ANCHORS, OF_READERS = (
+    next(number for number, rung in enumerate(RUNGS) if rung.by_anchors == by_anchors and rung.of_readers == of_readers)
+    for by_anchors, of_readers in ((False, False), (True, False), (False, True))
+)
+
+
+@pytest.mark.parametrize("move", ["always", "unlearned"])
+def test_a_rung_decides_whether_answers_are_moved_or_wait_for_anchors(move: str) -> None:
+    """Whatever the settings say. The question is not moved in any case."""
+    known = Unknown(has_prefixes=True)
+    moved = plan_unknown(known, GuardOrders(rung=MOVED), move=move)
+    assert moved.computed == [*range(5, 19), *range(27, 31)] and not moved.moved
+    plan = plan_unknown(known, GuardOrders(rung=ANCHORS), move=move)
+    assert plan.computed == [*range(5, 31)] and not plan.translates and plan.teaches
+    assert {miss.segment: miss.reason for miss in plan.misses} == {"question": "no anchor", "answer": "no anchor"}
+
+
+def test_a_rung_by_anchors_has_a_weak_error_of_its_own_and_a_check_leaves_its_own_anchors_out() -> None:
+    for orders, expected in (
+        (UNWATCHED, (None, False)),
+        (GuardOrders(rung=MOVED), (None, False)),
+        (GuardOrders(rung=ANCHORS), (RUNGS[ANCHORS].weak_error, False)),
+        (GuardOrders(rung=ANCHORS, left_out=True), (RUNGS[ANCHORS].weak_error, True)),
+    ):
+        known = Known([1], [])
+        plan = plan_of_x(known, orders)
+        assert set(known.asked) == {expected} and plan.computed == [6, 18]
+
+
+def test_a_rung_computes_no_first_tokens_that_the_settings_ask_for() -> None:
+    assert plan_of_x(Known([], []), GuardOrders(), recompute_head=2).computed == [5, 6, 13, 14, 18]
+    assert plan_of_x(Known([], []), GuardOrders(rung=ANCHORS), recompute_head=2).computed == [18]
+
+
+def test_on_a_rung_of_readers_answers_that_nobody_has_read_are_computed() -> None:
+    plan = plan_unknown(Unknown(has_prefixes=True), GuardOrders(rung=OF_READERS))
+    assert plan.computed == [*range(5, 31)] and UNREAD in {miss.reason for miss in plan.misses}
+
+
+def test_a_miss_says_whether_a_value_is_withheld_or_not_proved_yet() -> None:
+    for withheld, reason in ((EVERYTHING, UNPROVED), ("answer", WITHHELD)):
+        plan = plan_unknown(Unknown(has_prefixes=True), GuardOrders(withheld=frozenset((withheld,))))
+        assert {miss.segment: miss.reason for miss in plan.misses}["answer"] == reason
 
 
 def test_a_value_that_is_translated_with_offsets_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +220,14 @@ def computed_of(weak: list[int], weak_prefix: list[int], cost: EngineCosts = ALW
 def plan_with(
     weak: list[int], weak_prefix: list[int], cost: EngineCosts = ALWAYS, guard: GuardOrders = UNWATCHED, **policy: int
 ) -> ReusePlan:
+    return plan_of_x(Known(weak, weak_prefix), guard, cost, **policy)
+
+
+def plan_of_x(known: Known, guard: GuardOrders, cost: EngineCosts = ALWAYS, **policy: int) -> ReusePlan:
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")
     )  # fmt: skip
-    known = cast(Any, Known(weak, weak_prefix))
+    known = cast(Any, known)
     planner = Planner(known, known, PlannerSettings(**policy), None, cost)
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
     return planner.plan(request, (Span(0, 5, Source.DEVICE),))
@@ -215,16 +252,6 @@ def test_translated_tokens_are_drawn_as_sentinels_of_watched_values_only() -> No
     (drawn,) = watched.sentinels  # at most one in eight
     assert not drawn.is_weak and watched.computed == [drawn.position, 18] and 5 <= drawn.position < 13
     assert plan_with([], [], guard=GuardOrders(sentinels=2, watched=frozenset("y"))).sentinels == ()
-
-
-def test_tokens_that_a_producer_did_not_expect_are_computed_and_say_nothing_of_offsets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Known, "surprising", (1, 3))
-    plan = plan_with([3, 7], [], guard=GuardOrders(sentinels=2))
-    assert plan.computed == [6, 8, 12, 18]
-    assert {one.position for one in plan.sentinels} == {8, 12}
-    assert plan_with([], [], Cost(6)).computed == list(range(5, 19)), "six of eight tokens are spared"
 
 
 def test_a_segment_of_which_too_little_is_spared_is_computed() -> None:

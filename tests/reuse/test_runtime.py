@@ -282,7 +282,9 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
     kv = {agent: random_kv(asked.prompt_tokens, at) for at, (agent, asked) in enumerate(prompts.items())}
     for agent in ("first", "second"):
         stage.runtime.keep_base(prompts[agent], kv[agent].slice)
-    for agent, reader in (("first", "second"), ("second", "first"), ("third", "second")):
+    for here in layout(prompts["first"])[2:5]:
+        assert stage.runtime._planner.sample_of_reader(prompts["first"], here) is None
+    for agent, reader in (("second", "first"), ("third", "second")):
         asked, its = prompts[agent], prompts[reader]
         for here, there in zip(layout(asked)[2:5], layout(its)[2:5], strict=True):
             found = stage.runtime._planner.sample_of_reader(asked, here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from kedge.engine.process.engine import ProcessEngine
 from kedge.guard import DecisionKind, GuardMode
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
+from kedge.server.metrics import guard_families
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import GuardSettings, LimitSettings
 from kedge.types import (
@@ -30,8 +32,8 @@ from kedge.types import (
 from tests.server.conftest import serving
 
 CLEAN, CHANGED = (
-    DecisionComparison({DecisionKind.WORDING: False}, 0.0),
-    DecisionComparison({DecisionKind.WORDING: True}, 1.0),
+    DecisionComparison({DecisionKind.FAR: False}, 0.0),
+    DecisionComparison({DecisionKind.FAR: True}, 1.0),
 )
 FLOW: dict[str, Any] = {
     "name": "pair",
@@ -92,6 +94,17 @@ def test_metrics_count_states_without_names() -> None:
     assert 'kedge:guard_checks_total{outcome="dropped"} 0.0' in text
     assert "kedge:guard_withheld 1.0" in text and "kedge:guard_suspicions_total 1.0" in text
     assert "kedge:guard_breaches_total 0.0" in text and "spy" not in text
+    assert "kedge:fidelity_proved 0.0" in text
+
+
+def test_metrics_have_the_worst_mean_of_proved_agents_and_its_bound() -> None:
+    proved = {"rung": "moved", "mean": 0.001, "bound": None}
+    found = [proved, {**proved, "mean": 0.0005, "bound": 0.002}, {"rung": "", "mean": None, "bound": None}, None]
+    agents = [{"state": "on", "withheld": False, "fidelity": one} for one in found]
+    figures = {"agents": agents, "checks_done": 0, "checks_dropped": 0, "suspicions": 0, "breaches": 0}
+    samples = {one.name: one.value for family in guard_families(figures) for one in family.samples}
+    shown = [samples[f"kedge:fidelity_{name}"] for name in ("proved", "mean", "bound")]
+    assert shown == [2, 0.001, 0.002]
 
 
 def test_an_engine_without_a_guard_has_no_records() -> None:
@@ -126,6 +139,23 @@ def test_the_mode_of_a_call_overrides_that_of_its_agent(own: str | None, asked: 
 
 
 @pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [(None, None, None), ("fast", None, 0.01), (None, "strict", 0.0003), (0.5, 0.25, 0.25)],
+)
+def test_the_budget_of_a_call_overrides_that_of_its_agent(own: Any, asked: Any, expected: float | None) -> None:
+    agents = [{**one, **({"fidelity": own} if own else {})} for one in FLOW["agents"]]
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
+        kedge = {"workflow": FLOW["name"], "agent": agents[0]["id"], "bindings": {"user_question": "why?"}}
+        answer = http.post("/v1/chat/completions", json={"messages": [], "kedge": {**kedge, "fidelity": asked}})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["kedge"]["receipts"][0]["fidelity"] is None, "this engine translates nothing"
+        assert engine.asked[-1].guard.fidelity == expected
+        refused = http.post("/v1/chat/completions", json={"messages": [], "kedge": {**kedge, "fidelity": "exactly"}})
+        assert refused.status_code == 400 and "kedge.fidelity" in refused.text
+
+
+@pytest.mark.parametrize(
     ("own", "asked", "expected"), [("", None, ""), ("Pick:", None, "Pick:"), ("Pick:", "So:", "So:")]
 )
 def test_what_stands_before_a_pick_comes_with_a_call_or_its_agent(own: str, asked: str | None, expected: str) -> None:
@@ -140,6 +170,26 @@ def test_what_stands_before_a_pick_comes_with_a_call_or_its_agent(own: str, aske
             f"/v1/workflows/{FLOW['name']}/runs", json={"inputs": {"user_question": "why?"}, "stream": True}
         ).read()
         assert {one.guard.pick for one in engine.asked[1:]} == {own}
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "nats"), [(None, "fast", 0.01), ("strict", None, 0.0003), ("strict", "any", math.inf)]
+)
+def test_a_calls_budget_of_fidelity_overrides_that_of_its_agent(
+    own: str | None, asked: str | None, nats: float
+) -> None:
+    agents = [{**one, "fidelity": own} for one in FLOW["agents"]]
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
+        kedge = {"workflow": FLOW["name"], "agent": agents[0]["id"], "bindings": {"user_question": "why?"}}
+        body = {"messages": [], "kedge": {**kedge, **({"fidelity": asked} if asked else {})}}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert engine.asked[-1].guard.fidelity == nats
+        assert answer.json()["kedge"]["receipts"][0]["fidelity"] is None
+        assert http.post("/v1/workflows", json={**FLOW, "fidelity": "any"}).status_code in (200, 201)
+        described = http.get(f"/v1/workflows/{FLOW['name']}").json()
+    assert [one["fidelity"] for one in described["agents"]] == ["any", "any"]
 
 
 def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:

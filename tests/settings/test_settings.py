@@ -86,6 +86,8 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"dtype": "int4"}}, "engine.dtype", "int4"),
         ({"engine": {"max_running": "many"}}, "engine.max_running", "many"),
         ({"engine": {"anchors": {"capacity": 0}}}, "engine.anchors.capacity", 0),
+        ({"engine": {"guard": {"fidelity": "best"}}}, "engine.guard.fidelity", "best"),
+        ({"engine": {"guard": {"fidelity": -1}}}, "engine.guard.fidelity", -1),
         ({"engine": {"anchors": {"noise": 0}}}, "engine.anchors.noise", 0),
         ({"engine": {"planner": {"min_translated": 2}}}, "engine.planner.min_translated", 2),
         ({"engine": {"tiers": {"host_memory": -1}}}, "engine.tiers.host_memory", -1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -132,6 +133,34 @@ def test_files_with_sampling_that_no_engine_could_do(tmp_path: Path, said: str, 
     with pytest.raises(WorkflowError, match=re.escape(f"agent a: {why}")) as caught:
         load_flow(path)
     assert caught.value.__notes__ == [f"in {path}"]
+
+
+BUDGETS = "\nfidelity: fast\nagents: [{id: a, user: x, fidelity: %s}, {id: b, user: x}]"
+
+
+@pytest.mark.parametrize(
+    ("said", "nats"), [("strict", 0.0003), ("0.004", 0.004), (".inf", math.inf), ("any", math.inf)]
+)
+def test_a_budget_of_fidelity_is_an_agents_or_the_workflows(tmp_path: Path, said: str, nats: float) -> None:
+    flow = load_workflow(write(tmp_path, "name: n" + BUDGETS % said))
+    assert [agent.fidelity for agent in flow.agents] == [nats, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"), [("best", "'best'"), ("-1", "-1"), ("0", "0"), (".nan", "nan"), ("on", "True")]
+)
+def test_another_budget_of_fidelity_says_what_is_accepted(tmp_path: Path, said: str, shown: str) -> None:
+    why = f"agents.0.fidelity={shown}: Value error, must be one of strict, fp8, fast, any, or nats a token above 0"
+    with pytest.raises(SpecError, match=re.escape(why)):
+        load_workflow(write(tmp_path, "name: n" + BUDGETS % said))
+    with pytest.raises(SpecError, match=re.escape(why.replace("agents.0.", ""))):
+        load_workflow(write(tmp_path, f"name: n\nfidelity: {said}\nagents: [{{id: a, user: x}}]"))
+
+
+@pytest.mark.parametrize("number", [0, -0.1, math.nan, "fp8", True])
+def test_an_agents_budget_of_fidelity_is_a_number_in_python(number: float) -> None:
+    with pytest.raises(WorkflowError, match="agent a: fidelity=.*: must be nats a token above 0"):
+        Agent("a", "", "x", fidelity=number)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "101"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from kedge.anchors.tiered_store import NO_HOST, HostBound, Offloadable, TieredStore, TieredStoreStats
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Owner, Places, TemplateOwner
+from kedge.reuse.contracts import Owner, TemplateOwner
 from kedge.types import Namespace, RunKey, SampleId, Tokens
 
 
@@ -28,12 +28,13 @@ class _SampleKey(NamedTuple):
 
 
 class _SharedTextKey(NamedTuple):
-    """A value or text that several prompts of a run read: all tokens since the first value, up to its end."""
+    """A value or text that several prompts of a run read: all tokens since the first value, up to its end, and the
+    agent whose prompt has left its KV.
+    """
 
     run: RunKey
     tokens: Tokens
-    is_earlier: bool = False
-    """Whether another prompt has been read since: what is learned from that one starts from here"""
+    reader: str
 
     @property
     def namespace(self) -> Namespace:
@@ -70,8 +71,6 @@ class KnownBase:
     kv: KVSegment
     exact_lineage: bool
     """Whether it was computed exactly: False where the producer itself read translated KV."""
-    surprising: Places = ()
-    """The tokens that its producer's model did not expect."""
     reader: str = ""
     """The agent, with its template's wording, in whose prompt it was read; empty: it is the producer's"""
 
@@ -93,7 +92,6 @@ class _Stored(Offloadable):
     parts: dict[int, KVSegment]
     tokens: Tokens = ()
     exact_lineage: bool = True
-    surprising: Places = ()
     reader: str = ""
 
     @property
@@ -131,23 +129,16 @@ class BaseStore:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
         self._max_bytes, self._nbytes = max_bytes, 0
         self._entries: OrderedDict[_Key, _Stored] = OrderedDict()
+        self._readers: dict[tuple[RunKey, Tokens], dict[str, _SharedTextKey]] = {}
+        """Who has left KV of a text, in order"""
         self._serials = count()
         self._residence = TieredStore(max_bytes, host, self._entries.values)
 
-    def put_sample(
-        self,
-        run: RunKey,
-        sample: SampleId,
-        tokens: Tokens,
-        kv: KVSegment,
-        *,
-        exact_lineage: bool,
-        surprising: Places = (),
-    ) -> None:
+    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
         """Keep the base KV that a producer's decoding left. It may lack the last tokens, which were never run through
-        the model. The `surprising` tokens are those that the producer's model did not expect.
+        the model.
         """
-        self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage, surprising)
+        self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage)
 
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
         """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value."""
@@ -159,23 +150,23 @@ class BaseStore:
 
     def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment, reader: str) -> None:
         """Keep the KV that the prompt of `reader` has of the last tokens of `text`, which it reads from its first value
-        on: of another value, or of the template behind one. That of the last two readers is kept.
+        on: of another value, or of the template behind one.
         """
-        last = _SharedTextKey(run, text)
-        if (before := self._entries.get(last)) and before.reader != reader:
-            self._drop(last)
-            self._add(_SharedTextKey(run, text, is_earlier=True), before)
-        self._put(last, 0, kv, text[len(text) - kv.tokens :], False)
-        if stored := self._entries.get(last):
+        key = _SharedTextKey(run, text, reader)
+        self._put(key, 0, kv, text[len(text) - kv.tokens :], False)
+        if stored := self._entries.get(key):
             stored.reader = reader
+            self._readers.setdefault((run, text), {})[reader] = key
 
     def shared_text(self, run: RunKey, text: Tokens, reader: str) -> KnownBase | None:
-        """Return the KV of the last tokens of a text that the prompt of the run before `reader`'s has left."""
-        key = _SharedTextKey(run, text)
-        if (stored := self._entries.get(key)) and stored.reader == reader:
-            key = key._replace(is_earlier=True)
-            stored = self._entries.get(key)
-        return _entry(stored, stored.tokens) if stored and self._fetched(key, stored) else None
+        """Return the KV of the last tokens of a text that the prompt of the run before `reader`'s has left, also once
+        later ones have: what is learned or checked afterwards starts from what its prompt started from.
+        """
+        before = takewhile(lambda one: one != reader, keys := self._readers.get((run, text), {}))
+        if (last := next(reversed([*before]), None)) is None:
+            return None
+        stored = self._entries[keys[last]]
+        return _entry(stored, stored.tokens) if self._fetched(keys[last], stored) else None
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
@@ -247,13 +238,11 @@ class BaseStore:
             raise PlanError("device_bytes", self._residence.device_bytes, f"{self._max_bytes} are allowed")
         self._residence.check_integrity()
 
-    def _put(
-        self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool, surprising: Places = ()
-    ) -> None:
+    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
         parts = {index: kv.owned()}
         if isinstance(key, PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
             parts = {**known, **parts}
-        self._add(key, _Stored(next(self._serials), parts, tokens, exact_lineage, surprising))
+        self._add(key, _Stored(next(self._serials), parts, tokens, exact_lineage))
 
     def _add(self, key: _Key, stored: _Stored) -> None:
         self._drop(key)
@@ -276,6 +265,10 @@ class BaseStore:
     def _drop(self, key: _Key) -> None:
         if stored := self._entries.pop(key, None):
             self._nbytes -= stored.nbytes
+        if isinstance(key, _SharedTextKey) and (readers := self._readers.get(key[:2])):
+            readers.pop(key.reader, None)
+            if not readers:
+                del self._readers[key[:2]]
 
 
 def _owner(key: _Key) -> Owner | None:
@@ -286,5 +279,5 @@ def _owner(key: _Key) -> Owner | None:
 
 
 def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:
-    kv, surprising = stored.parts[0].slice(0, len(tokens)), tuple(at for at in stored.surprising if at < len(tokens))
-    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.exact_lineage, surprising, stored.reader)
+    kv = stored.parts[0].slice(0, len(tokens))
+    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.exact_lineage, stored.reader)

@@ -13,9 +13,6 @@ from kedge.anchors.anchor import KeyBlock
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.estimators import Match, anchor_weights
 
-_STILL = 64
-"""One unshareable value in this many still teaches a site that has seen enough of them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -61,7 +58,12 @@ class Entropy:
     calibrates: bool = False
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
-        return lacks_length(tokens, block)
+        match len(block.long_enough(tokens)):
+            case 0:
+                return "longer than every anchor"
+            case 1:
+                return "only one anchor is as long"
+        return ""
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
         anchors = match.block.long_enough(len(match.query.tokens))
@@ -70,16 +72,6 @@ class Entropy:
         share = entropy(anchor_weights(distances, self.temperature, chosen)) / math.log(len(anchors))
         reason = f"entropy is {share:.2f} of its maximum, above {self.gamma:g}" if share > self.gamma else ""
         return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool))
-
-
-def lacks_length(tokens: int, block: KeyBlock) -> str:
-    """Return why the anchors are too short for Eq. 5, or the empty text."""
-    match len(block.long_enough(tokens)):
-        case 0:
-            return "longer than every anchor"
-        case 1:
-            return "only one anchor is as long"
-    return ""
 
 
 def entropy(weights: Tensor) -> float:
@@ -102,6 +94,8 @@ class Error:
     weak_error: float
     of_templates: float = 1.4
     """How much an error of the template counts, compared with one of an agent's answer: most of it is read last"""
+    still: int = 64
+    """One unshareable value in this many still teaches a site that has seen enough of them"""
     calibrates: bool = True
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
@@ -116,18 +110,5 @@ class Error:
         mean = float((error if learns or weak.all() else error[~weak]).mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""
         # By its tokens, so that every rank and every agent who reads it decides alike.
-        learnable = learns or hash(match.query.tokens) % _STILL == 0
+        learnable = learns or hash(match.query.tokens) % self.still == 0
         return Verdict(reason, weak, calibration.prefix_error > self.weak_error / self.of_templates, learnable)
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """A criterion by which a value is shareable if two anchors are at least as long (KVCOMM, Table A.3, first row)."""
-
-    calibrates: bool = False
-
-    def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
-        return lacks_length(tokens, block)
-
-    def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
-        return Verdict("", torch.zeros(len(match.query.tokens), dtype=torch.bool))

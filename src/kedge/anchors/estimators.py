@@ -6,9 +6,7 @@ anchors have offsets for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,8 +14,6 @@ from torch import Tensor
 
 from kedge.anchors.anchor import KeyBlock, Neighbours, Query
 
-_LAST = 16
-"""Tokens at the end of a value that determine the weights for the prefix segment after it."""
 _TINY = 1e-30
 
 
@@ -90,27 +86,17 @@ class Interpolate:
         anchors = block.long_enough(len(query.tokens))
         squared = block.aligned(query, anchors)
         chosen = None if same is None else int((anchors == same).nonzero())
-        return whole_anchors(
-            query, block, anchors, squared, anchor_weights(squared.sum(1).sqrt(), self.temperature, chosen)
+        weights = anchor_weights(squared.sum(1).sqrt(), self.temperature, chosen)
+        mass = weights.new_zeros(len(block.ids)).index_copy_(0, anchors, weights)
+        kept = weights.nonzero().flatten()
+        places = torch.arange(len(query.tokens), device=anchors.device)
+        return Proposal(
+            columns=(block.starts[anchors[kept]] + places[:, None]).contiguous(),
+            weights=weights[kept].expand(len(query.tokens), -1).contiguous(),
+            distance=(squared.amin(0) / squared.mean().clamp_min(_TINY)).sqrt(),
+            mass=mass,
+            after=mass,
         )
-
-
-def whole_anchors(query: Query, block: KeyBlock, anchors: Tensor, squared: Tensor, weights: Tensor) -> Proposal:
-    """Return the blend in which token t takes token t of each of `anchors` (int64 [anchors]) by that anchor's weight
-    (float32 [anchors]).
-
-    `squared` [anchors, tokens] are the squared distances token by token.
-    """
-    mass = weights.new_zeros(len(block.ids)).index_copy_(0, anchors, weights)
-    kept = weights.nonzero().flatten()
-    places = torch.arange(len(query.tokens), device=anchors.device)
-    return Proposal(
-        columns=(block.starts[anchors[kept]] + places[:, None]).contiguous(),
-        weights=weights[kept].expand(len(query.tokens), -1).contiguous(),
-        distance=(squared.amin(0) / squared.mean().clamp_min(_TINY)).sqrt(),
-        mass=mass,
-        after=mass,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +115,8 @@ class Token:
     top_k: int
     noise: float
     temperature: float
+    last: int = 16
+    """Tokens at the end of a value that determine the weights for the prefix segment after it"""
     aligned: bool = False
 
     def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
@@ -141,7 +129,7 @@ class Token:
             weights=weights,
             distance=(found.squared[:, 0] / max(found.mean_squared, _TINY)).sqrt(),
             mass=_mass(found.columns, weights, block),
-            after=anchor_weights(block.ends(query, _LAST).sqrt(), self.temperature),
+            after=anchor_weights(block.ends(query, self.last).sqrt(), self.temperature),
         )
 
     def _weights(self, found: Neighbours, keys: Tensor) -> Tensor:
@@ -169,56 +157,3 @@ def _mass(columns: Tensor, weights: Tensor, block: KeyBlock) -> Tensor:
     """Return float32 [anchors]: mean weight per token that lies on each anchor."""
     total = weights.new_zeros(len(block.ids))
     return total.index_add_(0, block.owner[columns].flatten(), weights.flatten()) / len(columns)
-
-
-Weigh = Callable[[Query, KeyBlock, Tensor, Tensor], Tensor]
-"""The value, the block, anchors of it (int64 [anchors]), squared distances to their tokens (float32 [anchors, tokens])
--> float32 [anchors] that sum to 1"""
-
-
-@dataclass(frozen=True, slots=True)
-class Aligned:
-    """An estimator in which token t takes the weighted offsets of token t of every anchor that is at least as long."""
-
-    weigh: Weigh
-    aligned: bool = True
-
-    def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
-        if same is not None:
-            return repeat(query, block, same)
-        anchors = block.long_enough(len(query.tokens))
-        squared = block.aligned(query, anchors)
-        return whole_anchors(query, block, anchors, squared, self.weigh(query, block, anchors, squared))
-
-
-def nearest() -> Aligned:
-    """Return the estimator that uses the one anchor of least L2 distance (Table A.4)."""
-    return Aligned(_least)
-
-
-def mean() -> Aligned:
-    """Return the estimator that uses the mean of all offsets, whatever the value."""
-    return Aligned(_equal)
-
-
-def cosine(temperature: float) -> Aligned:
-    """Return the estimator that weighs anchors by cosine similarity over all tokens (Table A.4).
-
-    The distance is the chord sqrt(2 - 2 cos), the L2 distance of normalised vectors, so that `temperature` has the same
-    meaning as for `interpolate`.
-    """
-    return Aligned(partial(_by_angle, temperature))
-
-
-def _least(_: Query, block: KeyBlock, anchors: Tensor, squared: Tensor) -> Tensor:  # noqa: ARG001
-    return anchor_weights(squared.sum(1), 1.0, int(squared.sum(1).argmin()))
-
-
-def _equal(_: Query, block: KeyBlock, anchors: Tensor, squared: Tensor) -> Tensor:  # noqa: ARG001
-    return squared.new_full((len(anchors),), 1 / len(anchors))
-
-
-def _by_angle(temperature: float, query: Query, block: KeyBlock, anchors: Tensor, _: Tensor) -> Tensor:
-    places = block.starts[anchors, None] + torch.arange(len(query.tokens), device=anchors.device)
-    similarity = torch.cosine_similarity(block.keys[places].flatten(1), query.keys.flatten()[None])
-    return anchor_weights((2 - 2 * similarity).clamp_min(0).sqrt(), temperature)

@@ -11,7 +11,7 @@ import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
 from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.sites import MakeSlot, Observation, SiteOffsets
+from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, TemplateOwner
@@ -20,20 +20,20 @@ from kedge.types import Namespace, TenantId, WorkflowId
 
 WINDOW = 5
 """A full pool drops the least used of this many anchors added earliest."""
-_BLOCKS = 4
-"""Cached key blocks; agents that saw the same values share one."""
 
 
 class AnchorPool:
-    """The anchors of one placeholder, at most `capacity`, with at most `max_slots` slots."""
+    """The anchors of one placeholder, at most `capacity`, with at most `max_sites` sites. `blocks` key blocks are
+    cached; agents that saw the same values share one.
+    """
 
-    def __init__(self, capacity: int, max_sites: int, make_site_offsets: MakeSlot = SiteOffsets) -> None:
+    def __init__(self, capacity: int, max_sites: int, blocks: int = 4) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
         """In the order in which they were added"""
         self.sites: dict[PlaceholderSite, SiteOffsets] = {}
         """Least recently observed first"""
-        self._capacity, self._max_sites, self._make_site = capacity, max_sites, make_site_offsets
-        self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(_BLOCKS)
+        self._capacity, self._max_sites = capacity, max_sites
+        self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(blocks)
 
     def find(self, query: Query) -> Anchor | None:
         """Return the anchor that equals this value, or None."""
@@ -45,7 +45,7 @@ class AnchorPool:
 
     def site(self, site: PlaceholderSite, base: KVSegment, prefix_tokens: int) -> SiteOffsets:
         """Return the offsets of `site`, or empty ones that join the pool with the first `add`."""
-        return self.sites.get(site) or self._make_site(base, prefix_tokens)
+        return self.sites.get(site) or SiteOffsets(base, prefix_tokens)
 
     def add(self, site: PlaceholderSite, offsets: SiteOffsets, anchor: Anchor, observed: Observation) -> None:
         """Add an observation of `site` for an anchor, new or known; on an error nothing has changed.

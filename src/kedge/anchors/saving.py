@@ -69,7 +69,7 @@ class _Rows:
 
         A table writes to free rows only, and changes its version before it writes to rows that were in use.
         """
-        rows = self.table.decode(self.arena[self.rows]).cpu()
+        rows = self.arena[self.rows].cpu()
         return rows if self.table.version == self.version else None
 
 
@@ -275,7 +275,7 @@ class Restored:
             _expect(tensor.dtype == dtypes[part], part, tensor.dtype, f"is not {dtypes[part]}")
         value, prefix = (tensors[part].to(self._like.device) for part in ("phi", "prefix"))
         prefix_tokens = len(prefix) // len(holders)
-        offsets = SiteOffsets(self._like, prefix_tokens, self._anchors.config.offset_bits)
+        offsets = SiteOffsets(self._like, prefix_tokens)
         values = value.split([lengths[holder] for holder in holders])
         prefixes = prefix.split([prefix_tokens] * len(holders))
         for holder, of_value, of_prefix in zip(holders, values, prefixes, strict=True):

@@ -14,7 +14,7 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import Verdict
 from kedge.anchors.estimators import Match
-from kedge.anchors.offsets import Blend, EightBitTable, OffsetTable, empty_table, row_dtype, row_width, rows_of
+from kedge.anchors.offsets import Blend, OffsetTable, empty_table, rows_of
 from kedge.anchors.tiered_store import Offloadable
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
@@ -61,9 +61,9 @@ class Offsets(NamedTuple):
 class SiteOffsets(Offloadable):
     """The offsets of one site: two tables over the same anchors, in order of observation, and the calibration."""
 
-    def __init__(self, base: KVSegment, prefix_tokens: int, bits: int = 16) -> None:
-        """Create empty tables. `bits` per stored number: 16 or 8."""
-        self.value, self.prefix = _table(base, bits), _table(base, bits)
+    def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
+        """Create empty tables."""
+        self.value, self.prefix = empty_table(base), empty_table(base)
         self.calibration = Calibration()
         self.holders: list[AnchorId] = []
         layers, _, heads, dim = base.keys.shape
@@ -168,21 +168,6 @@ class SiteOffsets(Offloadable):
         return rows.view(len(rows), *self._shape).norm(dim=3).norm(dim=1)
 
 
-def _table(base: KVSegment, bits: int) -> OffsetTable:
-    width, dtype = row_width(base), row_dtype(base)
-    if bits == 8:
-        return EightBitTable(width, base.keys.shape[3], dtype, base.device)
-    return OffsetTable(width, dtype, base.device)
-
-
-MakeSlot = Callable[[KVSegment, int], SiteOffsets]
-"""(base KV of a value, for its shape; tokens of the prefix segment after it) -> an empty site"""
-
-
-_USED = 0.5
-"""Share of a value's offsets that the used anchors carry together, the heaviest first."""
-
-
 @dataclass(frozen=True, slots=True)
 class OffsetEstimate:
     """The judgement of whether a value is shareable at a site and, if so, the blends of its offsets."""
@@ -218,8 +203,12 @@ def _places(marked: Tensor | None) -> list[int]:
     return [] if marked is None else marked.nonzero().flatten().tolist()
 
 
-def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict) -> OffsetEstimate:
-    """Return the estimate of a value that the criterion judged shareable."""
+def shared(
+    sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict, used: float = 0.5
+) -> OffsetEstimate:
+    """Return the estimate of a value that the criterion judged shareable. The heaviest anchors that carry the share
+    `used` of its offsets together count as used.
+    """
     value, prefix = offsets.value_offsets(match), offsets.prefix_offsets(match)
     mass = match.proposal.mass
     heaviest = torch.argsort(mass, descending=True, stable=True)
@@ -235,7 +224,7 @@ def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verd
         value_table=value.table,
         prefix_table=prefix.table,
         pool=sample.pool,
-        used=tuple(match.block.ids[i] for i in heaviest[before < _USED].tolist()),
+        used=tuple(match.block.ids[i] for i in heaviest[before < used].tolist()),
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import count
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
 from kedge.anchors.calibration import Calibration
+from kedge.anchors.criteria import Error
 from kedge.anchors.estimators import Match, Proposal
 from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
 from kedge.anchors.registry import CRITERIA, ESTIMATORS
@@ -19,8 +19,6 @@ from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleVi
 from kedge.settings import AnchorSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId
-
-_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +45,15 @@ class AnchorStore:
 
     without_offsets = staticmethod(rotated)
 
-    def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST) -> None:
+    def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST, remembered: int = 64) -> None:
+        """Create an empty store, which keeps the matches of so many values."""
         self.config = config
         self.reader = KeyReader(config.match_layer, config.match_dim)
         self._estimator = ESTIMATORS[config.estimator](config)
-        self._queries: BoundedDict[Hashable, Query] = BoundedDict(_REMEMBERED)
-        self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(_REMEMBERED)
+        self._queries: BoundedDict[Hashable, Query] = BoundedDict(remembered)
+        self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
         self._criterion = CRITERIA[config.criterion](config)
-        self._make_site = partial(SiteOffsets, bits=config.offset_bits)
         self.table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
         self._residence = TieredStore(config.max_bytes, host, self.table.sites, self.table.key_bytes)
         self._ids = count()
@@ -66,8 +64,11 @@ class AnchorStore:
         for offsets in self.table.sites():
             offsets.pinned = False
 
-    def estimate(self, site: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
-        """Judge a value and blend its offsets. Changes nothing but the cache of matches.
+    def estimate(
+        self, site: PlaceholderSite, sample: SampleView, weak_error: float | None = None, *, leave_out: bool = False
+    ) -> OffsetEstimate:
+        """Judge a value and blend its offsets. Changes nothing but the cache of matches. `weak_error` replaces that of
+        the settings; with `leave_out` the anchor that equals the value is not used.
 
         The blends are valid until the next `observe`, `begin`, `fetch` or `clear`.
         """
@@ -80,7 +81,7 @@ class AnchorStore:
         if not self._residence.demand(offsets):
             return OffsetEstimate(False, "its offsets find no room on the device", learnable=False)
         offsets.pinned = True
-        return self._judge(pool, offsets, sample)
+        return self._judge(pool, offsets, sample, weak_error, leave_out=leave_out)
 
     def prepare(self, sample: SampleView) -> None:
         """Match a value ahead of time, with the anchors of the site that has most of them."""
@@ -128,15 +129,27 @@ class AnchorStore:
         self._queries.clear()
         self._proposals.clear()
 
-    def _judge(self, pool: AnchorPool, offsets: SiteOffsets, sample: SampleView) -> OffsetEstimate:
-        ids = offsets.anchors
+    def _judge(
+        self,
+        pool: AnchorPool,
+        offsets: SiteOffsets,
+        sample: SampleView,
+        weak_error: float | None = None,
+        *,
+        leave_out: bool = False,
+    ) -> OffsetEstimate:
+        ids, criterion = offsets.anchors, self._criterion
+        if weak_error is not None and isinstance(criterion, Error):
+            criterion = replace(criterion, weak_error=weak_error)
+        if leave_out and (own := pool.find(self._query(sample))):
+            ids = tuple(one for one in ids if one != own.id)
         tokens = len(sample.tokens)
         lack = self._lacks(pool, ids, tokens)
-        if lack := lack or self._criterion.lacks(tokens, pool.block(ids), offsets.calibration):
+        if lack := lack or criterion.lacks(tokens, pool.block(ids), offsets.calibration):
             known = pool.find(self._query(sample))
             return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
         match = self._match(pool, ids, sample)
-        verdict = self._criterion.judge(match, offsets.calibration)
+        verdict = criterion.judge(match, offsets.calibration)
         if not verdict.shareable:
             return OffsetEstimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
         return shared(sample, offsets, match, verdict)
@@ -208,7 +221,7 @@ class AnchorStore:
 
     def empty_pool(self) -> AnchorPool:
         """Return a pool with this store's bounds that is not part of it."""
-        return AnchorPool(self.config.capacity, self.config.max_sites, self._make_site)
+        return AnchorPool(self.config.capacity, self.config.max_sites)
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""

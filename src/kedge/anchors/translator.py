@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kedge.anchors.offsets import EightBitTable, split_rows
+from kedge.anchors.offsets import split_rows
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import KernelSlots, SlotTable
 from kedge.reuse.plan import Translation
@@ -58,9 +58,8 @@ def in_one_pass(pages: KernelSlots, table: SlotTable, items: Sequence[Translatio
     for item in items:
         blend, offsets = item.blend, item.table
         offsets.check(blend)
-        scales = offsets.scales if isinstance(offsets, EightBitTable) else None
         its = slots[item.start : item.start + item.base.tokens]
-        translate(pages, its, item.start, item.base, offsets.arena, blend.rows, blend.weights, scales)
+        translate(pages, its, item.start, item.base, offsets.arena, blend.rows, blend.weights)
 
 
 def is_same(one: Translation, other: Translation) -> bool:

@@ -34,6 +34,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, TranslationRefused
 from kedge.guard import GuardOrders
 from kedge.kv.storage import SlotTable
+from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
 from kedge.types import (
     AgentId,
@@ -91,6 +92,8 @@ class FidelitySettings:
     """First questions that are served alone, for their times"""
     at_once: int = 8
     """Questions side by side after these"""
+    cold: int = 10
+    """First questions of a method that proves what it serves, without which its figures are given too"""
     curve: tuple[int, ...] = ()
     """Also measure methods with anchors after so many samples, in place of after `taught`"""
     engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_memory": 512 << 20})
@@ -167,12 +170,15 @@ class MethodServer:
         self.engine = method.open(loaded, components=self.probe.components, **settings.engine)
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
+        self.cold = settings.cold
 
     def teach(self, asked: Sequence[Asked]) -> None:
         """Prefill questions densely and learn from them, agent by agent. A method without anchors gets the last one
-        only, which leaves the KV of its templates.
+        only, which leaves the KV of its templates; one that proves what it serves gets none.
         """
         chosen = asked[: self.taught] if self.method.learns else asked[-1:]
+        if self.method.guard is not None:
+            return
         self.probe.teaching = True
         for one in chosen:
             for _ in self._forced([one], held_out=False):
@@ -180,13 +186,17 @@ class MethodServer:
         self.probe.teaching = False
 
     def ask(self, asked: Sequence[Asked], *, timed: bool) -> None:
-        """Serve questions side by side, each agent's prompts together, and compare the readers' answers."""
-        for agent, results in enumerate(self._forced(asked, held_out=True)):
-            if agent and timed:
-                self.ttft_ms += [one.completion.ttft_ms for one in results]
-            if agent:
-                apart(partial(self._compare, asked, agent, results))
-        self.engine.wait_idle()
+        """Serve questions side by side, each agent's prompts together, and compare the readers' answers. A method that
+        proves what it serves gets them one after the other, learns from each, and has its times from all.
+        """
+        groups = [asked] if self.method.guard is None else [[one] for one in asked]
+        for some in groups:
+            for agent, results in enumerate(self._forced(some, held_out=self.method.guard is None)):
+                if agent and (timed or self.method.guard is not None):
+                    self.ttft_ms += [one.completion.ttft_ms for one in results]
+                if agent:
+                    apart(partial(self._compare, some, agent, results))
+            self.engine.wait_idle()
 
     def _forced(self, asked: Sequence[Asked], *, held_out: bool) -> Iterator[list[ProbeResult]]:
         """Yield the results of one agent after the other: an answer's KV is what its own decoding leaves behind."""
@@ -212,7 +222,14 @@ class MethodServer:
 
     def as_json(self) -> dict[str, Any]:
         """Return the method's figures."""
-        return {**summary(self.seen), "ttft_ms": median(self.ttft_ms) if self.ttft_ms else None}
+        figures = {**summary(self.seen), "ttft_ms": median(self.ttft_ms) if self.ttft_ms else None}
+        if self.method.guard is None:
+            return figures
+        guard: Any = self.engine.inspect()["guard"]
+        agents = {one["agent"]: one["fidelity"] for one in guard["agents"]}
+        later = [one for one in self.seen if one.question >= self.cold]
+        far = fmean(one.kl > FAR for one in self.seen)
+        return {**figures, "far": far, "later": summary(later) if later else None, "proofs": agents}
 
 
 class DenseTeam:

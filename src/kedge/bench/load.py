@@ -13,6 +13,7 @@ new ones are accepted. Calls of failed runs do not count.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ AGENTS = 5
 SHARE_ALL = {"gamma": 2.0, "max_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
 OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
-OPEN_GUARD = {"margin": 1e9, "max_kl": 1e9, "max_sentinel_error": 1e9}
+OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0, "max_sentinel_error": 1e9}
 """Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
 
 Questions = Callable[[str], Iterator[str]]

@@ -47,11 +47,13 @@ class Method:
     it is an experiment."""
     has_anchors: bool = True
     """Whether it adds offsets, if it translates."""
+    guard: Mapping[str, Any] | None = None
+    """The guard's settings: it proves what it serves, from the first question on. None: without a guard."""
 
     @property
     def learns(self) -> bool:
-        """Whether it learns anchors from past questions."""
-        return self.reuse is ReuseMode.TRANSLATE and self.has_anchors
+        """Whether it learns anchors from past questions, before those that count."""
+        return self.reuse is ReuseMode.TRANSLATE and self.has_anchors and self.guard is None
 
     @property
     def keeps(self) -> bool:
@@ -66,7 +68,7 @@ class Method:
         return EngineSettings(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
             planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
-            **{"guard": GuardSettings(mode=GuardMode.OFF), **engine},
+            **{"guard": GuardSettings(**({"mode": GuardMode.OFF} if self.guard is None else self.guard)), **engine},
         )
 
     def open(
@@ -87,10 +89,12 @@ class Method:
 SERVED: Mapping[str, Method] = {
     "dense": Method(ReuseMode.OFF),
     "exact": Method(ReuseMode.EXACT),
+    "served": Method(ReuseMode.TRANSLATE, guard={}),
     "kedge": Method(ReuseMode.TRANSLATE),
     **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name), {"move": "unlearned"}) for name in ESTIMATORS},
 }
-"""What an engine can be set to. `kedge` is the default, and an estimator's name is Kedge with that estimator's anchors
+"""What an engine can be set to. `served` is the default, cold start and proof included, `kedge` moves without
+proof, and an estimator's name is Kedge with that estimator's anchors
 wherever they are learned."""
 
 
@@ -109,8 +113,12 @@ def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
             method = replace(method, anchors={**method.anchors, key: value})
         elif key in PlannerSettings.model_fields:
             method = replace(method, planner={**method.planner, key: value})
+        elif key in GuardSettings.model_fields:
+            method = replace(method, guard={**(method.guard or {}), key: value})
         else:
-            raise ConfigError(f"method {base}", one, "must be key=value, a setting of engine.anchors or engine.planner")
+            raise ConfigError(
+                f"method {base}", one, "must be key=value, a setting of engine.anchors, .planner or .guard"
+            )
     method.config({}, {})  # its values are checked here, before a model is loaded
     return method
 
@@ -198,6 +206,7 @@ class Probe:
         probe: _Drawn | _Forced
         if forced:
             sampling = replace(sampling, max_tokens=len(forced), ignore_eos=True, stop=())
+            request = replace(request, forced=forced)
             probe = _Forced(forced, self.rows, watched=watched)
         else:
             draw = Sampler(sampling, grammar=self._grammars_of(engine).begin(sampling.grammar))

@@ -449,7 +449,7 @@ def pair_figures(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 def engine_settings(load: VllmLoad, team: ServedTeam) -> EngineSettings:
     """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes."""
     arguments: dict[str, Any] = {
-        **machine_arguments(team.model),
+        **(machine_arguments(team.model) if torch.cuda.is_available() else {}),
         "max_model_len": load.kv.longest,
         "num_gpu_blocks_override": load.kv.blocks,
         "max_num_seqs": load.rows,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kedge.types import AgentId
-    from kedge.workflow.graph import Workflow
+    from kedge.workflow.graph import Agent, Workflow
     from kedge.workflow.savings import RunSavings, ValueLengths
     from kedge.workflow.step_graph import Node, NodeId, RunState, StepGraph
 
@@ -104,7 +104,7 @@ def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput,
         console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
         console.print(lanes_text(graph))
         console.print(savings_table(savings))
-        for line in paragraphs(advice(savings), _assumptions(counts), width=console.width):
+        for line in paragraphs(advice(savings), *conflicts(flow), _assumptions(counts), width=console.width):
             console.print(line, markup=False, highlight=False)
         if show_all:
             console.print(calls_table(savings), _agents(flow))
@@ -199,6 +199,24 @@ def advice(savings: RunSavings) -> str:
         "first. Translation is for prompts that have to begin with the role. It computes again the tokens that it "
         "would get wrong, on the bundled model more than half of them; `kedge run` shows how many."
     )
+
+
+def conflicts(flow: Workflow) -> Iterator[str]:
+    """Yield a warning for each text that agents read under roles of their own which may want opposite things of it:
+    agents that each pick something, or that do not read each other's answers.
+    """
+
+    def may_conflict(one: Agent, other: Agent) -> bool:
+        is_read = one.id in flow.waits_for[AgentId(other.id)] or other.id in flow.waits_for[AgentId(one.id)]
+        return one.system != other.system and (not is_read or bool(one.pick and other.pick))
+
+    for name in dict.fromkeys(read.name for agent in flow.agents for read in agent.placeholders):
+        readers = [one for one in flow.agents if name in (read.name for read in one.placeholders)]
+        if found := [one.id for one in readers if any(may_conflict(one, other) for other in readers)]:
+            yield (
+                f"{', '.join(found[:-1])} and {found[-1]} read {name} under roles of their own: whether its KV can be "
+                "shared is proved before it is; if they want opposite things of it, it never is."
+            )
 
 
 def paragraphs(*texts: str, width: int) -> Iterator[str]:

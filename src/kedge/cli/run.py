@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kedge.engine.base import Engine
+    from kedge.guard import FidelityNote
     from kedge.runner.run import RunEvent, RunResult
     from kedge.settings import Settings
     from kedge.workflow.graph import Workflow
@@ -94,12 +95,17 @@ def _run_many(
 
     results: list[RunResult] = []
     with open_engine(settings) as engine:
+
+        def answer(inputs: Mapping[str, str]) -> RunResult:
+            result = running.run(engine, workflow, inputs, reuse=settings.reuse)
+            engine.wait_idle()  # for what is compared in idle time, of which there is none between two questions
+            return result
+
         try:
-            run_one = partial(running.run, engine, workflow, reuse=settings.reuse)
-            questions.run_all(console, asked, run_one, results)
+            questions.run_all(console, asked, answer, results)
         finally:
             if results:
-                console.print(questions.reuse_table(results))
+                console.print(questions.reuse_table(results), receipts(results[-1], " in the last question"))
                 _write(console, json_file, settings, workflow, {"questions": questions_json(asked, results)})
 
 
@@ -163,15 +169,22 @@ def show_event(console: Console, event: RunEvent) -> None:
         console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
 
 
-def receipts(result: RunResult) -> FittingTable:
-    """Return the table of the prompt tokens of every call by source."""
-    headings = ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms")
+def receipts(result: RunResult, where: str = "") -> FittingTable:
+    """Return the table of the prompt tokens of every call by source, and of its agent's fidelity."""
+    headings = ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms", "way", "KL a token")
     rows = []
     for one in result.results:
         receipt = one.completion.receipt
         counts = (one.turn, receipt.prompt_tokens, receipt.exact, receipt.translated, receipt.computed)
-        rows.append([one.agent, *map(str, counts), f"{one.completion.ttft_ms:.1f}"])
-    return FittingTable("where the prompt tokens came from", headings, rows, left=frozenset({"agent"}))
+        rows.append([one.agent, *map(str, counts), f"{one.completion.ttft_ms:.1f}", *_fidelity(receipt.fidelity)])
+    return FittingTable(f"where the prompt tokens came from{where}", headings, rows, left=frozenset({"agent", "way"}))
+
+
+def _fidelity(note: FidelityNote | None) -> tuple[str, str]:
+    """Return how an agent is translated, and its mean divergence, as measured."""
+    if note is None or note.mean is None:
+        return ("" if note is None else f"computed; {note.checks} compared"), ""
+    return note.rung, f"{note.mean:.4f}"
 
 
 def misses_by_reason(result: RunResult) -> dict[str, list[str]]:
@@ -202,6 +215,7 @@ def run_json(result: RunResult) -> dict[str, Any]:
                 "tokens": {name: getattr(one.completion.receipt, name) for name in ("exact", "translated", "computed")},
                 "spans": [asdict(span) for span in one.completion.receipt.spans],
                 "misses": [asdict(miss) for miss in one.completion.receipt.misses],
+                "fidelity": (note := one.completion.receipt.fidelity) and asdict(note),
                 "parts_ms": dict(one.completion.receipt.parts_ms),
             }
             for one in result.results

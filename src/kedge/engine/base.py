@@ -158,6 +158,11 @@ class Engine(ABC):
         default it is ignored.
         """
 
+    def wait_idle(self, timeout: float = 600.0) -> None:  # noqa: B027
+        """Wait until nothing is left of what is done beside requests, such as the guard's checks; by default that is
+        nothing. Raises `TimeoutError` after `timeout` seconds.
+        """
+
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says between two requests, of the session that it names and of those that it expects.
         Returns what becomes of each hint, by its name: `keep_for`, `returns_in`, `final`, and `expects` with the

@@ -1,8 +1,8 @@
 """Hints of a call, in whichever dialects of clients and servers they come, in one struct.
 
 Hints are advisory: unknown ones and out-of-range values are ignored and counted. Only `kedge.reuse`,
-`kedge.guard` and `kedge.bindings` change the answer and must be valid. If several dialects set a field, the first rule
-wins.
+`kedge.guard`, `kedge.fidelity` and `kedge.bindings` change the answer and must be valid. If several dialects set a
+field, the first rule wins.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kedge.hints.values import (
     read_whole,
     without_infinity,
 )
+from kedge.settings.sections import read_fidelity, shown_fidelity
 from kedge.types import AgentId, ReuseMode, RunId, TurnHints, WorkflowId
 
 IN_MEMORY = "5m"
@@ -165,7 +166,7 @@ RULES = (*KEDGE, *BODY, *HEADERS)
 
 CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
 """Pass-through fields of other servers, which may contain the `kedge` field, with their dialects."""
-STRICT = {"reuse", "guard", "bindings"}
+STRICT = {"reuse", "guard", "fidelity", "bindings"}
 """Fields of `kedge` that must be valid."""
 NO_HINTS = {
     *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
@@ -200,6 +201,8 @@ class Hints:
     """Length of the prefix that all calls of this agent share, in tokens or in messages."""
     reuse: ReuseMode | None = None
     guard: GuardMode | None = None
+    fidelity: float | None = None
+    """Highest mean divergence from dense prefill, in nats a token"""
     pick: str = ""
     """The text before what the agent picks in its answers"""
     bindings: Mapping[str, str] | None = None
@@ -239,6 +242,7 @@ class Hints:
         data = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
         for name in ("steps", "expects"):
             data[name] = data[name] and without_infinity(data[name])
+        data["fidelity"] = shown_fidelity(self.fidelity)
         return {name: value for name, value in data.items() if value not in ("", None) and value is not False}
 
 
@@ -257,8 +261,8 @@ IgnoredHints = Counter[tuple[str, IgnoredReason]]
 def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hints, IgnoredHints]:
     """Return the hints in `body`, a body's fields besides OpenAI's own, and in `headers`, with the ignored ones.
 
-    Names of headers are in lower case. Raises `RequestError` for an invalid `kedge.reuse`, `kedge.guard` or
-    `kedge.bindings`.
+    Names of headers are in lower case. Raises `RequestError` for an invalid `kedge.reuse`, `kedge.guard`,
+    `kedge.fidelity` or `kedge.bindings`.
     """
     ignored: IgnoredHints = Counter()
     body = {**body, "kedge": kedge_field(body, ignored)}
@@ -287,11 +291,12 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     _count_unknown(body, ignored)
     kedge = body["kedge"]
     reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
+    fidelity = _budget(kedge.get("fidelity"))
     bindings = kedge.get("bindings")
     is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
     if bindings is not None and not is_read:
         raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
-    return Hints(reuse=reuse, guard=guard, bindings=bindings, **given), ignored
+    return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, **given), ignored
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
@@ -328,6 +333,13 @@ def _mode(kedge: Mapping[str, Any], key: str, modes: type[M]) -> M | None:
     if value is not None and value not in list(modes):
         raise RequestError(f"kedge.{key}", value, f"must be one of {', '.join(modes)}")
     return None if value is None else modes(value)
+
+
+def _budget(value: object) -> float | None:
+    try:
+        return None if value is None else read_fidelity(value)
+    except ValueError as error:
+        raise RequestError("kedge.fidelity", value, str(error)) from None
 
 
 def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:

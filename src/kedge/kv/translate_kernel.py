@@ -27,7 +27,6 @@ def translate(
     arena: Tensor | None = None,
     rows: Tensor | None = None,
     weights: Tensor | None = None,
-    scales: Tensor | None = None,
     *,
     reads: bool = False,
 ) -> None:
@@ -35,8 +34,7 @@ def translate(
     positions from `start` on; -1 is left out. With `reads` it is the other way: `kv` is filled, keys rotated back.
 
     A row of `arena` begins with (layers - 1) * 2 * kv_heads * head_dim offsets, as `kedge.anchors.offsets` lays them
-    out; token t takes `weights[t]` (float32 [tokens, k]) times its rows `rows[t]` (int64 [tokens, k]). Rows of whole
-    numbers come with `scales` [capacity, (layers - 1) * 2 * kv_heads], one for each head of a layer's keys or values.
+    out; token t takes `weights[t]` (float32 [tokens, k]) times its rows `rows[t]` (int64 [tokens, k]).
     """
     layers, tokens, heads, dim = kv.keys.shape
     if not tokens:
@@ -48,12 +46,12 @@ def translate(
     # A program is a tile of tokens in one head of one layer, of the keys (0) or of the values (1).
     with torch.cuda.device_of(kv.keys):
         _move[triton.cdiv(tokens, TILE), layers * heads, 2](
-            pages.addresses, kv.keys, kv.values, arena, arena if scales is None else scales,
+            pages.addresses, kv.keys, kv.values, arena,
             slots if rows is None else rows.contiguous(), cos if weights is None else weights.contiguous(), slots,
             cos, sin, factor, -factor if reads else factor, tokens, start, k, *pages.strides,
             *kv.keys.stride(), *kv.values.stride(),
-            arena.stride(0), 0 if scales is None else scales.stride(0), cos.stride(0), sin.stride(0),
-            HEADS=heads, DIM=dim, HALF=half, SCALED=scales is not None, READS=reads,
+            arena.stride(0), cos.stride(0), sin.stride(0),
+            HEADS=heads, DIM=dim, HALF=half, READS=reads,
             BLOCK=pages.block_size, TILE=TILE, TURNED=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(max(1, dim - 2 * half)), WHOLE=triton.next_power_of_2(dim),
         )  # fmt: skip
@@ -62,10 +60,10 @@ def translate(
 # With fewer specialized, a part of a segment, or one without offsets, needs no kernel of its own.
 @triton.jit(do_not_specialize=["tokens", "start", "k"], do_not_specialize_on_alignment=["slots", "rows", "weights"])
 def _move(
-    addresses, kv_keys, kv_values, arena, scales, rows, weights, slots, cos, sin, cos_factor, sin_factor, tokens, start,
+    addresses, kv_keys, kv_values, arena, rows, weights, slots, cos, sin, cos_factor, sin_factor, tokens, start,
     k, pool_block, pool_token, pool_head, keys_layer, keys_token, keys_head, keys_dim, values_layer, values_token,
-    values_head, values_dim, arena_row, scales_row, cos_position, sin_position,
-    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SCALED: tl.constexpr, READS: tl.constexpr,
+    values_head, values_dim, arena_row, cos_position, sin_position,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr,
     BLOCK: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write KV plus offsets to slots; with READS, the other way: KV is the target."""
@@ -81,13 +79,13 @@ def _move(
     seen = tl.where(layer > 0, slot, -1) >= 0  # the first layer's offset is zero, and not kept
     row_at, weight_at = rows + token * k, weights + token * k
     group = ((layer - 1) * 2 + tl.program_id(2)) * HEADS + head
-    offsets, scale = arena + group * DIM, scales + group
+    offsets = arena + group * DIM
     if tl.program_id(2) == 1:
         dims = tl.arange(0, WHOLE)[None, :]
         inside = here[:, None] & (dims < DIM)
         row = kv_values + (layer * values_layer + token * values_token + head * values_head)[:, None]
         source, target = _ends(row + dims * values_dim, pool + dims, READS)
-        value = _sum(source, inside, offsets + dims, scale, arena_row, scales_row, row_at, weight_at, seen, k, SCALED)
+        value = _sum(source, inside, offsets + dims, arena_row, row_at, weight_at, seen, k)
         tl.store(target, value, mask=inside)
     else:
         dim = tl.arange(0, TURNED)[None, :]
@@ -95,8 +93,8 @@ def _move(
         own = kv_keys + (layer * keys_layer + token * keys_token + head * keys_head)[:, None]
         one, to_one = _ends(own + dim * keys_dim, pool + dim, READS)
         two, to_two = _ends(own + (dim + HALF) * keys_dim, pool + dim + HALF, READS)
-        first = _sum(one, good, offsets + dim, scale, arena_row, scales_row, row_at, weight_at, seen, k, SCALED)
-        second = _sum(two, good, offsets + dim + HALF, scale, arena_row, scales_row, row_at, weight_at, seen, k, SCALED)
+        first = _sum(one, good, offsets + dim, arena_row, row_at, weight_at, seen, k)
+        second = _sum(two, good, offsets + dim + HALF, arena_row, row_at, weight_at, seen, k)
         position = (start + token)[:, None]
         c = tl.load(cos + position * cos_position + dim, mask=good, other=0.0) * cos_factor
         s = tl.load(sin + position * sin_position + dim, mask=good, other=0.0) * sin_factor
@@ -106,7 +104,7 @@ def _move(
             last = 2 * HALF + tl.arange(0, REST)[None, :]
             left = here[:, None] & (last < DIM)
             end, to_end = _ends(own + last * keys_dim, pool + last, READS)
-            rest = _sum(end, left, offsets + last, scale, arena_row, scales_row, row_at, weight_at, seen, k, SCALED)
+            rest = _sum(end, left, offsets + last, arena_row, row_at, weight_at, seen, k)
             tl.store(to_end, rest, mask=left)
 
 
@@ -120,16 +118,12 @@ def _ends(own, pool, READS: tl.constexpr):
 
 
 @triton.jit
-def _sum(
-    base, inside, offsets, scale, arena_row, scales_row, row_at, weight_at, seen, k, SCALED: tl.constexpr
-):  # fmt: skip
+def _sum(base, inside, offsets, arena_row, row_at, weight_at, seen, k):
     """Return float32 [tokens, dimensions]: base KV of one head plus the weighted offsets of the tokens `seen`."""
     total = tl.load(base, mask=inside, other=0.0).to(tl.float32)
     for j in range(k):
         row = tl.load(row_at + j, mask=seen, other=0)
         weight = tl.load(weight_at + j, mask=seen, other=0.0)
-        if SCALED:
-            weight *= tl.load(scale + row * scales_row, mask=seen, other=0.0).to(tl.float32)
         offset = tl.load(offsets + row[:, None] * arena_row, mask=inside & seen[:, None], other=0)
         total += weight[:, None] * offset.to(tl.float32)
     return total

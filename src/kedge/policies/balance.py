@@ -64,27 +64,32 @@ class Balances:
 
     def request(self, request: GenerateRequest) -> None:
         """Count a request about which it was asked what can be translated."""
-        if found := self._balances.get(_workflow(request)):
+        if found := self._of(request):
             found.requests += 1
             found.spent, found.saved = FORGET * found.spent, FORGET * found.saved
             found.weigh()
 
     def spend(self, request: GenerateRequest, seconds: float, *, learning: bool = False) -> None:
         """Add time that translation has taken, or learning for later ones."""
-        if found := self._balances.get(_workflow(request)):
+        if found := self._of(request):
             found.spent += seconds
             found.has_learned = found.has_learned or learning
 
     def save(self, request: GenerateRequest, seconds: float) -> None:
         """Add time that computing what was translated would have taken."""
-        self._balances.use(_workflow(request), _Balance).saved += seconds
+        if not request.guard.is_proving:
+            self._balances.use(_workflow(request), _Balance).saved += seconds
+
+    def _of(self, request: GenerateRequest) -> _Balance | None:
+        """Return the balance of a request's workflow; None for one that only shows how far off translation would be."""
+        return None if request.guard.is_proving else self._balances.get(_workflow(request))
 
     def is_losing(self, request: GenerateRequest) -> bool:
         """Return whether translating the request's workflow does not clearly save time.
 
         One that loses is expected to be tried now and then only, until `TRIES` such requests have shown otherwise.
         """
-        found = self._balances.get(_workflow(request))
+        found = self._of(request)
         return found is not None and found.is_losing
 
     def clear(self) -> None:

@@ -58,8 +58,6 @@ class SampleView:
     base: KV
     key: Hashable
     """Names this base KV: equal keys in a pool mean equal base KV"""
-    surprising: Places = ()
-    """The tokens that its producer's model did not expect"""
     weight: float = 1.0
     """How much an error of its KV counts, compared with one of an agent's new answer: inputs, which stand far from
     what is generated, are attended to less, and what was read before moves with less error to begin with, so that what
@@ -71,7 +69,7 @@ class SampleView:
 
 
 class Estimate(Protocol):
-    """Whether a value is shareable in a slot and, if so, the blends of its offsets and the tables they read."""
+    """Whether a value is shareable at a site and, if so, the blends of its offsets and the tables they read."""
 
     @property
     def shareable(self) -> bool: ...
@@ -117,7 +115,9 @@ class Experience(NamedTuple):
 class Anchors(Tiered, Protocol):
     """The anchor pools (`kedge.anchors.store.AnchorStore`)."""
 
-    def estimate(self, slot: PlaceholderSite, sample: SampleView) -> Estimate: ...
+    def estimate(
+        self, site: PlaceholderSite, sample: SampleView, weak_error: float | None = None, *, leave_out: bool = False
+    ) -> Estimate: ...
     def without_offsets(self, sample: SampleView, after: Any = None) -> Estimate:
         """Return the estimate by which a value's base KV is only rotated. Of the prefix segment behind it, it has what
         the estimate `after` has.
@@ -125,11 +125,11 @@ class Anchors(Tiered, Protocol):
 
     def begin(self) -> None: ...
     def prepare(self, sample: SampleView) -> None: ...
-    def experience(self, slot: PlaceholderSite, pool: PoolKey) -> Experience: ...
+    def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience: ...
     def use(self, estimate: Any) -> None: ...
     def observe(
         self,
-        slot: PlaceholderSite,
+        site: PlaceholderSite,
         sample: SampleView,
         real_value: KV,
         base_prefix: KV | None = None,
@@ -148,8 +148,6 @@ class BaseEntry(Protocol):
     @property
     def key(self) -> Hashable: ...
     @property
-    def surprising(self) -> Places: ...
-    @property
     def reader(self) -> str:
         """The agent in whose prompt it was read, with its template's wording; empty for the producer's."""
 
@@ -161,9 +159,7 @@ class Bases(Tiered, Protocol):
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KV] | None: ...
     def shared_text(self, run: RunKey, text: Tokens, reader: str) -> BaseEntry | None: ...
     def put_shared_text(self, run: RunKey, text: Tokens, kv: KV, reader: str) -> None: ...
-    def put_sample(
-        self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool, surprising: Places = ()
-    ) -> None: ...
+    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KV, *, exact_lineage: bool) -> None: ...
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KV) -> None: ...
     def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KV) -> None: ...
     def end_run(self, run: RunKey) -> None: ...

@@ -43,13 +43,6 @@ def can_move(segment: Segment) -> bool:
     return segment.is_answer or segment.in_context
 
 
-def conclusion(value: Segment, most: int) -> range:
-    """Return the positions of an answer's last `most` tokens and of those held behind it; none of another value's."""
-    if not (most and value.is_answer):
-        return range(0)
-    return range(max(0, len(value.value) - most), len(value.tokens))
-
-
 def reads_in_place(request: GenerateRequest, placed: Placed) -> bool:
     """Return whether a prompt begins with a value's base context, and the value follows: its KV there is base KV."""
     before = [segment.tokens for segment in request.segments[: placed.index]] or [()]
@@ -115,9 +108,9 @@ def template_key(request: GenerateRequest) -> str:
     return f"{request.workflow}/{request.agent}/{digest.hexdigest()}"
 
 
-def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], bool, str]:
+def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], str]:
     """Return what a prompt's plan depends on besides its values: two requests with different ones share no plan."""
-    return request.reuse, request.guard.withheld, bool(request.guard.pick), template_key(request)
+    return request.reuse, request.guard.withheld, template_key(request)
 
 
 def template_tokens(request: GenerateRequest) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from kedge.guard import EVERYTHING
 from kedge.reuse.contracts import (
     KV,
     Anchors,
@@ -18,10 +19,10 @@ from kedge.reuse.contracts import (
     PoolKey,
     SampleView,
 )
+from kedge.reuse.guard.fidelity import RUNGS, Rung
 from kedge.reuse.layout import (
     Placed,
     can_move,
-    conclusion,
     later_prefixes,
     layout,
     reads_in_place,
@@ -38,16 +39,12 @@ if TYPE_CHECKING:
 
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
-SPARSE = 8
-"""At most one translated token in so many is computed as a sentinel."""
-MAX_WEAK_SENTINELS = 8
-"""Most sentinels among the weak tokens of a value: each is copied"""
 CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
+UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
+UNREAD = "no other agent of the run has read it before"
 UNLEARNED = "nothing is known yet of the template behind this value"
 MAX_PLACEHOLDERS = 1024
-FORGET = 0.95
-"""Factor on the weight of a translation at every later one of the same placeholder."""
 TRIED = 16
 """One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
 
@@ -61,13 +58,15 @@ class _Sums:
 class Savings:
     """How much of a value translating it saves, by placeholder: averages over what was translated lately. Bounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float = 0.95) -> None:
+        """Begin with nothing. `forget` is the factor on a translation's weight at every later one."""
+        self._forget = forget
         self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict(MAX_PLACEHOLDERS)
 
     def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
         """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""
         sums = self._sums.use(placeholder, _Sums)
-        sums.tokens, sums.spared = FORGET * sums.tokens + tokens, FORGET * sums.spared + spared
+        sums.tokens, sums.spared = self._forget * sums.tokens + tokens, self._forget * sums.spared + spared
 
     def expected(self, placeholder: PoolKey, value: Tokens) -> float:
         """Return how many of a value's tokens translating it is expected to save.
@@ -202,8 +201,7 @@ class Planner:
         """Return the plan of a request that has been drafted to its end."""
         if not draft.dense:
             last = draft.placed[-1]
-            for position in range(last.start if self._policy.recompute_tail else last.stop - 1, last.stop):
-                self._compute(draft, position)
+            self._compute(draft, last.stop - 1)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
             if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
@@ -216,7 +214,7 @@ class Planner:
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
         if request.guard.withholds(here.segment.name):
-            draft.misses.append(Miss(here.segment.name, WITHHELD))
+            draft.misses.append(Miss(here.segment.name, UNPROVED if EVERYTHING in request.guard.withheld else WITHHELD))
             return
         if not self.pays(request, here):
             if len(here) > self.short:
@@ -240,26 +238,32 @@ class Planner:
         prefixes: Mapping[int, KV],
     ) -> bool:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
-        sample = self.sample(request, here)
+        sample, rung = self.sample(request, here), rung_of(request)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
+        if rung and rung.of_readers and here.segment.is_answer and self.sample_of_reader(request, here) is None:
+            draft.misses.append(Miss(here.segment.name, UNREAD))
+            return False
         estimate, teaches = self._estimate(request, draft, here, after, sample)
+        own = None if estimate.shareable else self._sample_of_producer(request, here)
+        if own is not None and own.pool != sample.pool:  # of what that reader leaves nothing may be known yet
+            other, _ = self._estimate(request, draft, here, after, own)
+            sample, estimate = (own, other) if other.shareable else (sample, estimate)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
             return teaches
         if draft.dense:
             return False
         weak = estimate.weak_positions()
-        end = conclusion(here.segment, self._policy.pick_tail) if request.guard.pick else ()
-        computed = sorted({*end, *weak, *sample.surprising})
-        spared = len(here) - len(computed)
-        self._savings.observe(pool_of(request, here), len(here), spared)
+        spared = len(here) - len(weak)
+        if not request.guard.is_proving:  # what is tried on other rungs says nothing of what serves
+            self._savings.observe(pool_of(request, here), len(here), spared)
         if not self._costs.translation_pays(len(here), spared):
             draft.misses.append(Miss(here.segment.name, CHEAPER))
             return False
         draft.estimates.append(estimate)
-        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, computed)
+        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
         self._post_sentinels(request, draft, here, weak)
         if after is None or after.segment.is_placeholder or not len(after):
             return False
@@ -267,7 +271,7 @@ class Planner:
             self._move_after(request, draft, here, after)
             return False
         if text := self.sample_of_reader(request, after):
-            behind = self._anchors.estimate(PlaceholderSite(draft.key, after.index), text)
+            behind = self._looked_up(request, PlaceholderSite(draft.key, after.index), text)
             if behind.shareable:
                 draft.estimates.append(behind)
                 weak = behind.weak_positions()
@@ -289,23 +293,35 @@ class Planner:
         """Return how a value is translated, and whether computing it, or what is behind it, would teach something."""
         if not self.needs_anchors(request, here, after):
             return self._anchors.without_offsets(sample), False
-        estimate = self._anchors.estimate(PlaceholderSite(draft.key, here.index), sample)
+        rung = rung_of(request)
+        estimate = self._looked_up(request, PlaceholderSite(draft.key, here.index), sample)
         teaches = not estimate.shareable and estimate.learnable
-        if can_move(here.segment) and self.rotates and not estimate.shareable:
+        if (rung and rung.by_anchors) or not can_move(here.segment):
+            return estimate, teaches
+        if self.rotates and not estimate.shareable:
             return self._anchors.without_offsets(sample), teaches
-        if can_move(here.segment) and self._policy.move == "always":
+        if self._moves_always(request):
             return self._anchors.without_offsets(sample, estimate), teaches
         return estimate, teaches
+
+    def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> Estimate:
+        rung = rung_of(request)
+        weak_error = rung.weak_error if rung and rung.by_anchors else None
+        return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.left_out)
 
     def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
         is_in_place = self.rotates and reads_in_place(request, here)
-        return not (is_in_place or self.moves_alone(here, after))
+        return not (is_in_place or self.moves_alone(request, here, after))
 
-    def moves_alone(self, here: Placed, after: Placed | None) -> bool:
+    def moves_alone(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
         """Return whether a value is always moved without anchors, in whichever agent's prompt."""
         is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
-        return self._policy.move == "always" and can_move(here.segment) and is_short
+        return self._moves_always(request) and can_move(here.segment) and is_short
+
+    def _moves_always(self, request: GenerateRequest) -> bool:
+        rung = rung_of(request)
+        return self._policy.move == "always" if rung is None else self.rotates and not rung.by_anchors
 
     def _move_after(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed) -> None:
         """Draft the prefix segment after a moved value: moved as well, where another prompt of the run, in which all
@@ -345,23 +361,27 @@ class Planner:
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
         draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
-        head = range(start, min(placed.start + self._policy.recompute_head, placed.stop))
+        first = 0 if rung_of(draft.request) else self._policy.recompute_head
+        head = range(start, min(placed.start + first, placed.stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
 
-    def _post_sentinels(self, request: GenerateRequest, draft: Draft, here: Placed, weak: Iterable[int]) -> None:
-        """Note tokens of a value whose translated KV is compared with computed KV, other ones in every request: some
-        of its `weak` ones, which are computed anyway, and, where the value is watched, translated ones as well.
+    def _post_sentinels(
+        self, request: GenerateRequest, draft: Draft, here: Placed, weak: Iterable[int], most: int = 8, sparse: int = 8
+    ) -> None:
+        """Note tokens of a value whose translated KV is compared with computed KV, other ones in every request: of its
+        `weak` ones, which are computed anyway, at most so many, since each is copied, and, where the value is watched,
+        translated ones as well, at most one in `sparse`.
         """
         if not request.guard.sentinels:
             return
         draw = Random(request.request_id)
         written = [here.start + at for at in weak if here.start + at >= draft.exact_tokens]
-        for at in draw.sample(written, min(MAX_WEAK_SENTINELS, len(written))):
+        for at in draw.sample(written, min(most, len(written))):
             draft.sentinels.append(Sentinel(at, is_weak=True))
         if here.segment.name in request.guard.watched:
             translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
-            for at in draw.sample(translated, min(request.guard.sentinels, len(translated) // SPARSE)):
+            for at in draw.sample(translated, min(request.guard.sentinels, len(translated) // sparse)):
                 draft.sentinels.append(Sentinel(at, is_weak=False))
                 self._compute(draft, at)
 
@@ -386,15 +406,16 @@ class Planner:
         """Return the base KV of a placeholder's value, where it is known: as another agent of the run has read it, else
         its producer's.
         """
-        if left := self.sample_of_reader(request, placed):
-            return left
+        return self.sample_of_reader(request, placed) or self._sample_of_producer(request, placed)
+
+    def _sample_of_producer(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
         segment = placed.segment
         assert segment.sample is not None
         entry = self._bases.find(request.run_key, segment.sample, segment.tokens, segment.base_context)
         if entry is None:
             return None
         weight = 1.0 if segment.is_answer else self._of_inputs
-        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key, entry.surprising, weight)
+        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key, weight)
 
     def sample_of_reader(self, request: GenerateRequest, here: Placed) -> SampleView | None:
         """Return what the prompt of another agent has left of a value or of the template behind one, where all tokens
@@ -416,6 +437,11 @@ class Planner:
         """Return the pool that serves a value now: that of its producer's KV, or of a reader's."""
         left = self.sample_of_reader(request, placed)
         return left.pool if left else pool_of(request, placed)
+
+
+def rung_of(request: GenerateRequest) -> Rung | None:
+    """Return how a request is to be translated; None: as the settings say."""
+    return None if request.guard.rung is None else RUNGS[request.guard.rung]
 
 
 def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:

@@ -13,7 +13,7 @@ from kedge.types import GenerateRequest, Miss, ReuseMode, Segment, Source, Span
 REUSE_OFF = "reuse is off"
 NOT_CACHED = "not in the cache"
 UNCERTAIN = "some of its translated tokens are uncertain, and are computed again"
-PROMPT_END = "the end of a prompt is computed where that is faster, or where planner.recompute_tail asks for it"
+PROMPT_END = "the end of a prompt is computed where that is faster"
 AFTER_COMPUTED = "it follows a value that is computed"
 TOO_SHORT = "too short to be worth translating"
 DENSE = "the whole prompt is computed, because of another segment"

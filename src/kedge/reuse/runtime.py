@@ -16,7 +16,6 @@ from kedge.reuse.contracts import (
     Cut,
     Owner,
     PlaceholderSite,
-    Places,
     PoolKey,
     ReadKV,
     TemplateOwner,
@@ -96,16 +95,17 @@ REFRESH = 8
 MAX_PLACEHOLDERS = 1024
 MAX_VALUES = 256
 """Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
-FORGET = 0.98
-"""Factor on the weight of a final count at every later one."""
 UNKNOWN = 2.0
 """Readers of a value that are assumed at least, while no count is final."""
 
 
 class _Counts:
-    """The reads of one placeholder's values: being counted by the hash of a value, and the average of final counts."""
+    """The reads of one placeholder's values: being counted by the hash of a value, and the average of final counts, of
+    which each weighs `forget` as much at every later one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float = 0.98) -> None:
+        self._forget = forget
         self.open: BoundedDict[int, int] = BoundedDict(MAX_VALUES, self._close)
         self.most = 0
         self.reads = self.values = 0.0
@@ -115,7 +115,7 @@ class _Counts:
         self.most = max(self.most, self.open[value])
 
     def _close(self, _: int, reads: int) -> None:
-        self.reads, self.values = FORGET * self.reads + reads, FORGET * self.values + 1
+        self.reads, self.values = self._forget * self.reads + reads, self._forget * self.values + 1
 
 
 class Readers:
@@ -159,7 +159,6 @@ class Runtime:
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._expected = expected or UpcomingSteps()
         self._planner = Planner(anchors, bases, policy, refusal, costs)
-        self.surprise = policy.surprise
         self._readers = Readers()
         """How many agents read the values of a placeholder"""
         self._saturated = 0
@@ -245,22 +244,21 @@ class Runtime:
         if not self.learns(request) or request.prompt_logprobs is not None:
             return []
         key, placed = template_key(request), layout(request)
-        values = [one for one in placed if one.segment.is_placeholder and one.stop > exact_tokens]
+        wanted = (one for one in placed if one.segment.is_placeholder and not request.guard.withholds(one.segment.name))
+        values = [one for one in wanted if one.stop > exact_tokens]
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
         paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
-    def keep_response(
-        self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool, surprising: Places = ()
-    ) -> None:
+    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool) -> None:
         """Keep an answer's own KV, with that of what follows it everywhere, as the base KV of the placeholder that it
-        fills. Its readers compute its `surprising` tokens.
+        fills.
         """
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
-            self._bases.put_sample(run, sample, tokens, kv, exact_lineage=exact, surprising=surprising)
+            self._bases.put_sample(run, sample, tokens, kv, exact_lineage=exact)
 
     def leaves_base(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
         """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""
@@ -290,6 +288,8 @@ class Runtime:
         Dense prompts of an agent that has seen enough values are, once in `REFRESH` times, so that they follow what
         changes.
         """
+        if request.guard.left_out:
+            return False
         if plan.translates or not self.learns(request):
             return plan.teaches and self.learns(request)
         key = template_key(request)

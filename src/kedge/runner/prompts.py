@@ -89,7 +89,7 @@ class RunPrompts:
             segments=prompt.fill(values, awaited),
             sampling=agent.sampling,
             reuse=reuse,
-            guard=GuardOrders(agent.guard, pick=agent.pick),
+            guard=GuardOrders(agent.guard, fidelity=agent.fidelity, pick=agent.pick),
             tenant=self.run.namespace.tenant,
             partition=self.run.namespace.partition,
             client=ClientId(self.run.client_id),

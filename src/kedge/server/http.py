@@ -366,6 +366,7 @@ def receipt(completion: Completion) -> dict[str, Any]:
         "preassembled": found.preassembled,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in found.misses],
         "guard": [asdict(note) for note in found.guard],
+        "fidelity": found.fidelity and asdict(found.fidelity),
         "parts_ms": dict(found.parts_ms),
         "ttft_ms": completion.ttft_ms,
         "total_ms": completion.total_ms,

@@ -238,6 +238,10 @@ GUARD_COUNTERS = {
     "suspicions": "Times that an answer changed, or a check was far off, and a placeholder was withheld.",
     "breaches": "Times that too many answers changed, and anchors were discarded.",
 }
+FIDELITY_GAUGES = {
+    "mean": "Highest mean divergence (KL, nats a token) of a proved agent from dense prefill.",
+    "bound": "Highest upper confidence bound of such a mean.",
+}
 
 
 def guard_families(figures: Mapping[str, Any]) -> Iterator[Metric]:
@@ -249,6 +253,12 @@ def guard_families(figures: Mapping[str, Any]) -> Iterator[Metric]:
     for state in GuardState:
         by_state.add_metric([state], states.count(state))
     yield by_state
+    proved = [one["fidelity"] for one in figures["agents"] if one["fidelity"] and one["fidelity"]["rung"]]
+    text = "Placeholders of agents that are proved to be within their budget of fidelity."
+    yield GaugeMetricFamily("kedge:fidelity_proved", text, value=len(proved))
+    for name, text in FIDELITY_GAUGES.items():
+        value = max((one[name] for one in proved if one[name] is not None), default=0.0)
+        yield GaugeMetricFamily(f"kedge:fidelity_{name}", text, value=value)
     withheld = sum(one["withheld"] for one in figures["agents"])
     yield GaugeMetricFamily("kedge:guard_withheld", "Those that are not translated as answers changed.", value=withheld)
     checks = CounterMetricFamily("kedge:guard_checks", "Checks by outcome.", labels=["outcome"])

@@ -83,8 +83,8 @@ def _key(section: str, location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in (section, *location) if part != "") or "settings"
 
 
-EstimatorName = Literal["token", "interpolate", "nearest", "cosine", "mean"]
-CriterionName = Literal["error", "entropy", "length"]
+EstimatorName = Literal["token", "interpolate"]
+CriterionName = Literal["error", "entropy"]
 
 
 class AnchorSettings(SettingsSection):
@@ -94,10 +94,10 @@ class AnchorSettings(SettingsSection):
 
     estimator: EstimatorName = "token"
     """How offsets are estimated: `token` looks up single tokens, `interpolate` blends whole anchors (KVCOMM, Eq. 6
-    and 7); the others are for comparison."""
+    and 7)."""
     criterion: CriterionName = "error"
     """What makes a value shareable: `error` is the predicted relative error of its offsets, `entropy` is KVCOMM's
-    Eq. 5, `length` needs only long anchors."""
+    Eq. 5."""
     capacity: PositiveInt = 20
     """Anchors per pool (the paper's V)."""
     gamma: NonNegativeFloat = 0.3
@@ -112,15 +112,13 @@ class AnchorSettings(SettingsSection):
     """Layer whose base KV is compared; None is at two thirds of the depth."""
     match_dim: PositiveInt = 32
     """Dimensions that base KV is projected to before it is compared."""
-    offset_bits: Literal[8, 16] = 16
-    """Bits per number of a stored offset; 8 adds a scale per head."""
     max_error: PositiveFloat = 0.35
     """Highest mean predicted relative error of a shareable value: over all its tokens until twice `min_anchors`
     values were observed, then over those that are translated."""
-    weak_error: PositiveFloat = 0.15
+    weak_error: PositiveFloat = 0.1
     """Predicted relative error above which a single token of a shareable value, or of the template behind it, is
-    computed: where on the frontier of quality and cost to be. 0.15 computes most and is nearest to dense prefill, 0.5
-    is enough where answers do not depend on every token of a question, and 1 or more computes none."""
+    computed: where on the frontier of quality and cost to be, from 0.1, about as near to dense prefill as KV in fp8,
+    to 1 and more, with none computed. Where a budget of fidelity is in force, its rungs replace it."""
     min_anchors: PositiveInt = 4
     """Anchors with the agent's offsets below which `error` shares nothing."""
     max_bytes: Bytes = 2 << 30
@@ -148,10 +146,10 @@ class AnchorSettings(SettingsSection):
 
 
 def estimator_settings(name: str) -> dict[str, Any]:
-    """Return the settings of the estimator `name` with its criterion: Eq. 5 for those that weigh whole anchors, as
-    the paper compares them (Table A.4), else the predicted error.
+    """Return the settings of the estimator `name` with its criterion: Eq. 5 for the paper's, else the predicted
+    error.
     """
-    if name in {"interpolate", "nearest", "cosine", "mean"}:
+    if name == "interpolate":
         return {"estimator": name, "criterion": "entropy", "temperature": 100.0}
     return {"estimator": name, "criterion": "error"}
 
@@ -163,22 +161,12 @@ class PlannerSettings(SettingsSection):
 
     recompute_head: NonNegativeInt = 0
     """First tokens of every translated segment that are computed again."""
-    pick_tail: NonNegativeInt = 5
-    """Last tokens of every answer that an agent with a `pick` computes again, with the `trail` behind them; 0: none of
-    either. An answer concludes there, and a moved one still holds what its author had read, which can tip the choice
-    between answers that contradict each other."""
     recompute_short: NonNegativeInt = 4
     """Values of at most this many tokens are computed and never translated."""
     trail: NonNegativeInt = 2
     """Template tokens right behind a value that are kept and translated with it, because the model sums the value up
     in them. Behind an agent's answer this takes one more pass, so there it needs an `anchors.weak_error` of 1 or more
     or a criterion other than `error`."""
-    surprise: PositiveFloat = 2.0
-    """Nats by which the information of a token in an agent's answer exceeds the entropy of the distribution that it was
-    drawn from, above which its readers compute it: a token against the odds is what nothing else in their prompts makes
-    up for. Greedy answers have none; with `inf`, and on vLLM, none is computed."""
-    recompute_tail: bool = False
-    """Compute the whole last segment instead of only the last token."""
     min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
@@ -207,6 +195,31 @@ class LearningSettings(SettingsSection):
 
 
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
+FIDELITIES = {"strict": 0.0003, "fp8": 0.002, "fast": 0.01, "any": math.inf}
+"""Names of budgets, in nats a token"""
+
+
+BUDGETS = f"must be one of {', '.join(FIDELITIES)}, or nats a token above 0"
+
+
+def read_fidelity(value: Any) -> float:
+    """Return the budget that a name, or a number, stands for. Raises `ValueError` for anything else."""
+    try:
+        found = FIDELITIES[value] if value in FIDELITIES else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(BUDGETS) from None
+    if isinstance(value, bool) or not found > 0:
+        raise ValueError(BUDGETS)
+    return found
+
+
+def shown_fidelity(budget: float | None) -> float | str | None:
+    """Return a budget as JSON has it, which knows no infinity."""
+    return "any" if budget == math.inf else budget
+
+
+Fidelity = Annotated[float, BeforeValidator(read_fidelity)]
+"""A budget of fidelity in nats a token, by name or number."""
 
 
 class GuardSettings(SettingsSection):
@@ -217,24 +230,23 @@ class GuardSettings(SettingsSection):
     mode: GuardMode = GuardMode.ON
     """`on` stops translating what changes too many answers; `shadow` translates nothing and measures what would have
     changed; `off` does nothing. A workflow and an agent may say otherwise."""
-    max_changed: OpenShare = 0.02
-    """Highest share of an agent's translated calls whose answer may begin differently than with dense prefill."""
+    fidelity: Fidelity = FIDELITIES["fp8"]
+    """Highest mean divergence (KL, nats a token) of an agent's answers from dense prefill: `strict` (0.0003), `fp8`
+    (0.002: what KV in fp8 has), `fast` (0.01), a number, or `any`, by which translation serves without proof, as the
+    settings of anchors and planner say. Until a way of translating is proved to be within it, prompts are computed."""
+    max_changed: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """Highest share of an agent's translated calls that may decide something else (another call or pick), or be far
+    from dense prefill; 1: any."""
     alpha: OpenShare = 0.05
     """Probability with which an agent below that share is switched off all the same, over any number of looks."""
-    canary_share: Share = 0.25
-    """Share of translated calls that are also computed densely until an agent's share is known to be low enough."""
     share: Share = 0.05
-    """The same share from then on."""
-    budget: Share = 0.05
-    """Tokens of such checks while requests run, as a share of the tokens that these compute. In idle time checks are
-    free."""
+    """Share of translated calls that are also computed densely, once an agent's first ones have been; up to four times
+    as many near the limit."""
+    budget: Share = 0.25
+    """Tokens of such checks, and of proofs, while requests run, as a share of the tokens that these compute. In idle
+    time they are free."""
     tokens: PositiveInt = 32
     """First tokens of an answer that are compared."""
-    margin: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """An answer counts as changed where dense prefill prefers another token by at least this factor: below it the two
-    are as good as equal."""
-    max_kl: PositiveFloat = 0.5
-    """Divergence (nats) of the distributions of a compared token above which a single check makes an agent suspect."""
     sentinels: NonNegativeInt = 2
     """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share
     of the others. Where they differ from what translation wrote by more than `max_sentinel_error` in the mean, the

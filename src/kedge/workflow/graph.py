@@ -44,6 +44,9 @@ class Agent:
     """How far this agent may reuse shared KV; None: as the run says."""
     guard: GuardMode | None = None
     """How far the quality guard acts on its translation; None: as the engine's settings say."""
+    fidelity: float | None = None
+    """Highest mean divergence (KL) of its answers from dense prefill, in nats a token, for which its prompts are
+    translated; None: as the engine's settings say."""
     pick: str = ""
     """The text before what it picks in its answers, such as `answer is <letter>`: the guard compares what follows, up
     to the end of the line or as `kedge.decisions.pick_of` reads it. "": nothing in them is known to be a pick."""
@@ -63,6 +66,8 @@ class Agent:
             require_sampling(self.sampling, least_tokens=1)
         except RequestError as error:
             raise WorkflowError(f"agent {self.id}: {error.key}", error.value, error.why) from None
+        if not (self.fidelity is None or (is_number(self.fidelity) and self.fidelity > 0)):
+            raise WorkflowError(f"agent {self.id}: fidelity", brief(self.fidelity), "must be nats a token above 0")
         if not (is_number(self.tool_seconds) and 0 < self.tool_seconds <= TIMEOUT_MAX):
             why = f"must be more than 0 and at most {TIMEOUT_MAX}"
             raise WorkflowError(f"agent {self.id}: tool_seconds", brief(self.tool_seconds), why)

@@ -37,6 +37,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kedge.errors import SpecError, WorkflowError
 from kedge.guard import GuardMode
+from kedge.settings.sections import Fidelity
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent, Tool, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
@@ -93,6 +94,7 @@ class AgentSpec(_Spec):
     stop: list[str] = []
     reuse: Annotated[Literal["off", "exact", "translate"] | None, _BARE] = None
     guard: Annotated[GuardChoice | None, _BARE] = None
+    fidelity: Fidelity | None = None
     pick: str = ""
 
 
@@ -125,7 +127,8 @@ class WorkflowSpec(_Spec):
     turns: int = 1
     loops: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = []
     guard: Annotated[GuardChoice | None, _BARE] = None
-    """Of the agents that have none of their own"""
+    fidelity: Fidelity | None = None
+    """Both of the agents that have none of their own"""
     topology: TopologySpec | None = None
     wording: WordingSpec = WordingSpec()
 
@@ -269,11 +272,12 @@ def _agent(spec: AgentSpec, at: int, flow: WorkflowSpec, tools: Mapping[str, Too
         raise SpecError(f"{key}.user", spec.user, "is needed without `topology`, which writes it otherwise")
     if spec.tool is None and spec.model_fields_set & {"tool_append", "tool_seconds"}:
         raise SpecError(f"{key}.tool", None, "is needed for tool_append and tool_seconds")
-    values = spec.given("id", "system", "user", "tool", "tool_append", "reuse", "guard")
+    values = spec.given("id", "system", "user", "tool", "tool_append", "reuse", "guard", "fidelity")
     reuse = ReuseMode(spec.reuse) if spec.reuse else None
     guard = GuardMode(mode) if (mode := spec.guard or flow.guard) else None
     tool = _tool(spec, tools, f"{key}.tool")
-    return Agent(spec.id, spec.system, spec.user or "", tool, reuse=reuse, guard=guard, **values)
+    fidelity = flow.fidelity if spec.fidelity is None else spec.fidelity
+    return Agent(spec.id, spec.system, spec.user or "", tool, reuse=reuse, guard=guard, fidelity=fidelity, **values)
 
 
 def _tool(spec: AgentSpec, tools: Mapping[str, Tool], key: str) -> Tool | None:

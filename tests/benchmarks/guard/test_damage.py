@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.guard import faults as damage
-from benchmarks.guard.faults import CorruptHost, GuardBenchSettings, GuardLane, StaleAnchors, flip_bytes, last_agent
-from benchmarks.guard.measure import texts
+from benchmarks.guard.faults import (
+    CorruptHost,
+    GuardBenchSettings,
+    GuardLane,
+    StaleAnchors,
+    flip_bytes,
+    guard_task,
+    last_agent,
+)
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.sites import SiteOffsets
 from kedge.bench.shapes import Loaded, load_model
@@ -23,9 +30,8 @@ from kedge.errors import PlanError
 from kedge.reuse.contracts import PlaceholderSite
 from kedge.settings import EngineSettings
 from kedge.types import AgentId
-from kedge.workloads.miniature import TASKS, workflow
 
-FINAL = AgentId("final")
+FINAL, MATH = AgentId("final"), guard_task("math")
 QUESTIONS = 5
 
 
@@ -35,15 +41,15 @@ def loaded() -> Loaded:
 
 
 def taught(loaded: Loaded, **anchors: object) -> GuardLane:
-    lane = GuardLane(loaded, workflow(TASKS["math"]), GuardBenchSettings().engine(dict(anchors)))
-    lane.warm(list(islice(texts(TASKS["math"], 0), QUESTIONS)))
+    lane = GuardLane(loaded, MATH.flow, GuardBenchSettings().engine(dict(anchors)))
+    lane.warm(list(islice(MATH.texts(0), QUESTIONS)))
     return lane
 
 
-@pytest.fixture(params=[16, 8])
-def lane(loaded: Loaded, request: pytest.FixtureRequest) -> Iterator[GuardLane]:
+@pytest.fixture
+def lane(loaded: Loaded) -> Iterator[GuardLane]:
     """A team that has answered some questions."""
-    with taught(loaded, offset_bits=request.param) as built:
+    with taught(loaded) as built:
         yield built
 
 
@@ -51,7 +57,7 @@ def stored(parts: EngineParts, agent: str | None = None) -> dict[object, Tensor]
     """The offsets of one agent's sites, or of all, without the arenas' free rows."""
     pools = parts.learned[0].pools
     return {
-        (key, site, number): table.decode(table.arena[table.rows_of_anchors(offsets.holders)]).clone()
+        (key, site, number): table.arena[table.rows_of_anchors(offsets.holders)].clone()
         for key, pool in pools.items()
         for site, offsets in pool.sites.items()
         if agent is None or f"/{agent}/" in site.agent_key
@@ -69,8 +75,6 @@ def changed_by(lane: GuardLane, do: Callable[[EngineParts], object]) -> tuple[se
 
 
 def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) -> None:
-    if lane.engine.config.anchors.offset_bits == 8:
-        pytest.skip("its rows are of another format")
     swap = partial(damage.swap_heads, agent=FINAL, spec=lane.engine.kv_spec)
     before = lane.engine.query(stored)
     changed, own = changed_by(lane, swap)
@@ -79,20 +83,8 @@ def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) 
     assert all(torch.equal(rows, before[key]) for key, rows in lane.engine.query(stored).items())
 
 
-def test_scales_are_too_large_in_all_tables_of_the_agent(lane: GuardLane) -> None:
-    shift = partial(damage.enlarge_scales, agent=FINAL)
-    if lane.engine.config.anchors.offset_bits == 16:
-        with pytest.raises(PlanError):
-            lane.engine.query(shift)
-        return
-    changed, own = changed_by(lane, shift)
-    assert changed == own
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_so_many_anchors_are_poisoned(lane: GuardLane, count: int) -> None:
-    if lane.engine.config.anchors.offset_bits == 8:
-        pytest.skip("its rows are of another format")
     before = lane.engine.query(stored)
     changed, own = changed_by(lane, partial(damage.poison_anchors, agent=FINAL, count=count, loudness=3.0))
     assert changed <= own and 0 < len(changed) <= 2 * count, "the tables of so many sites at most"
@@ -113,15 +105,14 @@ def test_faults_meet_offsets_that_are_not_zero(lane: GuardLane) -> None:
 
 
 def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
-    for harm in (partial(damage.poison_anchors, count=1, loudness=3.0), damage.enlarge_scales):
-        with pytest.raises(PlanError, match="nobody"):
-            lane.engine.query(partial(harm, agent=AgentId("nobody")))
+    with pytest.raises(PlanError, match="nobody"):
+        lane.engine.query(partial(damage.poison_anchors, agent=AgentId("nobody"), count=1, loudness=3.0))
     with pytest.raises(PlanError, match="on_host"):
         lane.engine.query(partial(damage.corrupt_host, agent=FINAL))
 
 
 def test_bytes_are_flipped_on_the_host_alone(loaded: Loaded) -> None:
-    fault, questions = CorruptHost(), list(islice(texts(TASKS["math"], 0), QUESTIONS))
+    fault, questions = CorruptHost(), list(islice(MATH.texts(0), QUESTIONS))
     with taught(loaded, **fault.anchors(QUESTIONS)) as lane:
 
         def on_host(parts: EngineParts) -> set[object]:
@@ -147,8 +138,8 @@ def test_flipped_bytes_are_of_all_parts_of_a_number() -> None:
 @pytest.fixture
 def reworded(loaded: Loaded) -> Iterator[tuple[GuardLane, StaleAnchors]]:
     """A team whose last agent had another role before."""
-    fault, questions = StaleAnchors(), list(islice(texts(TASKS["math"], 0), QUESTIONS))
-    with GuardLane(loaded, workflow(TASKS["math"]), GuardBenchSettings().engine({})) as lane:
+    fault, questions = StaleAnchors(), list(islice(MATH.texts(0), QUESTIONS))
+    with GuardLane(loaded, MATH.flow, GuardBenchSettings().engine({})) as lane:
         fault.before(lane, questions)
         lane.warm(questions)
         yield lane, fault

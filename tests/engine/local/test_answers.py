@@ -1,8 +1,7 @@
-"""Tokens of an answer: when they are told, and those that the model did not expect, which readers compute."""
+"""Tokens of an answer: when they are told, and those that are forced."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,14 +19,13 @@ from tests.engine.local.stage import ASKED, prompt_of
 from tests.engine.local.test_translation import OPEN
 
 ANSWER = "agent_writer@0"
-MARGIN = 0.3
 ODD = {3, 4, 17}
 """Tokens of the answer that are drawn against the odds."""
 
 
-def opened(surprise: float) -> LocalEngine:
-    planner = {"by_cost": False, "surprise": surprise, "recompute_head": 0}
-    return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner)
+def opened(**settings: object) -> LocalEngine:
+    planner = {"by_cost": False, "recompute_head": 0}
+    return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner, **settings)
 
 
 def written() -> GenerateRequest:
@@ -45,15 +43,6 @@ def against_the_odds() -> Draw:
     return draw
 
 
-def surprises(prompt: Tokens, answer: Tokens, margin: float) -> list[int]:
-    """Places whose information exceeds the entropy by more than `margin`, as Transformers computes both."""
-    with torch.inference_mode():
-        logits = tiny_model("llama")(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double()
-    log_odds = logits.log_softmax(-1)
-    information = -log_odds[range(len(answer)), answer]
-    return (information + (log_odds.exp() * log_odds).sum(-1) > margin).nonzero().flatten().tolist()
-
-
 def read(engine: LocalEngine, draw: Draw | None) -> tuple[Tokens, Receipt, int]:
     """The writer's answer, the reader's receipt, and where the answer begins in the reader's prompt."""
     done = engine.submit(written(), draw).result(60)
@@ -61,17 +50,6 @@ def read(engine: LocalEngine, draw: Draw | None) -> tuple[Tokens, Receipt, int]:
     asked = prompt_of("reader", ASKED, done.tokens)
     at = next(i for i, one in enumerate(asked.segments) if one.is_answer)
     return done.tokens, engine.submit(asked).result(60).receipt, sum(len(one.tokens) for one in asked.segments[:at])
-
-
-@pytest.mark.parametrize("margin", [MARGIN, math.inf])
-def test_readers_compute_the_tokens_of_an_answer_that_its_model_did_not_expect(margin: float) -> None:
-    with opened(margin) as engine:
-        answer, receipt, start = read(engine, against_the_odds())
-    expected = surprises(written().tokens, answer, margin)
-    assert set(expected) == (ODD if margin == MARGIN else set())
-    sources = [span.source for span in receipt.spans for _ in range(len(span))][start : start + len(answer)]
-    assert [at for at, source in enumerate(sources) if source is Source.COMPUTED] == expected
-    assert sources.count(Source.TRANSLATED) == len(answer) - len(expected)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
@@ -91,17 +69,10 @@ def test_the_first_token_is_told_before_anything_is_kept_of_its_prompt(
 
     monkeypatch.setattr(RequestSequence, "tell", noted_tell)
     monkeypatch.setattr(Learning, "started", noted_start)
-    with opened(math.inf) as engine:
+    with opened() as engine:
         done = engine.submit(prompt_of("writer", ASKED, max_tokens=max_tokens, ignore_eos=True)).result(60)
     assert len(done.tokens) == max_tokens
     assert happened == ["told", "started", *["told"] * (max_tokens - 1)]
-
-
-def test_nothing_in_a_greedy_answer_is_a_surprise() -> None:
-    with opened(1e-9) as engine:
-        answer, receipt, start = read(engine, None)
-    assert surprises(written().tokens, answer, 1e-9) == []
-    assert any(span.start == start and len(span) == len(answer) for span in receipt.spans)
 
 
 def noted(draw: Draw, seen: list[Tensor]) -> Draw:
@@ -116,12 +87,8 @@ def noted(draw: Draw, seen: list[Tensor]) -> Draw:
 
 @pytest.mark.parametrize("batch_tokens", [7, 2048])
 def test_a_forced_answer_in_one_pass_is_the_one_that_is_forced_step_by_step(batch_tokens: int) -> None:
-    """Its logits, its surprises and what its readers find of it; also where a pass has no room for all of it."""
-    planner = {"by_cost": False, "surprise": MARGIN, "recompute_head": 0}
-    engines = [
-        engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner, max_batch_tokens=batch_tokens)
-        for _ in range(2)
-    ]
+    """Its logits and what its readers find of it; also where a pass has no room for all of it."""
+    engines = [opened(max_batch_tokens=batch_tokens) for _ in range(2)]
     seen = list[Tensor]()
     with engines[0] as one, engines[1] as other:
         slow = read(one, noted(against_the_odds(), seen))
@@ -137,7 +104,7 @@ def test_a_forced_answer_in_one_pass_is_the_one_that_is_forced_step_by_step(batc
 @pytest.mark.parametrize(("tokens", "max_tokens"), [(1, 1), (6, 4), (3, 8)])
 def test_a_forced_answer_ends_with_its_last_token_or_with_the_room_for_it(tokens: int, max_tokens: int) -> None:
     forced = ForcedAnswer(tuple(range(40, 40 + tokens)), rows=32)
-    with opened(math.inf) as engine:
+    with opened() as engine:
         done = engine.submit(prompt_of("writer", ASKED, max_tokens=max_tokens, ignore_eos=True), forced).result(60)
         assert done.tokens == forced.tokens[: min(tokens, max_tokens)]
         engine.wait_idle(60)

@@ -11,7 +11,6 @@ import pytest
 
 from kedge.engine.base import Engine
 from kedge.engine.local.engine import LocalEngine
-from kedge.guard import GuardOrders
 from kedge.runner.run import run
 from kedge.settings import AnchorSettings, PlannerSettings
 from kedge.types import (
@@ -138,22 +137,6 @@ def test_an_answer_that_no_anchor_knows_may_be_moved_ahead() -> None:
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_prompt_prepared_for_an_agent_that_picks_nothing_serves_none_that_does() -> None:
-    """It has the ends of the answers translated, which that one computes."""
-    outcomes = []
-    for ahead in (False, True):
-        stage = taught()
-        plain = prompt_of("reader", ASKED, stage.answer)
-        if ahead:
-            stage.prepare(plain)
-        sequence = stage.serve(replace(plain, guard=GuardOrders(pick="answer is")))
-        outcomes.append(outcome(sequence))
-        assert sequence.preassembled == 0
-        end = sum(TEMPLATE[:2]) + QUESTION + ANSWER
-        assert {*range(end - 5, end)} <= {*sequence.plan.computed}
-    assert outcomes[0] == outcomes[1]
-
-
 def test_a_prompt_of_which_too_little_could_be_translated_is_dense() -> None:
     outcomes, planner = [], PlannerSettings(by_cost=False, recompute_head=2, min_translated=0.99)
     for ahead in (False, True):
@@ -179,16 +162,15 @@ def test_a_dense_prompt_that_was_computed_ahead_is_learned_from() -> None:
     assert stage.core.parts.stats()["anchors"]["observed"] > before
 
 
-@pytest.mark.parametrize("tail", [False, True])
-def test_with_the_last_segment_recomputed_only_its_last_token_is_left(tail: bool) -> None:
-    stage = taught(planner=PLANNER.model_copy(update={"recompute_tail": tail}))
+def test_of_the_last_segment_only_its_last_token_is_left() -> None:
+    stage = taught()
     request = prompt_of("reader", ASKED, stage.answer)
     stage.prepare(request)
     sequence = stage.submit(request)
     stage.rest()
     assert sequence.preassembled == request.prompt_tokens - 1
     last = [span for span in sequence.receipt().spans if span.source is Source.COMPUTED][-1]
-    assert len(last) == (TEMPLATE[2] if tail else 1)
+    assert len(last) == 1
 
 
 # the engine with its thread -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
 from kedge.reuse.plan import ReusePlan
 from kedge.runner.run import run
+from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source, Tokens
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION
@@ -28,6 +29,8 @@ from tests.real import RealModel
 
 ANSWER = 10
 """Tokens of an agent's answer"""
+SHORT = PlannerSettings().recompute_short
+"""Segments of at most so many tokens are not left for later readers"""
 WIDE = "token:min_anchors=2:max_error=9:weak_error=9"
 """Offsets are added from the third question on, whatever they are worth"""
 
@@ -130,28 +133,29 @@ class TeamTwin:
         kv = KVSegment(torch.zeros(shape), torch.zeros(shape))
         for one in written:
             segment = next(part for part in placed if part.start <= one.start < part.stop)
-            where, base = slice(one.start, one.start + one.tokens), self._base(request, placed, segment, one)
+            where, base = slice(one.start, one.start + one.tokens), self._base(request, placed, segment)
             base = base.slice(one.start - segment.start, one.start - segment.start + one.tokens)
             kv.keys[:, where], kv.values[:, where] = base.keys, base.values
             if one.offsets:
                 kv.keys[1:, where] += one.offsets.keys
                 kv.values[1:, where] += one.offsets.values
         kv = self._llama.completed(tokens, kv, sorted(rows))
-        for segment in placed[2:-1]:
-            if not segment.segment.is_placeholder:
-                self._texts.setdefault(shared_text(placed, segment), kv.slice(segment.start, segment.stop))
+        moved = [one.start for one in written if one.offsets is None]
+        for segment in placed[2:-1]:  # what was moved alone has not read what is before it here
+            if len(segment) > SHORT and not any(segment.start <= at < segment.stop for at in moved):
+                self._texts[shared_text(placed, segment)] = kv.slice(segment.start, segment.stop)
         if request.produces:
             self._answers[request.produces] = self._llama.prefilled(answer + request.trail, kv)
         return kv
 
-    def _base(self, request: GenerateRequest, placed: Sequence[Placed], one: Placed, written: Written) -> KVSegment:
+    def _base(self, request: GenerateRequest, placed: Sequence[Placed], one: Placed) -> KVSegment:
         segment = one.segment
+        if one.index > 1 and (left := self._texts.get(shared_text(placed, one))):  # as its last reader had it
+            return left
         if segment.is_answer:
             return self._answers[segment.sample].slice(0, len(one))
         if segment.is_placeholder:
             return self._llama.prefilled(segment.base_context + segment.tokens).slice(len(segment.base_context))
-        if written.offsets is None:  # as it is in the prompt that had it first
-            return self._texts[shared_text(placed, one)]
         before = (part.segment for part in placed[: one.index])
         start = sum(len(part.placeholder_text if part.is_placeholder else part.tokens) for part in before)
         return self._llama.prefilled(template_tokens(request)).slice(start, start + len(one))

@@ -7,49 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kedge.engine.common.tokenizer import TextStream
-from kedge.engine.local.sampler import Draw, Sampler, draw_tokens, surprising_rows
+from kedge.engine.local.sampler import Draw, Sampler, draw_tokens
 from kedge.types import SamplingParams
 from tests.engine.local.conftest import tiny_tokenizer
 
 
 def test_temperature_zero_is_greedy() -> None:
     assert Sampler(SamplingParams())(torch.tensor([0.1, 3.0, 2.9])) == 1
-
-
-def test_a_token_is_a_surprise_by_what_its_model_expected_of_it() -> None:
-    """Information and entropy in nats: of 0.01 where 0.05 is expected, and of one in a thousand where all are."""
-    sure, flat = torch.tensor([0.99, 0.01]).log(), torch.zeros(1000)
-    sure_of_one = torch.cat([sure, torch.full((998,), -torch.inf)])
-    logits = torch.stack([sure_of_one, sure_of_one, flat, flat])
-    assert surprising_rows(logits, [0, 1, 0, 999], 2.0) == [False, True, False, False]
-    assert surprising_rows(logits, [1, 1, 1, 1], 4.5) == [True, True, False, False]
-    assert surprising_rows(logits, [1, 1, 1, 1], 4.6) == [False] * 4, "ln 100 less 0.056"
-    assert surprising_rows(logits, [2, 0, 5, 7], 2.0) == [True, False, False, False], "what a grammar forbids"
-
-
-@given(st.lists(st.floats(-50, 50), min_size=1, max_size=40))
-def test_the_likeliest_token_is_no_surprise(values: list[float]) -> None:
-    """So greedy answers are not looked at."""
-    logits = torch.tensor([values])
-    assert surprising_rows(logits, [int(logits.argmax())], 1e-3) == [False]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
-        (Sampler(SamplingParams()), False),
-        (Sampler(SamplingParams(temperature=0.5)), True),
-        (Sampler(SamplingParams(), draw=lambda _: 0), True),
-    ],
-    ids=["greedy", "sampled", "forced"],
-)
-def test_only_answers_that_may_surprise_are_looked_at(sampler: Sampler, expected: bool) -> None:
-    assert sampler.may_surprise is expected
 
 
 def test_a_seed_repeats_exactly_and_another_one_does_not() -> None:

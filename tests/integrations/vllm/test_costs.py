@@ -98,7 +98,7 @@ def test_all_that_is_done_for_a_workflow_counts_in_its_balance(engine: Driver, m
         at_work(name)
     engine.reset()
     engine.ask(tokens(0), 4, hints(0, agent="pupil", produces="pupil@0"))
-    assert spent["capture"] >= 2 and spent["_observe"] == 3, "a prompt with two values, and an answer"
+    assert spent["capture"] >= 2 and spent["_observe"] == 4, "a prompt with two values and a text, and an answer"
 
 
 def test_a_workflow_that_loses_time_is_left_alone_run_by_run(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from kedge.reuse.guard.comparison import (
     MAX_KL,
     AnswerDecisions,
     DecisionComparison,
-    WordingComparison,
     compare_decisions,
-    compare_wording,
     divergence,
+    mean_divergence,
 )
 from kedge.types import TokenLogprob
 from tests.reuse.guard.answers import answer, position
@@ -27,56 +26,42 @@ OTHER = position({2: 0.9, 1: 0.1})
 NAN = TokenLogprob(1, math.nan, ((1, math.nan), (2, math.nan)))
 
 
-def changed(*pairs: tuple[TokenLogprob, TokenLogprob], margin: float = 2.0, sampled: bool = False) -> bool:
-    seen = compare_wording(answer(*(a for a, _ in pairs)), answer(*(b for _, b in pairs)), margin, sampled=sampled)
-    assert seen is not None
-    return seen.changed
+def test_equal_answers_do_not_diverge() -> None:
+    assert mean_divergence(answer(SURE, UNSURE), answer(SURE, UNSURE)) == 0.0
 
 
-def test_equal_answers_are_the_same() -> None:
-    assert compare_wording(answer(SURE, UNSURE), answer(SURE, UNSURE), 2.0) == WordingComparison(False, None, 0.0)
+def test_the_divergence_of_an_answer_is_the_mean_of_its_tokens() -> None:
+    nearby = position({1: 0.6, 2: 0.4})
+    expected = (divergence(SURE, nearby) + 0.0 + divergence(UNSURE, SURE)) / 3
+    found = mean_divergence(answer(SURE, SURE, UNSURE), answer(nearby, SURE, SURE))
+    assert found == pytest.approx(expected) and expected > 0
 
 
-def test_another_token_that_dense_prefill_clearly_does_not_prefer_is_a_change() -> None:
-    seen = compare_wording(answer(SURE, SURE), answer(SURE, OTHER), 2.0)
-    assert seen is not None and seen.changed and seen.at == 1 and seen.kl > 1
+def test_the_token_at_which_answers_part_is_compared_and_none_behind_it() -> None:
+    found = mean_divergence(answer(SURE, UNSURE, SURE), answer(SURE, OTHER, OTHER))
+    assert found == pytest.approx(divergence(UNSURE, OTHER) / 2)
 
 
-def test_two_tokens_as_good_as_equal_are_none() -> None:
-    assert not changed((UNSURE, OTHER))
-    assert changed((UNSURE, OTHER), margin=1.0)
-
-
-def test_what_follows_a_parting_is_not_compared() -> None:
-    assert not changed((UNSURE, OTHER), (SURE, OTHER))
-
-
-def test_a_sampled_answer_is_compared_by_what_is_most_likely() -> None:
-    """Whichever token was drawn, and no further than both drew the same."""
+def test_a_sampled_answer_is_compared_no_further_than_both_drew_the_same() -> None:
     unlucky = position({1: 0.9, 2: 0.1}, drawn=2)
-    assert not changed((SURE, unlucky), (SURE, OTHER), sampled=True)
-    assert changed((SURE, position({2: 0.9, 1: 0.1}, drawn=1)), sampled=True)
+    both = mean_divergence(answer(unlucky, SURE), answer(unlucky, OTHER))
+    assert both == pytest.approx(divergence(SURE, OTHER) / 2)
+    assert mean_divergence(answer(unlucky, SURE), answer(SURE, OTHER)) == 0.0
 
 
-def test_a_grammar_that_allows_neither_most_likely_token_decides() -> None:
-    """Under a grammar greedy decoding draws another token than the most likely one: the same one both times here."""
-    assert not changed((position({1: 0.9, 7: 0.1}, drawn=7), position({2: 0.8, 7: 0.2}, drawn=7)))
-    assert changed((position({1: 0.9, 7: 0.09, 8: 0.01}, drawn=7), position({1: 0.9, 8: 0.09, 7: 0.01}, drawn=8)))
-
-
-def test_numbers_that_are_none_are_a_change_and_never_a_clean_check() -> None:
-    assert compare_wording(answer(SURE), answer(NAN), 2.0) == WordingComparison(True, 0, MAX_KL)
-    late = compare_wording(answer(SURE, SURE), answer(SURE, NAN), 2.0)
-    assert late is not None and late.changed and (late.at, late.kl) == (1, MAX_KL)
+def test_numbers_that_are_none_are_the_largest_divergence_and_never_a_clean_check() -> None:
+    assert mean_divergence(answer(SURE), answer(NAN)) == MAX_KL
+    assert mean_divergence(answer(SURE, SURE), answer(SURE, NAN)) == MAX_KL
 
 
 def test_dense_prefill_without_numbers_shows_nothing() -> None:
-    assert compare_wording(answer(NAN), answer(SURE), 2.0) is None
+    assert mean_divergence(answer(NAN), answer(SURE)) is None
+    assert mean_divergence(answer(SURE, NAN), answer(SURE, SURE)) is None
 
 
 @pytest.mark.parametrize("dense, translated", [((), ()), ((SURE,), ()), ((), (SURE,))])
 def test_without_positions_there_is_no_comparison(dense: tuple[()], translated: tuple[()]) -> None:
-    assert compare_wording(answer(*dense), answer(*translated), 2.0) is None
+    assert mean_divergence(answer(*dense), answer(*translated)) is None
 
 
 def test_tokens_that_cannot_be_drawn_have_no_weight() -> None:
@@ -128,10 +113,7 @@ def test_picks_are_compared_where_any_answer_has_one() -> None:
     assert DecisionKind.PICK not in decisions("Hm.", "Nobody knows", mark)
 
 
-def test_only_other_words_with_the_same_pick_are_no_other_decision() -> None:
-    wording, call, pick = DecisionKind.WORDING, DecisionKind.CALL, DecisionKind.PICK
-    assert DecisionComparison({wording: True, call: False}, 0.0).changed
-    assert not DecisionComparison({wording: True, call: False, pick: False}, 0.0).changed
-    assert DecisionComparison({wording: False, call: True, pick: False}, 0.0).changed
-    assert DecisionComparison({wording: False, call: False, pick: True}, 0.0).changed
-    assert not DecisionComparison({wording: False, call: False}, 0.0).changed
+def test_any_kind_of_change_is_one_of_the_answer() -> None:
+    same = dict.fromkeys(DecisionKind, False)
+    assert not DecisionComparison(same, 0.0).changed
+    assert all(DecisionComparison({**same, kind: True}, 0.0).changed for kind in DecisionKind)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.guard import EVERYTHING, DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.guard.record import SETTLED, SentinelFinding
@@ -24,11 +24,11 @@ from kedge.types import (
     WorkflowId,
 )
 
-CLEAN = DecisionComparison({DecisionKind.WORDING: False}, 0.0)
-CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 2.0)
-ALL = GuardSettings(canary_share=1.0, share=1.0)
+CLEAN = DecisionComparison({DecisionKind.FAR: False}, 0.0)
+CHANGED = DecisionComparison({DecisionKind.FAR: True}, 2.0)
+ALL = GuardSettings(share=1.0)
 AS_SET = GuardOrders()
-NONE = GuardSettings(canary_share=0.0, share=0.0)
+NONE = GuardSettings(share=0.0)
 
 
 def request(
@@ -57,25 +57,25 @@ def test_at_first_nothing_is_withheld_and_a_share_is_checked() -> None:
 
 
 def test_the_checked_share_falls_when_all_placeholders_are_on() -> None:
-    guard = QualityGuard(GuardSettings(canary_share=1.0, share=0.0))
+    guard = QualityGuard(GuardSettings(share=0.1))
     guard.translated(request("a", "b"), ("a", "b"))
     for _ in range(400):
         guard.observe(request("a", "b"), ("a",), CLEAN)
-    assert guard.verdict(request("a", "b")).is_checked
-    assert not guard.verdict(request("a")).is_checked
+    assert 120 < sum(guard.verdict(request("a", "b")).is_checked for _ in range(400)) < 200
+    assert 20 < sum(guard.verdict(request("a")).is_checked for _ in range(400)) < 65
     assert guard.notes(request("a"))[0].state is GuardState.ON
 
 
 def test_an_agent_that_is_not_translated_is_hardly_watched_until_it_is_again() -> None:
-    guard, asked = QualityGuard(ALL), request("a")
+    guard, asked = QualityGuard(GuardSettings(share=0.24)), request("a")
     watched = []
     for _ in range(400):
         watched.append(guard.verdict(asked).is_checked)
         guard.translated(asked, ())
     assert watched[0] and 1 <= sum(watched[10:]) < 40
-    assert guard.verdict(request("a", agent="other")).is_checked
+    assert sum(guard.verdict(request("a", agent="other")).is_checked for _ in range(100)) > 85
     guard.translated(asked, ("a",))
-    assert all(guard.verdict(asked).is_checked for _ in range(10))
+    assert sum(guard.verdict(asked).is_checked for _ in range(100)) > 85
 
 
 def test_a_suspect_placeholder_is_withheld_and_tried_in_calls_that_are_not_learned_from() -> None:
@@ -117,7 +117,8 @@ def test_modes_of_a_request_override_the_settings() -> None:
     assert guard.verdict(off).orders == off.guard and not guard.verdict(off).is_checked and guard.notes(off) == ()
     fresh = QualityGuard(NONE.model_copy(update={"mode": GuardMode.OFF}))
     verdicts = [fresh.verdict(shadow) for _ in range(20)]
-    assert {one.tried for one in verdicts} == {"", "a"} and all(one.orders.withheld == {"a"} for one in verdicts)
+    assert all(one.is_checked and one.tried == EVERYTHING and one.orders.withholds("a") for one in verdicts)
+    assert fresh.to_try(shadow, EVERYTHING) == [None], "as the settings say: nothing has to be proved"
     assert not fresh.verdict(request("a")).is_checked and not fresh.orders(request("a")).withheld
 
 
@@ -137,16 +138,16 @@ def test_a_note_has_the_state_and_its_evidence() -> None:
     guard.translated(request("a"), ("a",))
     guard.observe(request("a"), ("a",), CLEAN)
     (note,) = guard.notes(request("a", "b", "a"))
-    decisions = (DecisionNote(DecisionKind.WORDING, 1, 0, note.bound),)
+    decisions = (DecisionNote(DecisionKind.FAR, 1, 0, note.bound),)
     assert note == GuardNote("a", GuardState.CANARY, 1, 0, note.bound, decisions) and 0.3 < note.bound < 1
 
 
 def test_a_tenant_sees_its_own_records() -> None:
     guard = QualityGuard(NONE)
-    for tenant in ("one", "two"):
+    for tenant in ("acme", "other"):
         guard.translated(request("a", tenant=tenant, agent=f"of-{tenant}"), ("a",))
-    (mine,) = guard.stats(lambda namespace: namespace == Namespace(TenantId("one")))
-    assert mine["agent"] == "of-one" and "one" not in str({**mine, "agent": ""})
+    (mine,) = guard.stats(lambda namespace: namespace == Namespace(TenantId("acme")))
+    assert mine["agent"] == "of-acme" and "acme" not in str({**mine, "agent": ""})
     assert len(guard.stats()) == 2
     guard.clear()
     assert guard.stats() == []

@@ -15,9 +15,9 @@ from kedge.reuse.guard.record import AFTER_BREACH, GuardRecord
 from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings()
-CLEAN = DecisionComparison({DecisionKind.WORDING: False}, 0.0)
-CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 2.0)
-FAR = DecisionComparison({DecisionKind.WORDING: False}, 0.9)
+CLEAN = DecisionComparison({DecisionKind.FAR: False}, 0.0)
+CHANGED = DecisionComparison({DecisionKind.FAR: True}, 2.0)
+OTHER_CALL = DecisionComparison({DecisionKind.FAR: False, DecisionKind.CALL: True}, 0.0)
 
 
 def canary() -> GuardRecord:
@@ -57,19 +57,31 @@ def test_the_way_to_on() -> None:
     assert record.state is GuardState.ON and record.evidence.upper(SETTINGS.alpha) <= SETTINGS.max_changed
 
 
-@pytest.mark.parametrize("seen", [CHANGED, FAR])
-def test_one_change_or_large_divergence_withholds_it(seen: DecisionComparison) -> None:
-    record = observed(canary(), *[CLEAN] * 300)
-    assert record.state is GuardState.ON
-    observed(record, seen)
+@pytest.mark.parametrize("seen", [CHANGED, OTHER_CALL])
+def test_one_change_of_any_kind_withholds_it(seen: DecisionComparison) -> None:
+    record = observed(canary(), *[CLEAN] * 40, seen)
     assert (record.state, record.withheld, record.suspicions, record.epoch) == (GuardState.SHADOW, True, 1, 0)
     assert record.kl == seen.kl
+
+
+def test_no_more_changes_than_may_be_withhold_nothing() -> None:
+    record = observed(canary(), *[CLEAN] * 300, *[CHANGED] * 6)
+    assert (record.state, record.withheld, record.evidence.changed) == (GuardState.ON, False, 6)
+    observed(record, CHANGED)
+    assert record.withheld and record.suspicions == 1
+
+
+def test_where_any_share_may_change_nothing_is_withheld() -> None:
+    record, settings = canary(), GuardSettings(max_changed=1)
+    for _ in range(50):
+        record.observe(CHANGED, settings)
+    assert (record.state, record.withheld, record.evidence.changed) == (GuardState.ON, False, 50)
 
 
 def test_clean_trials_bring_it_back() -> None:
     record = observed(canary(), CHANGED, *[CLEAN] * (SETTINGS.trials - 1))
     assert record.withheld
-    observed(record, FAR, *[CLEAN] * (SETTINGS.trials - 1))
+    observed(record, CHANGED, *[CLEAN] * (SETTINGS.trials - 1))
     assert record.withheld, "the streak begins anew"
     observed(record, CLEAN)
     assert (record.state, record.withheld) == (GuardState.CANARY, False)
@@ -94,7 +106,7 @@ def test_a_withheld_one_does_not_come_back_by_being_translated_elsewhere() -> No
     assert record.withheld and record.state is GuardState.SHADOW
 
 
-@given(st.lists(st.sampled_from([CLEAN, CLEAN, CLEAN, CHANGED, FAR, None]), max_size=400))
+@given(st.lists(st.sampled_from([CLEAN, CLEAN, CLEAN, CHANGED, OTHER_CALL, None]), max_size=400))
 def test_what_is_withheld_is_never_on(story: list[DecisionComparison | None]) -> None:
     """None: it is translated. Counts never fall, and what is withheld is in the state that says so."""
     record = GuardRecord()
@@ -106,9 +118,11 @@ def test_what_is_withheld_is_never_on(story: list[DecisionComparison | None]) ->
         assert record.evidence.changed <= record.evidence.checks
 
 
-@given(st.lists(st.sampled_from([CLEAN, FAR]), max_size=300))
-def test_without_a_change_there_is_no_breach(story: list[DecisionComparison]) -> None:
-    assert observed(canary(), *story).epoch == 0
+@given(st.lists(st.floats(0, 20), max_size=300))
+def test_without_a_change_there_is_no_breach_whatever_the_divergence(story: list[float]) -> None:
+    """Divergences are bounded by their mean; here they are only reported."""
+    record = observed(canary(), *[DecisionComparison({DecisionKind.FAR: False}, kl) for kl in story])
+    assert (record.epoch, record.suspicions, record.kl) == (0, 0, max(story, default=0.0))
 
 
 @pytest.mark.parametrize("share", [0.002, 0.019])

@@ -16,10 +16,8 @@ from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings(trials=2)
 KEY = "solver", "question"
-WORDING, CALL = DecisionKind.WORDING, DecisionKind.CALL
-SEEN = st.builds(
-    DecisionComparison, st.fixed_dictionaries({WORDING: st.booleans(), CALL: st.booleans()}), st.floats(0, 1)
-)
+FAR, CALL = DecisionKind.FAR, DecisionKind.CALL
+SEEN = st.builds(DecisionComparison, st.fixed_dictionaries({FAR: st.booleans(), CALL: st.booleans()}), st.floats(0, 1))
 EVENTS = st.lists(st.one_of(st.none(), SEEN), max_size=60)
 """Comparisons, and None for a refutation by sentinel tokens"""
 
@@ -50,7 +48,7 @@ def test_a_restored_record_goes_on_as_if_nothing_had_happened(before: Any, after
 
 def test_what_is_restored_is_new_to_the_sentinels() -> None:
     record = GuardRecord()
-    go_on(record, [DecisionComparison({WORDING: False}, 0.0)] * 20)
+    go_on(record, [DecisionComparison({FAR: False}, 0.0)] * 20)
     assert not record.is_new and from_data(saved(record))[KEY].is_new
 
 

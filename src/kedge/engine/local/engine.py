@@ -31,7 +31,7 @@ from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.sampler import Draw, Sampler
+from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import (
@@ -294,6 +294,9 @@ class LocalEngine(Engine):
         request = self._with_trails(request)
         tokens = list(request.tokens)
         max_tokens = min(request.sampling.max_tokens, self._core.parts.longest - len(tokens))
+        is_watched = draw is None or bool(request.forced)
+        if draw is None and request.forced:
+            draw = ForcedAnswer(request.forced, rows=0)
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
             namespace=request.namespace,
@@ -305,14 +308,14 @@ class LocalEngine(Engine):
             max_tokens=max_tokens,
         )
         self._guard.arriving(request)
-        self._mailbox.enter(request.request_id, partial(self._submit, sequence))
+        self._mailbox.enter(request.request_id, partial(self._submit, sequence, is_watched=is_watched))
         return sequence.stream
 
-    def _submit(self, sequence: RequestSequence) -> None:
-        """Pass a request to the core; if that fails, end the request with the error."""
+    def _submit(self, sequence: RequestSequence, *, is_watched: bool) -> None:
+        """Pass a request to the core, `is_watched` by the guard; if that fails, end the request with the error."""
         try:
             sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
-            if sequence.sampler.draw is None:  # served as the guard orders, with the log-probabilities that it compares
+            if is_watched:  # served as the guard orders, with the log-probabilities that it compares
                 asked = sequence.request
                 sequence.request, sequence.stream.tap = self._guard.begin(asked)
                 if sequence.request.logprobs != asked.logprobs:

@@ -113,10 +113,9 @@ class Learning:
         request, table, plan = sequence.request, sequence.table, sequence.plan
         assert table is not None and plan is not None
         answer = tuple(sequence.tokens[request.prompt_tokens :])
-        surprising = tuple(at for at in sequence.surprising if at < len(sequence.response))
         try:
             kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
-            self._runtime.keep_response(request, answer, kv, exact=not plan.translates, surprising=surprising)
+            self._runtime.keep_response(request, answer, kv, exact=not plan.translates)
         except Exception:  # out of memory, say: its readers compute it
             self._stats.failed += 1
             logger.exception("the KV of the answer to %s could not be kept", request.request_id)

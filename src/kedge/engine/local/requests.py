@@ -7,7 +7,6 @@ Whatever is raised on behalf of one request while its answer is drawn ends that 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -20,7 +19,7 @@ from torch import Tensor
 from kedge.cache import Lease
 from kedge.discovery import Served
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.sampler import draw_tokens, surprising_rows
+from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.engine.local.sessions import stop_reason
@@ -149,9 +148,10 @@ class Requests:
                 elif forced := sequence.forced:
                     place = item.positions[0] + 1 - sequence.request.prompt_tokens
                     followed = forced.read(place, rows)
-                    places = range(max(0, place), len(forced.tokens))[: len(followed)]
-                    drawn = [forced.tokens[at] for at in places]
-                    self._note_surprises([sequence] * len(places), followed, drawn, places)
+                    places = range(max(0, place), min(len(forced.tokens), sequence.max_tokens))[: len(followed)]
+                    for at, row in zip(places, followed, strict=False):
+                        if at == len(sequence.logprobs.answer):  # it is read once, also after a preemption
+                            sequence.logprobs.read_answer(forced.tokens[at], row)
 
     def go_on(self, computed: Many[Drawing]) -> None:
         """Draw the next tokens of requests with all tokens computed, or finish them."""
@@ -176,30 +176,11 @@ class Requests:
         """Draw the next tokens of all these at once."""
         logits = torch.stack([row for _, row in drawing])
         drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
-        sequences = [sequence for sequence, _ in drawing]
-        self._note_surprises(sequences, logits, drawn, [len(sequence.response) for sequence in sequences])
         for (sequence, row), token in zip(drawing, drawn, strict=True):
             with self._contained(sequence, "its next token was drawn"):
                 if isinstance(token, Exception):
                     raise token
                 self._next_token(sequence, token, row)
-
-    def _note_surprises(
-        self, sequences: Many[RequestSequence], logits: Tensor, drawn: Many[int | Exception], places: Many[int]
-    ) -> None:
-        """Note which of the tokens drawn from logits [sequences, vocab] their readers are to compute; `places` are
-        those in the answers.
-        """
-        read = {
-            row: token
-            for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True))
-            if not isinstance(token, Exception) and sequence.sampler.may_surprise and self._will_be_read(sequence)
-        }
-        if read and math.isfinite(self._parts.runtime.surprise):
-            rows = surprising_rows(logits[list(read)], list(read.values()), self._parts.runtime.surprise)
-            for row, is_surprising in zip(read, rows, strict=True):
-                if is_surprising:
-                    sequences[row].surprising.append(places[row])
 
     def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
         sequence.logprobs.read_answer(token, logits)
@@ -234,12 +215,8 @@ class Requests:
 
     def _is_read(self, sequence: RequestSequence) -> bool:
         """Return whether other agents are going to read the response and may have its KV translated."""
-        return bool(sequence.response) and self._will_be_read(sequence)
-
-    def _will_be_read(self, sequence: RequestSequence) -> bool:
-        """Return the same of a response that need not have begun."""
         request = sequence.request
-        return request.produces is not None and self._parts.runtime.learns(request)
+        return bool(sequence.response) and request.produces is not None and self._parts.runtime.learns(request)
 
     def _note_first_token(self, sequence: RequestSequence) -> None:
         sequence.first_token = time.monotonic()

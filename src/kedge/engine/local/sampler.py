@@ -68,11 +68,6 @@ class Sampler:
         """Whether the likeliest token is taken."""
         return self.draw is not None or self.params.temperature < GREEDY
 
-    @property
-    def may_surprise(self) -> bool:
-        """Whether sampling may pick a token other than the most probable one, which is never surprising."""
-        return self.draw is not None or not self.is_greedy
-
     def __call__(self, logits: Tensor) -> int:
         """Draw one token from logits [vocab]. Raises the error that `draw_tokens` would return."""
         token = draw_tokens(logits[None], [self])[0]
@@ -112,17 +107,6 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
             except ValueError as error:  # it is not allowed
                 drawn[row] = error
     return drawn
-
-
-def surprising_rows(logits: Tensor, tokens: Sequence[int], margin: float) -> list[bool]:
-    """Return for each of `tokens`, drawn from logits [tokens, vocab], whether its information exceeds the entropy of
-    the model's own distribution, before temperature and top-p, by more than `margin` nats.
-    """
-    drawn = torch.tensor(tokens, device=logits.device)
-    log_odds = logits.float().log_softmax(-1)
-    chosen = log_odds.gather(-1, drawn[:, None])[:, 0]
-    surprising: list[bool] = (-chosen - torch.special.entr(log_odds.exp()).sum(-1) > margin).tolist()
-    return surprising
 
 
 def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]:

@@ -195,8 +195,6 @@ class RequestSequence(Sequence):
     logprobs: Logprobs = field(init=False)
     preparation: PreparedPrompt | None = None
     """The part of its prompt that was assembled before it arrived."""
-    surprising: list[int] = field(default_factory=list)
-    """Places in its answer of tokens that the model did not expect, if others will read it"""
     trail: Tokens = ()
     """The tokens that follow the response in its readers' prompts."""
     finish: FinishReason | None = None

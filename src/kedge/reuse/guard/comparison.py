@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from kedge.decisions import first_decision, pick_of
 from kedge.guard import DecisionKind
@@ -16,20 +17,9 @@ FLOOR = 1e-9
 """Least probability of what is not among them"""
 BEGINNING = 1024
 """Most characters of an answer's beginning that are read for its first call"""
-MAX_KL = -math.log(FLOOR)
+LEAST = math.log(FLOOR)
+MAX_KL = -LEAST
 """Largest divergence, also that from what is not a number"""
-
-
-@dataclass(frozen=True, slots=True)
-class WordingComparison:
-    """The first tokens of a translated answer beside those of dense prefill."""
-
-    changed: bool
-    """Whether dense prefill clearly prefers another token at the first position where they part"""
-    at: int | None
-    """That position in the answer, counted from 0; None where none was found"""
-    kl: float
-    """Largest divergence of the compared positions' distributions, dense from translated, in nats"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +29,12 @@ class DecisionComparison:
     changes: Mapping[DecisionKind, bool]
     """Of each kind that was compared, whether it differs"""
     kl: float
-    """Largest divergence of the compared tokens' distributions, dense from translated, in nats"""
+    """Mean divergence of the compared tokens' distributions, translated from dense, in nats"""
 
     @property
     def changed(self) -> bool:
-        """Whether the answer decides something else: by another call or another pick and, where nothing is picked, by
-        what it begins with. Other words with the same pick do not count.
-        """
-        decisive = set(self.changes) - ({DecisionKind.WORDING} if DecisionKind.PICK in self.changes else set())
-        return any(self.changes[kind] for kind in decisive)
+        """Whether the answer decides something else, by another call or another pick, or is far off."""
+        return any(self.changes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,48 +63,41 @@ def compare_decisions(dense: AnswerDecisions, translated: AnswerDecisions, cut: 
     return changes
 
 
-def compare_wording(
-    dense: Completion, translated: Completion, margin: float, *, sampled: bool = False
-) -> WordingComparison | None:
-    """Compare two answers with log-probabilities of at least `TOP` tokens up to where they part: whether dense prefill
-    holds its own token at least `margin` times as likely there as the other one.
+def mean_divergence(dense: Completion, translated: Completion) -> float | None:
+    """Return the mean divergence of two answers' distributions, up to where their tokens part, in nats a token.
 
-    They part where their tokens differ. Where one of them was `sampled`, the most likely tokens are compared instead,
-    as far as both drew the same ones. None where nothing can be compared, or where dense prefill gave no numbers.
+    None where nothing can be compared, or where dense prefill gave no numbers.
     """
-    kl = 0.0
-    pairs = list(zip(dense.logprobs, translated.logprobs, strict=False))
-    for at, (ours, theirs) in enumerate(pairs):
+    found = list[float]()
+    for ours, theirs in zip(dense.logprobs, translated.logprobs, strict=False):
         if not _has_numbers(ours):
             return None
         if not _has_numbers(theirs):
-            return WordingComparison(True, at, MAX_KL)
-        kl = max(kl, divergence(ours, theirs))
-        # What greedy decoding chose, a grammar may have kept from the most likely token.
-        best, other = (one.top[0][0] if sampled else one.token for one in (ours, theirs))
-        if best != other and _logprob(ours, best) - _logprob(ours, other) >= math.log(margin):
-            return WordingComparison(True, at, kl)
+            return MAX_KL
+        found.append(divergence(ours, theirs))
         if ours.token != theirs.token:
-            return WordingComparison(False, at, kl)
-    return WordingComparison(False, None, kl) if pairs else None
+            break
+    return fmean(found) if found else None
 
 
 def _has_numbers(position: TokenLogprob) -> bool:
     return bool(position.top) and not any(math.isnan(one) for _, one in ((0, position.logprob), *position.top))
 
 
-def _logprob(position: TokenLogprob, token: int) -> float:
-    """Return a token's log-probability, at least that of `FLOOR`."""
-    known = (*position.top, (position.token, position.logprob))
-    return max(math.log(FLOOR), next((logprob for one, logprob in known if one == token), -math.inf))
-
-
 def divergence(dense: TokenLogprob, translated: TokenLogprob) -> float:
-    """Return KL(dense || translated) over dense prefill's most likely tokens, with all others as one."""
-    p = [max(math.log(FLOOR), logprob) for _, logprob in dense.top]
-    q = [_logprob(translated, token) for token, _ in dense.top]
-    rest_p, rest_q = _rest(p), _rest(q)
-    known = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+    """Return a lower bound of KL(dense || translated): over the tokens of which both probabilities are known, with all
+    others as one, but for those of dense prefill's likeliest that are too likely for what the other side left out.
+    """
+    p, q = (dict((*one.top, (one.token, one.logprob))) for one in (dense, translated))
+    both = [(max(LEAST, p[token]), max(LEAST, q[token])) for token in p.keys() & q.keys()]
+    rest_p, rest_q = (_rest(logprobs) for logprobs in zip(*both, strict=True)) if both else (1.0, 1.0)
+    most = max(LEAST, min((logprob for _, logprob in translated.top), default=0.0))
+    for logprob in sorted((max(LEAST, p[token]) for token in p.keys() - q.keys()), reverse=True):
+        if logprob + math.log(rest_q / rest_p) <= most:
+            break
+        both.append((logprob, most))
+        rest_p, rest_q = max(FLOOR, rest_p - math.exp(logprob)), max(FLOOR, rest_q - math.exp(most))
+    known = sum(math.exp(ours) * (ours - theirs) for ours, theirs in both)
     return max(0.0, known + rest_p * (math.log(rest_p) - math.log(rest_q)))
 
 

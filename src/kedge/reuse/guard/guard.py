@@ -8,15 +8,27 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import isinf
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kedge.guard import DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.guard import (
+    EVERYTHING,
+    DecisionKind,
+    DecisionNote,
+    FidelityNote,
+    GuardMode,
+    GuardNote,
+    GuardOrders,
+    GuardState,
+)
 from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.fidelity import CHECKED, LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import (
     Errors,
     GuardRecord,
     SentinelFinding,
+    from_data,
     judge_drawn,
     judge_glance,
     judge_weak,
@@ -40,8 +52,28 @@ WATCHED, WATCHED_ALONE, GLANCED = 0.125, 0.25, 2
 draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels; where an agent has none,
 one token each of so many values is drawn. The larger share is for agents without weak tokens that have fewer values."""
 
+MORE = 4.0
+"""Times the usual share of compared calls near the limit, or while it is not known whether decisions change"""
+UNPROVED = -1
+"""In place of a rung: none is proved"""
+
 Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
+
+
+class SavedGroup(NamedTuple):
+    """What was saved of one workflow of a namespace."""
+
+    records: Mapping[tuple[str, str], GuardRecord]
+    """By agent and placeholder"""
+    proofs: Mapping[str, Proof]
+    """By agent"""
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> SavedGroup:
+        """Read plain data. Raises `ValueError`, `LookupError` or `TypeError`."""
+        proofs = [SavedProof.model_validate(one) for one in data["proofs"]]
+        return cls(from_data(data["records"]), {one.agent: one.proof() for one in proofs})
 
 
 class GuardKey(NamedTuple):
@@ -65,7 +97,7 @@ class GuardVerdict:
     is_checked: bool = False
     """Whether its answer is to be compared"""
     tried: str = ""
-    """The withheld placeholder that the comparison translates; "": the request itself is translated"""
+    """The withheld placeholder that the comparison translates, or `EVERYTHING`; "": the request itself is translated"""
 
 
 class QualityGuard:
@@ -74,6 +106,7 @@ class QualityGuard:
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(settings.max_agents)
+        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(settings.max_agents)
         self._worth: BoundedDict[WorkflowAgent, float] = BoundedDict(settings.max_agents)
         """Factor on the share of checked calls; 1 for agents without an entry"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
@@ -96,15 +129,28 @@ class QualityGuard:
 
     def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
         records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
-        withheld = frozenset(
-            key.placeholder for key in keys if mode is GuardMode.SHADOW or (key in records and records[key].withheld)
-        )
+        withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
         epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
         watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
         sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
-        return replace(
-            request.guard, withheld=withheld, epoch=epoch, sentinels=sentinels, watched=watched, glances=glances
-        )
+        rung = self._rung(request)
+        if rung == UNPROVED or mode is GuardMode.SHADOW:
+            withheld = frozenset((EVERYTHING,))
+            rung = None if rung is None else LEARNING
+        ordered = replace(request.guard, withheld=withheld, rung=rung, epoch=epoch)
+        return replace(ordered, sentinels=sentinels, watched=watched, glances=glances)
+
+    def budget(self, request: GenerateRequest) -> float:
+        """Return the mean divergence that a request's agent may have; infinite: any, without proof."""
+        return self._settings.fidelity if request.guard.fidelity is None else request.guard.fidelity
+
+    def _rung(self, request: GenerateRequest) -> int | None:
+        """Return the rung that serves an agent, or `UNPROVED`; None where no proof is asked for."""
+        if isinf(budget := self.budget(request)):
+            return None
+        proof = self._proofs.use(request.workflow_agent, Proof)
+        rung = proof.choose(budget, self._settings.alpha)
+        return UNPROVED if rung is None else rung
 
     def _watched(self, records: Mapping[str, GuardRecord | None]) -> tuple[frozenset[str], bool]:
         """Return the placeholders of a request whose translated tokens are drawn as sentinels, and whether that is a
@@ -134,26 +180,82 @@ class QualityGuard:
         keys = _keys(request)
         with self._lock:
             orders = self._orders(request, mode, keys)
+            if EVERYTHING in orders.withheld:
+                return GuardVerdict(orders, True, EVERYTHING)
             if orders.withheld and self._rng.random() < TRIED:
                 tried = self._rng.choice(sorted(orders.withheld))
                 return GuardVerdict(replace(orders, held_out=True), True, tried)
             is_translated = len(orders.withheld) < len(keys)
-            states = {self._records[key].state for key in keys if key in self._records}
-            share = self._settings.share if states == {GuardState.ON} else self._settings.canary_share
-            share *= self._worth.get(request.workflow_agent, 1.0)
+            is_new = {self._records[key].state for key in keys if key in self._records} != {GuardState.ON}
+            share = self._share(request, is_new=is_new)
             return GuardVerdict(orders, is_translated and self._rng.random() < share)
+
+    def _share(self, request: GenerateRequest, *, is_new: bool) -> float:
+        """Return the share of an agent's translated calls that are compared: the first ones all, then by how near the
+        bound of its divergence is to the budget.
+        """
+        proof, budget = self._proofs.get(request.workflow_agent), self.budget(request)
+        near = float(is_new)
+        if proof is not None and not isinf(budget):
+            if proof.serving.use(budget, Serving).calls < CHECKED:
+                return 1.0
+            near = max(near, proof.nearness(budget, self._settings.alpha))
+        share = self._settings.share * (1 + (MORE - 1) * near)
+        return min(1.0, share) * self._worth.get(request.workflow_agent, 1.0)
+
+    def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
+        """Return the rungs on which a check translates what it tries: those that may come to serve the agent, or that
+        which does. Beside a check of what is served, one of those that may be cheaper.
+        """
+        if tried not in ("", EVERYTHING):
+            return [request.guard.rung]
+        with self._lock:
+            proof = self._proofs.get(request.workflow_agent)
+            if proof is None or isinf(budget := self.budget(request)):
+                return [request.guard.rung] if tried else []
+            found: list[int | None] = [*proof.to_try(budget, self._settings.alpha)]
+            return found if tried else found[:1] if self._rng.random() < TRIED else []
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""
         agent, placeholders = request.workflow_agent, tuple(placeholders)
         with self._lock:
             self._worth[agent] = 1.0 if placeholders else max(RAREST, RARER * self._worth.get(agent, 1.0))
+            if placeholders and not isinf(budget := self.budget(request)):
+                self._proofs.use(agent, Proof).serving.use(budget, Serving).calls += 1
             for placeholder in placeholders:
                 key = GuardKey(*agent, placeholder)
                 record = self._records.use(key, GuardRecord)
                 before = record.state
                 record.translated()
                 _log_change(key, before, record)
+
+    def found(
+        self,
+        request: GenerateRequest,
+        placeholders: Iterable[str],
+        findings: Sequence[RungFinding],
+        vain: Iterable[int] = (),
+    ) -> None:
+        """Take what a request's prompt, with these placeholders translated on rungs, gave beside dense prefill. On the
+        rungs in `vain` nothing of it was translated after all.
+        """
+        budget, alpha = self.budget(request), self._settings.alpha
+        with self._lock:
+            if (proof := self._proofs.get(request.workflow_agent)) is None:
+                return
+            for placeholder in placeholders:  # so that it is told of those that are never proved
+                self._records.use(GuardKey(*request.workflow_agent, placeholder), GuardRecord)
+            before = None if isinf(budget) else proof.choose(budget, alpha)
+            proof.vain.update(vain)
+            for finding in findings:
+                proof.observe(finding)
+            if isinf(budget):
+                return
+            served = proof.choose(budget, alpha)
+        if served != before:
+            names = ["computed" if one is None else RUNGS[one].name for one in (before, served)]
+            logger.info("guard: %s/%s: %s -> %s", request.workflow, request.agent, *names)
 
     def observe(self, request: GenerateRequest, placeholders: Iterable[str], seen: DecisionComparison) -> None:
         """Take the comparison of an answer with these placeholders translated and one by dense prefill."""
@@ -163,6 +265,8 @@ class QualityGuard:
                 record = self._records.use(key, GuardRecord)
                 before, epoch = record.state, record.epoch
                 self._learn(record, partial(record.observe, seen, self._settings))
+                if record.epoch > epoch and (proof := self._proofs.get(request.workflow_agent)):
+                    proof.forget_anchors()
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
     def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> SentinelFinding:
@@ -202,6 +306,15 @@ class QualityGuard:
         with self._lock:
             return tuple(self._note(key, self._records[key]) for key in _keys(request) if key in self._records)
 
+    def fidelity(self, request: GenerateRequest) -> FidelityNote | None:
+        """Return what is known of the fidelity of a request's agent, for its receipt."""
+        budget = self.budget(request)
+        if self.mode(request) is GuardMode.OFF or isinf(budget):
+            return None
+        with self._lock:
+            proof = self._proofs.get(request.workflow_agent)
+            return proof.note(budget, self._settings.alpha) if proof else None
+
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence, alpha = record.evidence, self._settings.alpha
         kinds = ((kind, record.by_kind[kind]) for kind in DecisionKind if kind in record.by_kind)
@@ -213,7 +326,10 @@ class QualityGuard:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
         found: list[dict[str, object]] = []
         for key, record in self._copies(owns):
-            note = self._note(key, record)
+            note, fidelity = self._note(key, record), None
+            with self._lock:
+                if (proof := self._proofs.get(WorkflowAgent(*key[:3]))) and proof.serving:
+                    fidelity = proof.note(next(reversed(proof.serving)), self._settings.alpha)
             entry: dict[str, object] = {
                 "workflow": key.workflow,
                 "agent": key.agent,
@@ -226,6 +342,7 @@ class QualityGuard:
                 "bound": note.bound,
                 "decisions": [asdict(one) for one in note.decisions],
                 "max_kl": record.kl,
+                "fidelity": fidelity and asdict(fidelity),
                 "sentinel_error": record.drawn_errors.mean,
                 "suspicions": record.suspicions,
                 "breaches": record.epoch,
@@ -243,25 +360,37 @@ class QualityGuard:
                     copied = record.copy()
                 yield key, copied
 
-    def saved(self) -> dict[Group, list[dict[str, object]]]:
-        """Return all records as plain data, by namespace and workflow, those used longest ago first."""
+    def saved(self) -> dict[Group, dict[str, object]]:
+        """Return all records and proofs as plain data, by namespace and workflow, those used longest ago first."""
         groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
         for key, record in self._copies():
             groups.setdefault((key.namespace, key.workflow), {})[key.agent, key.placeholder] = record
-        return {group: to_data(held) for group, held in groups.items()}
+        proofs: dict[Group, list[object]] = {}
+        with self._lock:
+            for agent, proof in self._proofs.items():
+                kept = SavedProof.of(agent.agent, proof).model_dump(mode="json")
+                proofs.setdefault((agent.namespace, agent.workflow), []).append(kept)
+        return {
+            group: {"records": to_data(groups.get(group, {})), "proofs": proofs.get(group, [])}
+            for group in (*groups, *(one for one in proofs if one not in groups))
+        }
 
-    def restore(self, groups: Mapping[Group, Mapping[tuple[str, str], GuardRecord]]) -> None:
-        """Replace all records by these, as far as there is room."""
+    def restore(self, groups: Mapping[Group, SavedGroup]) -> None:
+        """Replace all records and proofs by these, as far as there is room."""
         with self._lock:
             self._records.clear()
+            self._proofs.clear()
             for group, held in groups.items():
-                for (agent, placeholder), record in held.items():
+                for (agent, placeholder), record in held.records.items():
                     self._records[GuardKey(*group, AgentId(agent), placeholder)] = record
+                for agent, proof in held.proofs.items():
+                    self._proofs[WorkflowAgent(*group, AgentId(agent))] = proof
 
     def clear(self) -> None:
         """Forget all records."""
         with self._lock:
             self._records.clear()
+            self._proofs.clear()
             self._worth.clear()
 
 

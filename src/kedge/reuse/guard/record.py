@@ -211,7 +211,7 @@ class GuardRecord:
 
     It begins as `shadow` without being withheld: the planner translates nothing until the anchors predict a small
     error. The first translation makes it a `canary`, and enough evidence of a low share of changes turns it `on`. A
-    single change, or one large divergence, makes it suspect: it is withheld, and every call is tried both ways until
+    change makes it suspect while more have changed than may: it is withheld, and every call is tried both ways until
     there is evidence for or against it. Evidence against it is a breach: its anchors are discarded as well.
 
     Evidence restarts with every change of state but the one to `on`. So that all restarts together call an agent below
@@ -229,7 +229,7 @@ class GuardRecord:
     """Number of breaches: anchors of an earlier epoch are not used"""
     suspicions: int = 0
     kl: float = 0.0
-    """Largest divergence of any check since the last change of state, in nats"""
+    """Largest mean divergence of any check since the last change of state, in nats"""
     drawn_errors: UsualError = field(default_factory=UsualError)
     """Of sentinel tokens that were drawn from the translated ones"""
     weak_errors: UsualError = field(default_factory=UsualError)
@@ -285,14 +285,15 @@ class GuardRecord:
         for kind, changed in seen.changes.items():
             self.by_kind.setdefault(kind, ChangeEvidence()).observe(changed)
         self.kl = max(self.kl, seen.kl)
-        if self.evidence.exceeds(settings.max_changed, _spent(settings.alpha, self._restarts)):
+        if settings.max_changed == 1:
+            self.state = GuardState.ON
+        elif self.evidence.exceeds(settings.max_changed, _spent(settings.alpha, self._restarts)):
             self._breach(settings)
         elif self.withheld:
-            clean = not seen.changed and seen.kl <= settings.max_kl
-            self._streak = self._streak + 1 if clean else 0
+            self._streak = 0 if seen.changed else self._streak + 1
             if self._streak >= self._needed:
                 self._restart(GuardState.CANARY)
-        elif seen.changed or seen.kl > settings.max_kl:
+        elif seen.changed and self.evidence.share > settings.max_changed:
             self._suspect(settings, seen.kl)
         elif self.evidence.is_below(settings.max_changed, settings.alpha):
             self.state = GuardState.ON

@@ -97,9 +97,10 @@ class GenerationJob:
         hints, seed, namespace = self.context.hints, self.sampling.seed, self.context.namespace
         agents = self.registered.workflow.agents if self.registered else ()
         agent = next((agent for agent in agents if agent.id == hints.agent), None)
-        guard = GuardOrders(hints.guard, pick=hints.pick)
+        guard = GuardOrders(hints.guard, fidelity=hints.fidelity, pick=hints.pick)
         if agent is not None:
-            guard = GuardOrders(hints.guard or agent.guard, pick=hints.pick or agent.pick)
+            fidelity = agent.fidelity if hints.fidelity is None else hints.fidelity
+            guard = GuardOrders(hints.guard or agent.guard, fidelity=fidelity, pick=hints.pick or agent.pick)
         prompt = self.registered.prompts[self.step.agent] if self.registered and self.step else None
         produces = None
         if self.run and self.step:  # it is a sample if an agent of the workflow reads the answer in this run

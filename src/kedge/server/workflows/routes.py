@@ -29,6 +29,7 @@ from kedge.server.http import (
 from kedge.server.service import TheService, TheTenant
 from kedge.server.workflows.registry import Registered, registered
 from kedge.server.workflows.server_runs import ServerRun, TheWorkflows
+from kedge.settings.sections import shown_fidelity
 from kedge.types import ReuseMode
 from kedge.workflow.export import export
 from kedge.workflow.spec import parse_text
@@ -146,6 +147,7 @@ def _described(one: Registered) -> dict[str, Any]:
             "tool": agent.tool is not None,
             "reuse": agent.reuse,
             "guard": agent.guard,
+            "fidelity": shown_fidelity(agent.fidelity),
             "pick": agent.pick,
             "judge": agent.id in one.judges,
         }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kedge.engine.common.guarding.check import MAX_PICK_TOKENS, dense_check, translated_placeholders, trial
-from kedge.guard import GuardMode, GuardOrders
+from kedge.engine.common.guarding.check import MAX_PICK_TOKENS, Check, dense_check, translated_placeholders, trial
+from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP
 from kedge.settings import GuardSettings
-from kedge.types import Completion, FinishReason, ReuseMode, SampleId, TokenLogprob, TurnHints
+from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, TokenLogprob, TurnHints
 from tests.engine.common.guarding.fakes import BAD, GOOD, request, spans_of
 from tests.reuse.guard.answers import answer
 
@@ -30,46 +31,119 @@ def served(*names: str, first: TokenLogprob = GOOD) -> Completion:
     return answer(first, *[GOOD] * 9, spans=spans_of(replace(ASKED, guard=GuardOrders()), frozenset(names)))
 
 
+def dense(asked: GenerateRequest, done: Completion, rungs: Sequence[int] = ()) -> tuple[Check, GenerateRequest]:
+    """A check by dense prefill, and its first request."""
+    check = dense_check(asked, done, SETTINGS, rungs)
+    return check, check.requests[0]
+
+
 def test_a_dense_check_computes_the_whole_prompt_and_leaves_no_trace() -> None:
-    check = dense_check(ASKED, served("a"), SETTINGS)
-    again = check.request
+    check, again = dense(ASKED, served("a"))
+    assert check.requests == (again,)
     assert (again.reuse, again.guard.mode, again.logprobs) == (ReuseMode.OFF, GuardMode.OFF, TOP)
     assert (again.workflow, again.agent, again.run) == ("", "", "")
     assert (again.sampling.temperature, again.sampling.seed, again.sampling.max_tokens) == (0.0, None, 3)
-    assert again.sampling.grammar == ASKED.sampling.grammar and again.segments == ASKED.segments
+    assert again.segments == ASKED.segments
     assert (again.produces, again.trail, again.turn, again.is_plain, again.tool_mark) == NO_TRACE
     assert again.request_id != ASKED.request_id and check.run is None and check.cost == ASKED.prompt_tokens + 3
 
 
 def test_a_trial_translates_one_withheld_placeholder_with_the_anchors_of_now() -> None:
-    check = trial(ASKED, served(), SETTINGS, "a")
-    assert check.request.reuse is ReuseMode.TRANSLATE and check.run == ASKED.run_key
-    assert check.request.guard == GuardOrders(GuardMode.OFF, frozenset("b"), 4, "a")
-    assert check.request.exact_limit == 1, "the served call's own KV is in the cache"
+    check = trial(ASKED, served(), SETTINGS, "a", [2])
+    (again,) = check.requests
+    assert again.reuse is ReuseMode.TRANSLATE and check.run == ASKED.run_key
+    orders = GuardOrders(
+        GuardMode.OFF, frozenset("b"), 4, rung=2, afresh="a", left_out=True, held_out=True
+    )  # nothing is learned, and its own anchors are left out
+    assert again.guard == orders
+    assert again.exact_limit == 1, "the served call's own KV is in the cache"
+
+
+def test_a_trial_of_everything_is_one_request_for_every_rung() -> None:
+    check = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 2, None])
+    assert [one.guard.rung for one in check.requests] == [0, 2, None]
+    assert len({one.request_id for one in (ASKED, *check.requests)}) == 4
+    for one in check.requests:
+        assert not one.guard.withheld and one.guard.left_out and one.guard.held_out and one.guard.epoch == 4
+        assert one.exact_limit == 1 and one.run == ASKED.run
+
+
+def test_beside_a_dense_check_other_rungs_are_tried() -> None:
+    check, again = dense(replace(ASKED, guard=replace(ASKED.guard, rung=1)), served("a"), [0, 4])
+    assert again.reuse is ReuseMode.OFF and [one.guard.rung for one in check.requests[1:]] == [0, 4]
+    assert all(one.reuse is ReuseMode.TRANSLATE and one.guard.left_out for one in check.requests[1:])
+    assert check.run == ASKED.run_key, "they need the base KV of the run"
+    size = ASKED.prompt_tokens
+    assert check.cost == size + 3 + 2 * (size // 5 + 3)
+
+
+def test_a_check_is_forced_to_what_was_served() -> None:
+    """Sampled answers too; a constraint of what is drawn does not matter then."""
+    stopping = replace(ASKED, sampling=replace(ASKED.sampling, temperature=0.0, stop=("x",)), tool_mark="")
+    for asked in (ASKED, stopping):
+        _, again = dense(asked, served("a", "b", first=BAD))
+        assert again.forced == (2, 1, 1) and again.sampling.max_tokens == 3
+        assert again.sampling.ignore_eos and not again.sampling.grammar and not again.sampling.stop
+    short, _ = dense(ASKED, replace(served("a"), tokens=(1, 1), logprobs=(GOOD, GOOD)))
+    assert short.requests[0].forced == (1, 1) and short.requests[0].sampling.max_tokens == 2
+
+
+GREEDY = replace(ASKED, sampling=replace(ASKED.sampling, temperature=0.0, grammar=""), tool_mark="")
+
+
+@pytest.mark.parametrize("asked, text", [
+    (replace(GREEDY, guard=replace(GREEDY.guard, pick="Answer:")), ""), (replace(GREEDY, tool_mark="<t>"), ""),
+    (GREEDY, '{"name": "look_up", "parameters": {}}'),
+])  # fmt: skip
+def test_an_answer_that_may_decide_something_is_given_freely(asked: GenerateRequest, text: str) -> None:
+    check, again = dense(asked, replace(served("a"), text=text), [1])
+    assert not any(one.forced for one in check.requests)
+    assert not again.sampling.ignore_eos and again.sampling.grammar == asked.sampling.grammar
+    sampled = replace(asked, sampling=replace(asked.sampling, temperature=0.7))
+    assert dense(sampled, replace(served("a"), text=text))[1].forced, "a sampled answer's decisions are not compared"
 
 
 def test_a_check_that_waits_holds_no_more_of_an_answer_than_is_compared() -> None:
-    check = dense_check(ASKED, served("a"), SETTINGS)
+    check, _ = dense(ASKED, served("a"))
     assert (len(check.served.logprobs), check.served.tokens, check.served.prompt_logprobs) == (3, (), ())
 
 
 def test_the_translated_answer_is_compared_with_the_dense_one_whichever_was_served() -> None:
-    check = dense_check(ASKED, served("a", "b", first=BAD), SETTINGS)
-    names, seen = check.judge(served(), 2.0) or ((), None)
-    assert names == ("a", "b") and seen is not None and seen.changed
-    check = trial(ASKED, served(), SETTINGS, "a")
-    names, seen = check.judge(served("a", first=BAD), 2.0) or ((), None)
-    assert names == ("a",) and seen is not None and seen.changed
+    check, _ = dense(ASKED, served("a", "b", first=BAD))
+    (seen,) = check.judge([served()])
+    assert seen.names == ("a", "b") and seen.comparison.changed and seen.is_served and seen.finding is None
+    (seen,) = trial(ASKED, served(), SETTINGS, "a", [None]).judge([served("a", first=BAD)])
+    assert seen.names == ("a",) and seen.comparison.changed and seen.is_served and seen.finding is None
+
+
+def test_every_rung_gives_a_finding_beside_what_is_dense() -> None:
+    """With the share that it computes of what the served call did not have from the cache."""
+    far, near = served("a", "b", first=BAD), served("a")
+    seen = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 3]).judge([far, near])
+    found = [one.finding for one in seen]
+    assert not any(one.is_served for one in seen) and [one and one.rung for one in found] == [0, 3]
+    assert found[0] is not None and found[0].divergence == seen[0].comparison.kl > 0.1
+    assert found[0].computed == pytest.approx(2 / ASKED.prompt_tokens)
+    assert found[1] is not None and (found[1].divergence, found[1].computed) == (0.0, pytest.approx(12 / 22))
+    on_rung = replace(ASKED, guard=replace(ASKED.guard, rung=2))
+    mine, other = dense(on_rung, far, [0])[0].judge([served(), near])
+    assert mine.is_served and mine.finding is not None and mine.finding.rung == 2 and mine.comparison.changed
+    assert not other.is_served and other.finding is not None and other.finding.rung == 0
+    assert not other.comparison.changed
 
 
 @pytest.mark.parametrize("again", [served(), served("b"), replace(served("a"), logprobs=())])
 def test_a_trial_in_which_nothing_was_translated_or_read_shows_nothing(again: Completion) -> None:
-    assert trial(ASKED, served(), SETTINGS, "a").judge(again, 2.0) is None
+    assert trial(ASKED, served(), SETTINGS, "a", [1]).judge([again]) == []
+
+
+def test_a_rung_on_which_nothing_is_translated_shows_nothing() -> None:
+    assert trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 1]).judge([served(), served()]) == []
 
 
 def test_dense_prefill_without_numbers_shows_nothing() -> None:
     broken = TokenLogprob(1, math.nan, ((1, math.nan),))
-    assert dense_check(ASKED, served("a"), SETTINGS).judge(served(first=broken), 2.0) is None
+    assert dense(ASKED, served("a"), [1])[0].judge([served(first=broken), served("a")]) == []
 
 
 def test_a_placeholder_that_a_prompt_reads_twice_counts_once() -> None:
@@ -82,36 +156,52 @@ CALL = '{"name": "look_up", "parameters": {}}'
 
 
 def judged(mine: str, again: str, *, pick: str = "", reason: FinishReason = FinishReason.STOP, **sampling: Any) -> Any:
-    """What differs between a served answer and a check's."""
+    """What differs between a served answer and a check's, where a tool may be called."""
     params = replace(ASKED.sampling, **{"temperature": 0.0, **sampling})
     asked = replace(ASKED, guard=replace(ASKED.guard, pick=pick), sampling=params)
-    check = dense_check(asked, replace(served("a"), text=mine), SETTINGS)
-    names, seen = check.judge(replace(served(), text=again, finish_reason=reason), 2.0) or ((), None)
-    assert names == ("a",) and seen is not None
-    return {kind.value: changed for kind, changed in seen.changes.items()}
+    check, _ = dense(asked, replace(served("a"), text=mine))
+    (seen,) = check.judge([replace(served(), text=again, finish_reason=reason)])
+    assert seen.names == ("a",)
+    return {kind.value: changed for kind, changed in seen.comparison.changes.items()}
 
 
-def test_a_call_in_place_of_prose_is_a_change_though_no_token_is_clearly_another() -> None:
-    assert judged(CALL, CALL) == {"wording": False, "call": False}
-    assert judged("I look it up.", CALL) == {"wording": False, "call": True}
+def test_a_call_in_place_of_prose_is_a_change_though_the_distributions_are_near() -> None:
+    assert judged(CALL, CALL) == {"far": False, "call": False}
+    assert judged("I look it up.", CALL) == {"far": False, "call": True}
 
 
 def test_a_check_that_was_cut_off_says_what_it_can() -> None:
     assert not judged(CALL, CALL[:12], reason=FinishReason.LENGTH)["call"]
     seen = judged("It is B. Answer: B", "It is", pick="Answer:", reason=FinishReason.LENGTH, max_tokens=5000)
-    assert seen == {"wording": False, "call": False}
+    assert seen == {"far": False, "call": False}
 
 
 def test_a_pick_is_compared_and_needs_the_whole_answer() -> None:
-    assert judged("Hm. Answer: B", "So: Answer: C", pick="Answer:") == {"wording": False, "call": False, "pick": True}
+    assert judged("Hm. Answer: B", "So: Answer: C", pick="Answer:") == {"far": False, "call": False, "pick": True}
     assert judged("Hm. Answer: B", "So: Answer: B", pick="Answer:")["pick"] is False
     asked = replace(ASKED, guard=GuardOrders(pick="Answer:"), sampling=replace(ASKED.sampling, temperature=0.0))
-    assert dense_check(asked, served("a"), SETTINGS).request.sampling.max_tokens == 500
+    assert dense(asked, served("a"))[1].sampling.max_tokens == 500
     long = replace(asked, sampling=replace(asked.sampling, max_tokens=10**6))
-    assert dense_check(long, served("a"), SETTINGS).request.sampling.max_tokens == MAX_PICK_TOKENS
+    assert dense(long, served("a"))[1].sampling.max_tokens == MAX_PICK_TOKENS
     sampled = replace(asked, sampling=replace(asked.sampling, temperature=0.7))
-    assert dense_check(sampled, served("a"), SETTINGS).request.sampling.max_tokens == 3
+    assert dense(sampled, served("a"))[1].sampling.max_tokens == 3
 
 
 def test_texts_of_sampled_answers_are_not_compared() -> None:
-    assert judged("I look it up.", CALL, temperature=0.7) == {"wording": False}
+    assert judged("I look it up.", CALL, temperature=0.7) == {"far": False}
+
+
+def test_a_forced_answer_says_nothing_of_decisions() -> None:
+    """Its text is what was served, whatever the model says."""
+    check, again = dense(GREEDY, replace(served("a"), text="Let me see."))
+    (seen,) = check.judge([replace(served(), text=CALL)])
+    assert again.forced and set(seen.comparison.changes) == {DecisionKind.FAR}
+
+
+def test_a_call_in_place_of_prose_on_a_rung_that_is_only_tried_is_no_change() -> None:
+    """What is served is compared, and a trial of a withheld placeholder; rungs are bounded by their divergence."""
+    asked = replace(GREEDY, tool_mark="<t>")
+    check, _ = dense(asked, replace(served("a"), text=CALL), [1])
+    mine, other = check.judge([replace(served(), text=CALL), replace(served("a"), text="Hm.")])
+    assert set(mine.comparison.changes) == {DecisionKind.FAR, DecisionKind.CALL}
+    assert set(other.comparison.changes) == {DecisionKind.FAR} and not other.is_served

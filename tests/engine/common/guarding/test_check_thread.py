@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_CREDIT, MAX_WA
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, Overloaded
 from kedge.settings import GuardSettings
-from kedge.types import Completion, FinishReason, GenerateRequest, Segment, TokenDelta
+from kedge.types import Completion, FinishReason, GenerateRequest, Segment, TenantId, TokenDelta
 from tests.engine.common.guarding.fakes import GOOD, request
 from tests.reuse.guard.answers import answer
 
@@ -42,12 +43,20 @@ class Bench:
         self.begun.release()
         return stream
 
-    def add(self, run: str = "run", agent: str = "solver", dense: bool = False, size: int = 12) -> Check:
-        asked = request(run=run, agent=agent)
+    def add(
+        self,
+        run: str = "run",
+        agent: str = "solver",
+        dense: bool = False,
+        size: int = 12,
+        tenant: str = "default",
+        rungs: Sequence[int | None] = (None,),
+    ) -> Check:
+        asked = replace(request(run=run, agent=agent), tenant=TenantId(tenant))
         if size != asked.prompt_tokens:
             asked = GenerateRequest((Segment((1,) * size, "p0"), *asked.segments[1:2]), asked.sampling, asked.reuse)
         done = answer(GOOD)
-        check = dense_check(asked, done, self.settings) if dense else trial(asked, done, self.settings, "a")
+        check = dense_check(asked, done, self.settings, []) if dense else trial(asked, done, self.settings, "a", rungs)
         self.checks.add(check)
         return check
 
@@ -171,6 +180,52 @@ def test_too_many_drop_the_oldest_of_the_agent_with_the_most() -> None:
         for _ in range(3):
             one.finish()
         assert one.checks.drain(10) and one.judged == [rare, *noisy[-2:]]
+
+
+def test_too_many_drop_those_of_the_tenant_with_the_most() -> None:
+    """Whose agents have one each: names are free."""
+    with bench(max_pending=3) as one:
+        one.checks.arrived()
+        rare = one.add(agent="solver")
+        noisy = [one.add(tenant="noisy", agent=f"agent-{number}") for number in range(20)]
+        assert one.checks.dropped == 18
+        one.checks.left(0)
+        for _ in range(3):
+            one.finish()
+        assert one.checks.drain(10) and one.judged == [rare, *noisy[-2:]]
+
+
+def test_a_check_of_several_requests_is_judged_when_all_are_answered() -> None:
+    with bench() as one:
+        check = one.add(rungs=[0, 1, None])
+        assert one.begun.acquire(timeout=10) and len(one.under_way) == 1, "one after the other"
+        one.begun.release()
+        assert one.checks.is_under_way(check.requests[2].request_id)
+        for _ in range(3):
+            assert one.judged == []
+            one.finish()
+        assert one.checks.drain(10) and one.judged == [check] and (one.checks.done, one.checks.dropped) == (1, 0)
+        assert not one.checks.is_under_way(check.requests[2].request_id)
+
+
+def test_where_a_rung_translates_nothing_those_of_its_kind_are_not_tried() -> None:
+    """Nothing is known to start from yet: each would compute the whole prompt."""
+    with bench() as one:
+        check = one.add(rungs=[0, 1, 2, 3, 4, 5])
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10) and one.judged == [check] and not one.under_way
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_a_check_of_which_a_request_is_cancelled_shows_nothing_and_ends(finished: int) -> None:
+    with bench() as one:
+        one.add(rungs=[0, 1, None])
+        for _ in range(finished):
+            one.finish()
+        one.finish(FinishReason.CANCELLED)
+        assert one.checks.drain(10) and one.judged == [] and (one.checks.done, one.checks.dropped) == (0, 1)
+        assert not one.under_way
 
 
 def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:

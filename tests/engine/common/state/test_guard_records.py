@@ -13,7 +13,7 @@ from kedge.settings import GuardSettings
 from kedge.types import AgentId, GenerateRequest, ReuseMode, SampleId, Segment, TenantId, WorkflowId
 from tests.engine.local.conftest import engine_of, tiny_model
 
-CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 1.0)
+CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 
 
 def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> GenerateRequest:

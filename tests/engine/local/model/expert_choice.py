@@ -141,7 +141,9 @@ class Study:
         driver = Driver(random_model(replace(one, values={**one.values, **self.changes}).config(), seed))
         choices = ExpertChoices(driver)
         for i in range(6):
-            driver.serve(request(words(50 + i, 35 - 3 * i), words(80 + i, 24 - i), max_tokens=1))
+            values = words(50 + i, 35 - 3 * i), words(80 + i, 24 - i)
+            driver.serve(request(*values, agent="critic", max_tokens=1))
+            driver.serve(request(*values, max_tokens=1))
         of_token, questions = [], []
         for i in range(5):
             values = words(70 + i, 27), words(90 + i, 18)

@@ -27,7 +27,7 @@ def test_with_the_experts_of_dense_prefill_the_error_is_smaller(name: str) -> No
     assert any(own.last)
     assert not any(forced.computed)
     assert forced.mean < own.mean
-    assert forced.mean < (1.7 if name == BEYOND else 1.5) * as_token
+    assert forced.mean < (2.6 if name == BEYOND else 2.2) * as_token
 
 
 def test_what_flips_is_mostly_the_last_token() -> None:

@@ -15,10 +15,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.utils.system_utils import get_mp_context  # noqa: E402
 
+from kedge.engine.common.guarding import check  # noqa: E402
 from kedge.engine.common.model_folder import model_path  # noqa: E402
-from kedge.guard import GuardState  # noqa: E402
+from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.reuse.planner import WITHHELD  # noqa: E402
+from kedge.reuse.guard.fidelity import LEAST, RUNGS  # noqa: E402
+from kedge.reuse.planner import UNPROVED, WITHHELD  # noqa: E402
 from kedge.settings import EngineSettings  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
@@ -52,6 +54,7 @@ HEAD, TAIL = (tuple(prompt(size, seed)) for size, seed in ((41, 1), (70, 2)))
 LEAD_IN, STAND_IN = (tuple(prompt(size, seed)) for size, seed in ((5, 3), (4, 4)))
 VALUES = [tuple(prompt(60, 100 + number)) for number in range(5)]
 TOP = 5
+AS_SET = GuardOrders()
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,7 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         patch.setenv(FAULT, str(folder / "fault"))
         patch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)  # else they are forked
+        patch.setattr(check, "FAR", 0.02)  # of a random model's flat distributions few tokens show little
         yield folder / "fault"
 
 
@@ -80,14 +84,15 @@ def engine(
         "async_scheduling": request.param,
     }  # fmt: skip
     config = {
-        "backend": "vllm", "vllm": own, "planner": {"by_cost": False}, "guard": {"canary_share": 1.0, "tokens": 4},
-        "anchors": {"min_anchors": 4, "max_error": 50.0, "match_layer": 1},
+        "backend": "vllm", "vllm": own, "planner": {"by_cost": False},
+        "guard": {"share": 1.0, "budget": 1.0, "tokens": 4},
+        "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0, "match_layer": 1},
     }  # fmt: skip
     with VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
         yield built
 
 
-def ask(engine: VLLMEngine, number: int) -> Completion:
+def ask(engine: VLLMEngine, number: int, agent: str = "a", orders: GuardOrders = AS_SET) -> Completion:
     """One call of an agent, in a run of its own."""
     segments = (
         Segment(HEAD, "p0"),
@@ -96,7 +101,7 @@ def ask(engine: VLLMEngine, number: int) -> Completion:
     )
     request = GenerateRequest(
         segments, SamplingParams(8, ignore_eos=True), ReuseMode.TRANSLATE, new_request_id(),
-        workflow=WorkflowId("w"), agent=AgentId("a"), run=RunId(f"run {time.monotonic()}"),
+        workflow=WorkflowId("w"), agent=AgentId(agent), run=RunId(f"run {time.monotonic()}"), guard=orders,
     )  # fmt: skip
     done = engine.submit(request).result(PATIENCE)
     engine.end_run(request.run_key)
@@ -110,8 +115,9 @@ def guard(engine: VLLMEngine) -> dict[str, Any]:
 
 
 def record(engine: VLLMEngine) -> dict[str, Any]:
-    """What it knows of the only placeholder."""
-    return next(iter(guard(engine)["agents"]), {"checks": 0, "withheld": False})
+    """What it knows of the placeholder of the agent without a budget."""
+    known = (one for one in guard(engine)["agents"] if one["agent"] == "a")
+    return next(known, {"checks": 0, "withheld": False})
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -131,12 +137,36 @@ def test_no_log_probabilities_no_guard(engine: VLLMEngine, monkeypatch: pytest.M
     assert ask(engine, 0).receipt.guard == () and guard(engine)["agents"] == []
 
 
+def test_a_budget_is_proved_before_anything_is_translated(engine: VLLMEngine) -> None:
+    """Any rung is within one so large; what is tried leaves no trace in an answer."""
+    receipts = []
+
+    def is_translated() -> bool:
+        done = ask(engine, len(receipts) % len(VALUES), "b", GuardOrders(fidelity=15.0))
+        wait_until(lambda: is_at_rest(engine))
+        assert done.logprobs == () and done.receipt.fidelity is not None
+        receipts.append(done.receipt)
+        return done.receipt.translated > 0
+
+    wait_until(is_translated)
+    *others, last = receipts
+    before = [one for one in others if one.fidelity.rung == ""]  # once one serves, it may still cost more than it saves
+    assert len(before) >= LEAST and not any(one.translated for one in others)
+    assert UNPROVED in {miss.reason for one in before for miss in one.misses}
+    assert last.fidelity.rung in {rung.name for rung in RUNGS} and last.fidelity.checks >= LEAST
+    assert last.fidelity.mean <= last.fidelity.bound <= 15
+
+
 def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path) -> None:
     def is_translated(number: int) -> bool:
         done = ask(engine, number)
         assert done.logprobs == (), "the guard's log-probabilities are no client's"
         return done.receipt.translated > 0
 
+    computed = GuardOrders(GuardMode.OFF, withheld=frozenset((EVERYTHING,)))
+    for _ in range(2):  # the first call of all checks the model's rotation, and teaches nothing
+        for number in range(len(VALUES)):
+            ask(engine, number, orders=computed)
     wait_until(lambda: sum(is_translated(number) for number in range(len(VALUES))) > 1)
     wait_until(lambda: is_at_rest(engine) and record(engine)["checks"] > 0)
     clean = record(engine)

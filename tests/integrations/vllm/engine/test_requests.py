@@ -16,6 +16,7 @@ from kedge.integrations.vllm.engine.requests import (
     short,
 )
 from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
     ClientId,
@@ -66,9 +67,12 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
 
 
 def test_what_the_guard_orders_is_sent() -> None:
-    orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2, pick="answer is <word>")
+    orders = GuardOrders(
+        withheld=frozenset({"q", "r"}), epoch=2, rung=len(RUNGS) - 1, left_out=True, pick="answer is <word>"
+    )  # fmt: skip
     assert read(request(guard=orders)).guard == orders
-    assert not {"withheld", "epoch", "pick"} & request_hints(request()).keys()
+    assert read(request(guard=GuardOrders(rung=0))).guard.rung == 0
+    assert not {"withheld", "epoch", "rung", "left_out", "pick"} & request_hints(request()).keys()
 
 
 def test_the_fixed_length_is_sent_without_segments() -> None:

@@ -38,7 +38,7 @@ PATIENCE = 120.0
 HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
 LEAD_IN, STAND_IN = tuple(prompt(5, 3)), tuple(prompt(4, 4))
 NANO_SHAPE = {"vocab_size": 1152, "bos_token_id": 0, "eos_token_id": 1}
-CHANGED = DecisionComparison({DecisionKind.WORDING: True}, 1.0)
+CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 ACME = TenantId("acme")
 
 

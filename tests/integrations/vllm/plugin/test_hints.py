@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.guard import GuardOrders
-from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints, segment_hints, without_hints
+from kedge.guard import EVERYTHING, GuardOrders
+from kedge.integrations.vllm.plugin.hints import AFRESH, HintedRequest, read_hints, segment_hints, without_hints
+from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
     AgentKey,
@@ -30,7 +31,7 @@ TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
     *("base", "session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
-    "pick",
+    *("pick", "rung", "left_out"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -67,9 +68,26 @@ def test_all_hints_are_read() -> None:
 
 @pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 1025, {"q": 1}])
 @pytest.mark.parametrize(("epoch", "pick"), [(-1, 3), (1.5, ["a"]), ("2", "x" * 2000)])
-def test_orders_of_a_guard_that_are_not_accepted_are_ignored(withheld: Any, epoch: Any, pick: Any) -> None:
-    call = read({"withheld": withheld, "epoch": epoch, "pick": pick})
-    assert call.request.guard == GuardOrders() and call.ignored == 3
+@pytest.mark.parametrize(
+    ("rung", "left_out"), [(-1, 1), (len(RUNGS), "yes"), (0.0, 0), (True, []), ("0", {}), (2**70, "")]
+)
+def test_orders_of_a_guard_that_are_not_accepted_are_ignored(
+    withheld: Any, epoch: Any, pick: Any, rung: Any, left_out: Any
+) -> None:
+    call = read({"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "left_out": left_out})
+    assert call.request.guard == GuardOrders() and call.ignored == 5
+
+
+@pytest.mark.parametrize("rung", range(len(RUNGS)))
+def test_every_rung_can_be_ordered(rung: int) -> None:
+    call = read({"rung": rung, "left_out": True, "withheld": [EVERYTHING]})
+    expected = GuardOrders(rung=rung, left_out=True, withheld=frozenset((EVERYTHING,)))
+    assert call.request.guard == expected and not call.ignored
+
+
+@pytest.mark.parametrize("salt, tenant", [("acme", "acme"), (f"acme{AFRESH}r1", "acme"), (AFRESH, "default")])
+def test_a_check_has_a_prefix_cache_of_its_own_and_its_calls_namespace(salt: str, tenant: str) -> None:
+    assert read({"agent": "a"}, salt).request.namespace == Namespace(TenantId(tenant))
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": {}}, {"kedge": None}])

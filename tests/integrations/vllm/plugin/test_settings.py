@@ -23,8 +23,8 @@ def test_sections_are_those_of_the_file() -> None:
 
 
 def test_nothing_is_recomputed_inside_a_prompt() -> None:
-    anchors, planner = PluginSettings(planner=PlannerSettings(recompute_head=2, recompute_tail=True)).translation_only
-    assert planner == PlannerSettings(recompute_head=0, pick_tail=0, recompute_short=0, move="never")
+    anchors, planner = PluginSettings(planner=PlannerSettings(recompute_head=2, recompute_short=2)).translation_only
+    assert planner == PlannerSettings(recompute_head=0, recompute_short=0, move="never")
     assert anchors.weak_error == math.inf
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from kedge.guard import DecisionKind, GuardMode, GuardOrders
+from kedge.decisions import PROSE, first_decision
+from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import (
     TOP,
     AnswerDecisions,
     DecisionComparison,
     compare_decisions,
-    compare_wording,
+    mean_divergence,
 )
+from kedge.reuse.guard.fidelity import FAR, RungFinding
 from kedge.reuse.layout import Placed, layout
 from kedge.settings import GuardSettings
 from kedge.types import (
@@ -25,6 +28,7 @@ from kedge.types import (
     RunId,
     RunKey,
     Source,
+    Tokens,
     TurnHints,
     WorkflowId,
     new_request_id,
@@ -34,51 +38,77 @@ MAX_PICK_TOKENS = 1024
 """Most tokens of an answer that is generated again for its pick"""
 
 
+class ComparedWay(NamedTuple):
+    """A call translated in one way, beside dense prefill."""
+
+    names: tuple[str, ...]
+    """The placeholders that were translated"""
+    comparison: DecisionComparison
+    finding: RungFinding | None
+    """None where it was not translated on a rung"""
+    is_served: bool
+    """Whether it says something of what is served, or would be: not of a rung that is only tried"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """A request that answers a served call's prompt again: densely if that was translated, else translated."""
+    """Requests that answer a served call's prompt again: densely if that was translated, and translated on rungs."""
 
     of: GenerateRequest
     """The request that was served"""
     served: Completion
-    request: GenerateRequest
+    requests: tuple[GenerateRequest, ...]
     tried: str
-    """The placeholder that is translated now and was not; "": the served call was translated"""
+    """What is translated now and was not: a placeholder, or `EVERYTHING`; "": the served call was translated"""
     decisions: AnswerDecisions
     """Of the served answer"""
 
     @property
     def run(self) -> RunKey | None:
-        """The run whose base KV it needs; None for a check by dense prefill, which needs none."""
-        return self.of.run_key if self.tried else None
+        """The run whose base KV it needs; None for a check by dense prefill alone, which needs none."""
+        return self.of.run_key if any(one.reuse is ReuseMode.TRANSLATE for one in self.requests) else None
 
     @property
     def cost(self) -> int:
-        """Tokens that it computes, at most."""
-        return self.request.prompt_tokens + self.request.sampling.max_tokens
+        """Tokens that it computes, about: a fifth of the prompt where that is translated."""
+        size = self.of.prompt_tokens
+        return sum(one.sampling.max_tokens + size // (5 if one.run else 1) for one in self.requests)
 
-    def judge(self, again: Completion, margin: float) -> tuple[tuple[str, ...], DecisionComparison] | None:
-        """Return the translated placeholders and the comparison; None where nothing was translated after all."""
-        dense, translated = (self.served, again) if self.tried else (again, self.served)
-        names = translated_placeholders(self.of, translated.receipt)
-        sampled = self.of.sampling.temperature > 0
-        seen = compare_wording(dense, translated, margin, sampled=sampled)
-        is_translated = self.tried in names if self.tried else bool(names)
-        if seen is None or not is_translated:
+    def judge(self, answers: Sequence[Completion | None]) -> list[ComparedWay]:
+        """Return what the answers to the requests say, of those that were translated after all. None: it has none."""
+        pairs = [(one, answer) for one, answer in zip(self.requests, answers, strict=True) if answer is not None]
+        dense = self.served if self.tried else next(answer for one, answer in pairs if one.reuse is ReuseMode.OFF)
+        ways = [] if self.tried else [(self.of, self.served)]
+        ways += [pair for pair in pairs if pair[0].reuse is ReuseMode.TRANSLATE]
+        return [seen for request, answer in ways if (seen := self._seen(dense, request, answer)) is not None]
+
+    def _seen(self, dense: Completion, request: GenerateRequest, answer: Completion) -> ComparedWay | None:
+        names = translated_placeholders(self.of, answer.receipt)
+        is_translated = bool(names) if self.tried in ("", EVERYTHING) else self.tried in names
+        divergence = mean_divergence(dense, answer)
+        if divergence is None or not is_translated:
             return None
-        changes = {DecisionKind.WORDING: seen.changed}
-        if not sampled:  # neither text is, so that what is read from them can be compared
-            is_shortened = self.request.sampling.max_tokens < self.of.sampling.max_tokens
+        changes = {DecisionKind.FAR: divergence > FAR}
+        again = answer if self.tried else dense
+        is_free = not (self.of.sampling.temperature > 0 or any(one.forced for one in self.requests))
+        if is_free and (self.tried or request is self.of):
+            is_shortened = self.requests[0].sampling.max_tokens < self.of.sampling.max_tokens
             is_whole = again.finish_reason is FinishReason.STOP or not is_shortened
             read = AnswerDecisions.of(again.text, self.of.guard.pick, is_whole=is_whole)
             mine = self.decisions if is_whole else replace(self.decisions, pick=None)
             changes |= compare_decisions(mine, read, None if is_whole else len(again.text))
-        return names, DecisionComparison(changes, seen.kl)
+        rung, receipt = request.guard.rung, answer.receipt
+        computed = receipt.computed / max(1, self.of.prompt_tokens - receipt.exact)
+        finding = (
+            None if rung is None or self.tried not in ("", EVERYTHING) else RungFinding(rung, divergence, computed)
+        )
+        is_served = request is self.of or rung is None or self.tried not in ("", EVERYTHING)
+        return ComparedWay(names, DecisionComparison(changes, divergence), finding, is_served)
 
 
-def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings) -> Check:
+def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings, rungs: Sequence[int]) -> Check:
     """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either, and
-    belongs to no agent: what is expected of that one is not its concern.
+    belongs to no agent: what is expected of that one is not its concern. `rungs` are tried beside.
     """
     again = replace(
         _again(request, served, settings),
@@ -88,31 +118,58 @@ def dense_check(request: GenerateRequest, served: Completion, settings: GuardSet
         run=RunId(""),
         agent=AgentId(""),
     )
-    return _check(request, served, again, settings)
+    others = [_tried(request, served, settings, EVERYTHING, rung) for rung in rungs]
+    return _check(request, served, [again, *others], settings)
 
 
-def trial(request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str) -> Check:
-    """Return the check of a call that was served without `tried`, a withheld placeholder: it is translated now."""
-    withheld = request.guard.withheld - {tried}
-    orders = replace(request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, held_out=False)
-    again = replace(_again(request, served, settings), guard=orders)
-    return _check(request, served, again, settings, tried)
+def trial(
+    request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str, rungs: Sequence[int | None]
+) -> Check:
+    """Return the check of a call that was served without `tried`, a withheld placeholder or all of them: it is
+    translated now, on each of the `rungs`.
+    """
+    return _check(request, served, [_tried(request, served, settings, tried, rung) for rung in rungs], settings, tried)
+
+
+def _tried(
+    request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str, rung: int | None
+) -> GenerateRequest:
+    withheld = frozenset[str]() if tried == EVERYTHING else request.guard.withheld - {tried}
+    orders = replace(
+        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, left_out=True,
+        held_out=True,
+    )  # fmt: skip
+    return replace(_again(request, served, settings), guard=orders)
 
 
 def _check(
-    request: GenerateRequest, served: Completion, again: GenerateRequest, settings: GuardSettings, tried: str = ""
+    request: GenerateRequest,
+    served: Completion,
+    again: Sequence[GenerateRequest],
+    settings: GuardSettings,
+    tried: str = "",
 ) -> Check:
     """Return a check that holds no more of an answer than a comparison reads: it may have to wait."""
     decisions = AnswerDecisions.of(served.text, request.guard.pick, is_whole=True)
     kept = replace(served, text="", tokens=(), logprobs=served.logprobs[: settings.tokens], prompt_logprobs=())
-    return Check(request, kept, again, tried, decisions)
+    return Check(request, kept, tuple(again), tried, decisions)
 
 
 def _again(request: GenerateRequest, served: Completion, settings: GuardSettings) -> GenerateRequest:
+    """Return a request for the answer once more: forced to the tokens that were served, unless it says something about
+    decisions, which a free answer shows.
+    """
     limit = max(1, min(settings.tokens, len(served.logprobs)))
-    if request.guard.pick and not request.sampling.temperature:
-        limit = max(limit, min(request.sampling.max_tokens, MAX_PICK_TOKENS))
+    forced: Tokens = served.tokens[:limit]
+    if not request.sampling.temperature and (
+        request.guard.pick or request.tool_mark or first_decision(served.text) != PROSE
+    ):
+        forced = ()
+        if request.guard.pick:
+            limit = max(limit, min(request.sampling.max_tokens, MAX_PICK_TOKENS))
     sampling = replace(request.sampling, max_tokens=limit, temperature=0.0, seed=None)
+    if forced:
+        sampling = replace(sampling, max_tokens=len(forced), grammar="", stop=(), ignore_eos=True)
     return replace(
         request,
         request_id=new_request_id(),
@@ -123,6 +180,7 @@ def _again(request: GenerateRequest, served: Completion, settings: GuardSettings
         is_plain=False,
         tool_mark="",
         logprobs=TOP,
+        forced=forced,
     )
 
 

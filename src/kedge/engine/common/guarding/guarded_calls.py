@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isinf
 
 from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
@@ -21,6 +22,7 @@ from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.reuse.guard.comparison import TOP
+from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
 from kedge.reuse.guard.record import SentinelFinding
 from kedge.reuse.plan import Sentinel
@@ -109,17 +111,18 @@ def _carry_out(end: End | None) -> None:
 
 
 class CheckThread:
-    """The checks of one engine, bounded: beyond `max_pending` the oldest one of the agent with the most is dropped.
+    """The checks of one engine, bounded: beyond `max_pending` the oldest one is dropped of the agent with the most,
+    of the tenant with the most.
     Any thread may call.
     """
 
     def __init__(
         self,
         submit: Callable[[GenerateRequest], Stream],
-        judged: Callable[[Check, Completion], None],
+        judged: Callable[[Check, Sequence[Completion | None]], None],
         settings: GuardSettings,
     ) -> None:
-        """`judged` is called with every check and its answer, on this thread."""
+        """`judged` is called with every check and its answers, None for requests without one, on this thread."""
         self._submit, self._judged, self._settings = submit, judged, settings
         self._changed = threading.Condition()
         self._waiting: deque[Check] = deque()
@@ -158,8 +161,10 @@ class CheckThread:
             self._ends.hold(check.run)
             dropped = []
             if len(self._waiting) > self._settings.max_pending:
-                counts = Counter(check.of.workflow_agent for check in self._waiting)
-                dropped.append(max(self._waiting, key=lambda check: counts[check.of.workflow_agent]))
+                agents = Counter(check.of.workflow_agent for check in self._waiting)
+                tenants = Counter(check.of.tenant for check in self._waiting)
+                held = [(tenants[one.of.tenant], agents[one.of.workflow_agent]) for one in self._waiting]
+                dropped.append(self._waiting[held.index(max(held))])
             self._drop(dropped)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
@@ -184,7 +189,7 @@ class CheckThread:
     def is_under_way(self, request_id: RequestId) -> bool:
         """Return whether a request is the check that is being carried out."""
         current = self._current
-        return current is not None and current.request.request_id == request_id
+        return current is not None and any(one.request_id == request_id for one in current.requests)
 
     # runs --------------------------------------------------------------------------------------------------------
 
@@ -260,11 +265,24 @@ class CheckThread:
         return None
 
     def _carry_out(self, check: Check) -> None:
-        is_done, began = False, time.monotonic()
+        is_done, more, began = False, 0, time.monotonic()
         try:
-            again = self._submit(check.request).result()
-            if is_done := again.finish_reason is not FinishReason.CANCELLED:
-                self._judged(check, again)
+            answers, in_vain = list[Completion | None](), set[bool]()
+            for request in check.requests:
+                rung = request.guard.rung
+                kind = None if rung is None else RUNGS[rung].by_anchors
+                if kind in in_vain:  # nothing to start from yet, so all of it would be computed
+                    answers.append(None)
+                    continue
+                answers.append(answer := self._submit(request).result())
+                if answer.finish_reason is FinishReason.CANCELLED:
+                    break
+                more += answer.receipt.computed + len(answer.tokens)
+                if kind is not None and not answer.receipt.translated:
+                    in_vain.add(kind)
+            else:
+                is_done, more = True, more - check.cost
+                self._judged(check, answers)
         except KedgeError as error:  # the engine was closed, or has no room for it
             logger.debug("a check was not carried out: %s", error)
         except Exception:  # whatever happens to a check is no request's concern
@@ -273,6 +291,7 @@ class CheckThread:
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
+            self._credit -= max(0, more)  # than it was thought to compute
             self.done += is_done
             self.dropped += not is_done
 
@@ -284,7 +303,7 @@ class GuardedCall:
     asked: GenerateRequest
     served: GenerateRequest
     tried: str
-    """The withheld placeholder that a check would translate; "": none is withheld"""
+    """The withheld placeholder that a check would translate, or `EVERYTHING`; "": none is withheld"""
     is_checked: bool
 
 
@@ -360,6 +379,7 @@ class GuardedCalls:
         """Return the agents' states with their evidence, of the namespaces that `owns` picks, and counts of checks."""
         return {
             "mode": self._settings.mode.value,
+            "fidelity": None if isinf(self._settings.fidelity) else self._settings.fidelity,
             "max_changed": self._settings.max_changed,
             "checks_done": self.checks.done,
             "checks_dropped": self.checks.dropped,
@@ -389,11 +409,14 @@ class GuardedCalls:
             if done.finish_reason is not FinishReason.CANCELLED and self.guard.mode(served) is not GuardMode.OFF:
                 names = translated_placeholders(served, done.receipt)
                 self.guard.translated(served, names)
-                if call.is_checked and call.tried:
-                    self.checks.add(trial(served, done, self._settings, call.tried))
+                rungs = self.guard.to_try(served, call.tried) if call.is_checked else []
+                if call.tried and rungs:
+                    self.checks.add(trial(served, done, self._settings, call.tried, rungs))
                 elif call.is_checked and names:
-                    self.checks.add(dense_check(served, done, self._settings))
-            return replace(done, receipt=replace(done.receipt, guard=self.guard.notes(served)))
+                    beside = [one for one in rungs if one is not None]
+                    self.checks.add(dense_check(served, done, self._settings, beside))
+            guard, fidelity = self.guard.notes(served), self.guard.fidelity(served)
+            return replace(done, receipt=replace(done.receipt, guard=guard, fidelity=fidelity))
         except Exception:  # an answer is not lost for what the guard makes of it
             logger.exception("the guard failed on request %s", call.asked.request_id)
             return done
@@ -411,7 +434,14 @@ class GuardedCalls:
             return ()
         return tuple(replace(one, top=one.top[: call.asked.logprobs]) for one in logprobs)
 
-    def _judged(self, check: Check, again: Completion) -> None:
-        if (judged := check.judge(again, self._settings.margin)) is not None:
-            names, seen = judged
-            self.guard.observe(check.of, (check.tried,) if check.tried else names, seen)
+    def _judged(self, check: Check, answers: Sequence[Completion | None]) -> None:
+        ways = check.judge(answers)
+        findings = [seen.finding for seen in ways if seen.finding is not None]
+        tried = {one.guard.rung for one in check.requests if one.guard.rung is not None}
+        if check.tried in ("", EVERYTHING) and (findings or tried):
+            placeholders = {name for seen in ways for name in seen.names}
+            self.guard.found(check.of, placeholders, findings, tried - {one.rung for one in findings})
+        for seen in ways:
+            if seen.is_served:
+                names = seen.names if check.tried in ("", EVERYTHING) else (check.tried,)
+                self.guard.observe(check.of, names, seen.comparison)

@@ -23,8 +23,7 @@ from kedge.engine.common.state.files import Entry, Name
 from kedge.engine.common.state.folder import Damage, StateFolder
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
-from kedge.reuse.guard.guard import Group, QualityGuard
-from kedge.reuse.guard.record import GuardRecord, from_data
+from kedge.reuse.guard.guard import Group, QualityGuard, SavedGroup
 from kedge.types import Namespace, WorkflowId
 
 GUARD = "guard"
@@ -39,8 +38,7 @@ T = TypeVar("T")
 def guard_records(guard: QualityGuard) -> list[Record]:
     """Return the guard's records as they are now."""
     return [
-        Record((GUARD, str(namespace), workflow), {"records": held}, {})
-        for (namespace, workflow), held in guard.saved().items()
+        Record((GUARD, str(namespace), workflow), held, {}) for (namespace, workflow), held in guard.saved().items()
     ]
 
 
@@ -60,7 +58,7 @@ class RestoredGuard:
     def __init__(self, others: Callable[[Record], None]) -> None:
         """`others` takes the records of other kinds."""
         self._others = others
-        self.groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
+        self.groups: dict[Group, SavedGroup] = {}
 
     def add(self, record: Record) -> None:
         """Take a record of any kind. Raises `StateDamaged` for an invalid one, and adds nothing then."""
@@ -68,7 +66,7 @@ class RestoredGuard:
             return self._others(record)
         try:
             _, namespace, workflow = record.name
-            self.groups[Namespace.parse(namespace), WorkflowId(workflow)] = from_data(record.data["records"])
+            self.groups[Namespace.parse(namespace), WorkflowId(workflow)] = SavedGroup.read(record.data)
         except (ValueError, LookupError, TypeError) as error:
             raise StateDamaged("record", record.name, f"makes no sense: {error!r:.300}") from error
         return None

@@ -25,6 +25,7 @@ from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
 from kedge.integrations.vllm.engine.requests import BasePrefills, HeldForecasts, PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.integrations.vllm.plugin.hints import AFRESH
 from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT, AdviceCalls, hinted_params, message
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
@@ -122,7 +123,8 @@ class Driver:
     async def _generate(self, response: StreamedResponse) -> ReceiptData | None:
         """Generate a response. Returns the plug-in's receipt, None where the response was ended here."""
         request = response.request
-        prompt = tokens_input(list(request.tokens), cache_salt=str(request.namespace))
+        own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
+        prompt = tokens_input(list(request.tokens), cache_salt=f"{request.namespace}{own}")
         async with aclosing(self.llm.generate(prompt, response.params, request.request_id)) as outputs:
             async for output in outputs:
                 response.take(output)

@@ -277,6 +277,11 @@ class VLLMEngine(Engine):
         outcomes = self._run(partial(self._driver.advise, namespace, advice_hints(hints)))
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
+    def wait_idle(self, timeout: float = 600.0) -> None:
+        """Wait until no check of the guard is left. Raises `TimeoutError` after `timeout` seconds."""
+        if not self._guard.checks.drain(timeout):
+            raise TimeoutError(f"checks are left after {timeout} s")
+
     def inspect(self) -> dict[str, object]:
         """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
         return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats()}

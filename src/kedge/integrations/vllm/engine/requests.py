@@ -75,6 +75,8 @@ def request_hints(request: GenerateRequest) -> Hints:
         "final": request.turn.is_last or None,
         "withheld": sorted(request.guard.withheld),
         "epoch": request.guard.epoch or None,
+        "rung": request.guard.rung,
+        "left_out": request.guard.left_out or None,
         "pick": request.guard.pick,
         "segments": segments,
     }

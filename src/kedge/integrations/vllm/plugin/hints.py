@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kedge.guard import GuardOrders
 from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
 from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
+from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
     ClientId,
@@ -40,6 +41,8 @@ MAX_WITHHELD = 1024
 """Most placeholders of one request that are withheld from translation"""
 
 
+AFRESH = "\0"
+"""In a salt, before what keeps a request from what vLLM's prefix cache has of its prompt"""
 NO_PROMPT: Tokens = (0,)
 """The prompt of a message without one: vLLM accepts no empty prompt."""
 
@@ -121,6 +124,8 @@ def read_hints(
         guard=GuardOrders(
             withheld=take("withheld", _names, frozenset[str]()),
             epoch=take("epoch", read_whole, None) or 0,
+            rung=take("rung", _rung, None),
+            left_out=take("left_out", _flag, False),
             pick=take("pick", read_text, ""),
         ),
     )
@@ -150,8 +155,13 @@ def _unnamed(tokens: Tokens) -> tuple[Segment, ...]:
 
 def _place(salt: str | None) -> dict[str, Any]:
     """Return where a request's KV is kept, as arguments of `GenerateRequest`."""
-    namespace = Namespace.parse(salt or "default")
+    namespace = namespace_of(salt)
     return {"tenant": namespace.tenant, "partition": namespace.partition}
+
+
+def namespace_of(salt: str | None) -> Namespace:
+    """Return where KV of a request with this salt is kept: what follows `AFRESH` is for vLLM's prefix cache alone."""
+    return Namespace.parse((salt or "").partition(AFRESH)[0] or "default")
 
 
 class _Reader:
@@ -179,6 +189,13 @@ def _names(value: Any) -> frozenset[str]:
 
 def _sample(value: Any) -> SampleId | None:
     return SampleId.parse(read_text(value))
+
+
+def _rung(value: Any) -> int:
+    number = read_whole(value)
+    if number >= len(RUNGS):
+        raise ValueError
+    return number
 
 
 def _flag(value: Any) -> bool:

@@ -26,7 +26,14 @@ from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.held_lanes import answer_of
-from kedge.integrations.vllm.plugin.hints import HintedRequest, plain_request, read_hints, with_actions, without_hints
+from kedge.integrations.vllm.plugin.hints import (
+    HintedRequest,
+    namespace_of,
+    plain_request,
+    read_hints,
+    with_actions,
+    without_hints,
+)
 from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
@@ -46,7 +53,7 @@ from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, RunKey
+from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey
 
 MAX_UNSENT = 1024
 """Answers to hints that wait for a step to go with; the oldest is dropped"""
@@ -203,7 +210,7 @@ class SchedulerSide:
             receipt = receipt_to_dict(found, outcome.needs, outcome.lanes, tracked.hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
                 self._unsent_receipts[request.request_id] = receipt
-        namespace, request_id = Namespace.parse(request.cache_salt or "default"), RequestId(request.request_id)
+        namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
         served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
         self.plain.ended(namespace, request_id, answer, served)

@@ -18,7 +18,7 @@ from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.hints import HintedRequest, namespace_of
 from kedge.integrations.vllm.plugin.host_loads import FinishedHistory
 from kedge.policies.eviction import StepPolicy, lru
 from kedge.policies.sessions import (
@@ -100,7 +100,7 @@ class SessionHistories:
         """Return the session of a new request, whose blocks go last until it has ended; None before `bind`."""
         if self._device is None:
             return None
-        namespace = Namespace.parse(request.cache_salt or "default")
+        namespace = namespace_of(request.cache_salt)
         hints = SessionHints.of(hinted.request) if hinted else NO_HINTS
         if request.session_id and not hints.session:
             hints = replace(hints, session=request.session_id[:MAX_NAME_LENGTH])

@@ -63,5 +63,5 @@ class PluginSettings(SettingsSection):
         is learned from makes all behind it dense.
         """
         kept = {"min_translated": self.planner.min_translated, "by_cost": self.planner.by_cost}
-        planner = PlannerSettings(recompute_head=0, pick_tail=0, recompute_short=0, move="never", **kept)
+        planner = PlannerSettings(recompute_head=0, recompute_short=0, move="never", **kept)
         return self.anchors.model_copy(update={"weak_error": math.inf}), planner

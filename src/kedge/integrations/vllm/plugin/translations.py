@@ -272,7 +272,8 @@ class Translations:
     def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
         """Take a new request."""
         refusal = self._refusal or request_refusal(request)
-        if hinted.request.reuse is ReuseMode.TRANSLATE and self._losing.leaves_alone(hinted.request):
+        is_served = hinted.request.reuse is ReuseMode.TRANSLATE and not hinted.request.guard.is_proving
+        if is_served and self._losing.leaves_alone(hinted.request):
             refusal = refusal or LOSING
         candidate = self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
         if candidate.is_asked_about:

@@ -11,6 +11,8 @@ const SOURCE_NAMES = {
 };
 const LOADS_ALIKE = 1.5;
 const MAX_GUARDED = 24;
+/** Nats a token by which prompts with their KV in fp8 differ, as production accepts them. */
+const FP8 = 0.002;
 export const MARKS = { running: "\u25cf", waiting: "\u25cb", done: "\u2713", expected: "\u00b7", stopped: "\u00d7" };
 
 export const sourceName = (source) => SOURCE_NAMES[source] ?? source;
@@ -210,7 +212,25 @@ export function guard(records) {
   const worst = [...records].sort((a, b) => b.withheld - a.withheld || b.bound - a.bound).slice(0, MAX_GUARDED);
   const names = [left("Placeholder"), left("State"), ...["Changed", "At most"].map(right)];
   const more = records.length - worst.length;
-  return [grouped("How far translation is trusted", names, byWorkflow(worst), row), more ? hint(`${number(more)} more in /v1/guard.`) : null];
+  const shown = grouped("How far translation is trusted", names, byWorkflow(worst), row);
+  return [fidelity(records), shown, more ? hint(`${number(more)} more in /v1/guard.`) : null];
+}
+
+/** How each agent is translated, and how far its answers are from dense prefill. */
+function fidelity(records) {
+  const agents = [...new Map(records.filter((one) => one.fidelity).map((one) => [JSON.stringify([one.workflow, one.agent]), one])).values()];
+  if (!agents.length) return null;
+  const nats = (value) => (value === null ? muted("\u2013") : value.toFixed(4));
+  const row = (one) => {
+    const { rung, mean, bound, budget, checks, curve } = one.fidelity;
+    const ways = curve.map(([name, kl, computed]) => `${name}: KL ${nats(kl)}, ${percent(computed, 1)} computed`).join("\n");
+    const like = rung ? muted(` ${(mean / FP8).toFixed(1)}\u00d7`) : null;
+    return [agentName(one), h("span", { title: ways }, rung || "computed"), h("span", {}, nats(mean), like), nats(bound), nats(budget), number(checks)];
+  };
+  const away = (one) => one.fidelity.mean ?? Number.MAX_VALUE;
+  const worst = agents.sort((a, b) => away(b) - away(a)).slice(0, MAX_GUARDED);
+  const names = [left("Agent"), left("Way"), ...["KL (\u00d7 fp8)", "At most", "Budget", "Compared"].map(right)];
+  return grouped("How far answers are from dense prefill", names, byWorkflow(worst), row);
 }
 
 /** A name that may go on in the next line behind an underscore. */

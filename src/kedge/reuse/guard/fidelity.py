@@ -1,0 +1,243 @@
+"""How an agent earns the cheapest way of translating its prompts that stays within a budget of fidelity.
+
+The ways are rungs: base KV that is only moved, anchors with more or fewer tokens computed, new answers computed. While
+none is proved, an agent's prompts are computed, and each is tried on the rungs beside: what translation would have
+given, and the divergence (KL, nats a token) of the answer's tokens over it. The cheapest rung whose mean divergence is
+below the budget, with confidence, serves from then on, and goes on being compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import inf, log, sqrt
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kedge.guard import FidelityNote
+from kedge.structures.bounded import BoundedDict
+
+FORGET = 0.95
+"""Factor on a comparison's weight at every later one: anchors change"""
+LEAST = 6
+"""Comparisons of a rung before it can serve"""
+CHECKED = 8
+"""Calls on a new rung that are all compared"""
+STAYS = 0.9
+"""Another rung has to compute less than this share of what the one that serves computes"""
+RETRIED = 4
+"""Of the times that rungs are tried, one in so many includes those by anchors that were too far off"""
+FAR = 0.1
+"""Nats a token of a single answer from which it counts as changed: fifty times what KV in fp8 does"""
+
+
+class Rung(NamedTuple):
+    """A way of translating a prompt."""
+
+    name: str
+    by_anchors: bool = False
+    """Whether offsets of anchors are added; where there are none yet, the value is computed"""
+    weak_error: float = inf
+    """Predicted relative error above which a token is computed"""
+    of_readers: bool = False
+    """Whether answers that no agent has read before are computed"""
+
+
+RUNGS = (
+    Rung("moved"),
+    Rung("anchors 0.25", True, 0.25),
+    Rung("anchors 0.15", True, 0.15),
+    Rung("anchors 0.1", True, 0.1),
+    Rung("moved, new answers computed", of_readers=True),
+    Rung("anchors 0.06", True, 0.06),
+)
+LEARNING = 1
+"""The rung of calls that are computed: anchors are learned from them"""
+
+
+@dataclass(slots=True)
+class MeanEvidence:
+    """The mean of a quantity that is compared again and again, with bounds that hold at any time.
+
+    They are an asymptotic confidence sequence (Waudby-Smith et al., *Time-uniform central limit theory and asymptotic
+    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less.
+    """
+
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    mean: float = 0.0
+    spread: float = 0.0
+    """Weighted sum of squared distances from the mean"""
+    count: int = 0
+
+    def observe(self, value: float) -> None:
+        """Take one more value."""
+        self.weight = FORGET * self.weight + 1
+        self.squared_weight = FORGET**2 * self.squared_weight + 1
+        away = value - self.mean
+        self.mean += away / self.weight
+        self.spread = FORGET * self.spread + away * (value - self.mean)
+        self.count += 1
+
+    def upper(self, alpha: float) -> float:
+        """Return the upper bound of the mean, wrong with probability `alpha`; infinite below `LEAST` values."""
+        # Divergences have long tails, of which few values show nothing: with less than this for a deviation, a bound
+        # that is looked at often is wrong in a third of the cases (exponential), or in half (lognormal).
+        return self.mean + self._radius(alpha, least=1.5 * self.mean)
+
+    def lower(self, alpha: float) -> float:
+        """Return the lower bound of the mean, wrong with probability `alpha`."""
+        return max(0.0, self.mean - self._radius(alpha, least=0.0))
+
+    def _radius(self, alpha: float, least: float) -> float:
+        if self.count < LEAST:
+            return inf
+        count, deviation = self.weight**2 / self.squared_weight, max(sqrt(self.spread / self.weight), least)
+        rho = 0.35  # the square of the sequence's parameter
+        wide = count * rho + 1
+        return deviation * sqrt(2 * wide / (count**2 * rho) * log(sqrt(wide) / (2 * alpha)))
+
+
+@dataclass(slots=True)
+class RungRecord:
+    """What was seen of one agent on one rung."""
+
+    divergence: MeanEvidence = field(default_factory=MeanEvidence)
+    """Nats a token"""
+    computed: MeanEvidence = field(default_factory=MeanEvidence)
+    """Share of the prompt that was computed"""
+
+
+class RungFinding(NamedTuple):
+    """One comparison of a prompt that was translated on a rung with dense prefill."""
+
+    rung: int
+    divergence: float
+    computed: float
+
+
+@dataclass(slots=True)
+class Serving:
+    """The rung that serves an agent, and its calls since it does."""
+
+    rung: int | None = None
+    calls: int = 0
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is proved of one agent's translation."""
+
+    rungs: dict[int, RungRecord] = field(default_factory=dict)
+    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(LEAST))
+    """By budget: calls may have budgets of their own"""
+    tried: int = 0
+    """Times that rungs were tried"""
+    vain: Counter[int] = field(default_factory=Counter)
+    """Times in a row that nothing was translated on a rung"""
+
+    def observe(self, finding: RungFinding) -> None:
+        """Take a comparison."""
+        self.vain.pop(finding.rung, None)
+        record = self.rungs.setdefault(finding.rung, RungRecord())
+        record.divergence.observe(finding.divergence)
+        record.computed.observe(finding.computed)
+
+    def choose(self, budget: float, alpha: float) -> int | None:
+        """Return the rung to serve on: the cheapest that is proved; the one that serves until it is no longer within
+        the budget in the mean. None: none is. All rungs together are wrong with probability `alpha`.
+        """
+        each = alpha / len(RUNGS)
+        proved = [number for number, one in self.rungs.items() if one.divergence.upper(each) <= budget]
+        kept = self.serving.use(budget, Serving).rung
+        if kept is not None and kept in self.rungs and self.rungs[kept].divergence.mean <= budget:
+            proved.append(kept)
+
+        def cost(number: int) -> tuple[float, int]:
+            return self.rungs[number].computed.mean * (STAYS if number == kept else 1), number
+
+        chosen = min(proved, key=cost, default=None)
+        if chosen != kept:
+            self.serving[budget] = Serving(chosen)
+        return chosen
+
+    def to_try(self, budget: float, alpha: float) -> list[int]:
+        """Return the rungs that may be cheaper than the one that serves and are not known to be too far off. Those by
+        anchors are tried again now and then, as anchors get better, and those that translated nothing.
+        """
+        served = self.choose(budget, alpha)
+        dearest = inf if served is None else self.rungs[served].computed.mean
+        self.tried += 1
+        found = []
+        for number, rung in enumerate(RUNGS):
+            seen = self.rungs.get(number)
+            is_turn = self.tried % RETRIED == 0
+            if self.vain[number] >= LEAST and not is_turn:
+                continue
+            is_open = seen is None or (rung.by_anchors and is_turn) or seen.divergence.lower(alpha) <= budget
+            if number != served and is_open and (seen is None or seen.computed.mean < dearest):
+                found.append(number)
+        return found
+
+    def note(self, budget: float, alpha: float) -> FidelityNote:
+        """Return the proof as it stands, for receipts."""
+        curve = tuple(
+            (RUNGS[number].name, one.divergence.mean, one.computed.mean) for number, one in sorted(self.rungs.items())
+        )
+        served = self.choose(budget, alpha)
+        if served is None:
+            checks = max((one.divergence.count for one in self.rungs.values()), default=0)
+            return FidelityNote(budget, "", None, None, checks, curve)
+        seen = self.rungs[served].divergence
+        bound = seen.upper(alpha) if seen.count >= LEAST else None
+        return FidelityNote(budget, RUNGS[served].name, seen.mean, bound, seen.count, curve)
+
+    def nearness(self, budget: float, alpha: float) -> float:
+        """Return the upper bound over the budget, at most 1; 1 where nothing serves."""
+        served = self.choose(budget, alpha)
+        return 1.0 if served is None else min(1.0, self.rungs[served].divergence.upper(alpha) / budget)
+
+    def forget_anchors(self) -> None:
+        """Forget what was seen of anchors that are discarded."""
+        self.rungs = {number: one for number, one in self.rungs.items() if not RUNGS[number].by_anchors}
+
+
+class SavedProof(BaseModel):
+    """An agent's proof as plain data. Whatever is malformed raises `ValueError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    agent: str = Field(max_length=4096)
+    rungs: dict[int, tuple[SavedMean, SavedMean]]
+
+    @classmethod
+    def of(cls, agent: str, proof: Proof) -> SavedProof:
+        """Return a proof as data."""
+        rungs = {
+            number: [SavedMean.model_validate(one, from_attributes=True) for one in (seen.divergence, seen.computed)]
+            for number, seen in proof.rungs.items()
+        }
+        return cls.model_validate({"agent": agent, "rungs": rungs})
+
+    def proof(self) -> Proof:
+        """Return the proof as it goes on."""
+        rungs = {number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in self.rungs.items()}
+        return Proof({number: one for number, one in rungs.items() if 0 <= number < len(RUNGS)})
+
+
+class SavedMean(BaseModel):
+    """A mean as plain data."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    weight: float = Field(ge=1, le=1 / (1 - FORGET))
+    squared_weight: float = Field(ge=1, le=1 / (1 - FORGET))
+    mean: float = Field(ge=0, le=100)
+    spread: float = Field(ge=0, le=1e6)
+    count: int = Field(ge=1, lt=2**53)
+
+    def evidence(self) -> MeanEvidence:
+        """Return it as it is counted on."""
+        return MeanEvidence(**self.model_dump())
+
+
+SavedProof.model_rebuild()

@@ -1,0 +1,299 @@
+"""How an agent's translation is proved: bounds of a mean, the rung that serves, and proofs as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import inf, log, sqrt
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.reuse.guard.fidelity import (
+    FORGET,
+    LEAST,
+    RETRIED,
+    RUNGS,
+    MeanEvidence,
+    Proof,
+    RungFinding,
+    SavedProof,
+    Serving,
+)
+
+ALPHA, BUDGET = 0.05, 0.002
+VALUES = st.lists(st.floats(0, 20), max_size=60)
+
+
+def evidence(values: Sequence[float]) -> MeanEvidence:
+    seen = MeanEvidence()
+    for value in values:
+        seen.observe(value)
+    return seen
+
+
+# the mean --------------------------------------------------------------------------------------------------------
+
+
+@given(VALUES.filter(bool))
+def test_the_mean_weighs_older_values_less(values: list[float]) -> None:
+    seen, weights = evidence(values), FORGET ** numpy.arange(len(values))[::-1]
+    mean = numpy.average(values, weights=weights)
+    assert seen.count == len(values)
+    assert (seen.weight, seen.squared_weight) == pytest.approx((weights.sum(), (weights**2).sum()))
+    assert seen.mean == pytest.approx(mean, abs=1e-9)
+    assert seen.spread == pytest.approx((weights * (numpy.array(values) - mean) ** 2).sum(), abs=1e-6)
+
+
+@given(VALUES, st.floats(1e-6, 0.4))
+def test_the_bounds_are_those_of_the_confidence_sequence(values: list[float], alpha: float) -> None:
+    """Written as in the paper: t values of deviation s, with rho squared 0.35."""
+    seen = evidence(values)
+    if len(values) < LEAST:
+        assert seen.upper(alpha) == inf and seen.lower(alpha) == 0
+        return
+    weights = FORGET ** numpy.arange(len(values))[::-1]
+    mean = float(numpy.average(values, weights=weights))
+    s = float(numpy.average((numpy.array(values) - mean) ** 2, weights=weights)) ** 0.5
+    t = float(weights.sum() ** 2 / (weights**2).sum())
+    radius = sqrt(2 * (t * 0.35 + 1) / (t**2 * 0.35) * log(sqrt(t * 0.35 + 1) / (2 * alpha)))
+    assert seen.upper(alpha) == pytest.approx(mean + max(s, 1.5 * mean) * radius, rel=1e-6, abs=1e-6)
+    assert seen.lower(alpha) == pytest.approx(max(0.0, mean - s * radius), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("draw, mean", [
+    (lambda rng: rng.exponential(1.0, 60), 1.0), (lambda rng: rng.lognormal(0.0, 1.0, 60), numpy.exp(0.5)),
+])  # fmt: skip
+def test_the_upper_bound_holds_at_all_times_at_once(
+    draw: Callable[[numpy.random.Generator], numpy.ndarray[Any, Any]], mean: float
+) -> None:
+    """Divergences are skewed: few of them are far above the mean, and the bound is asymptotic."""
+    rng, runs, missed = numpy.random.default_rng(0), 300, 0
+    for _ in range(runs):
+        seen, bounds = MeanEvidence(), []
+        for value in draw(rng):
+            seen.observe(float(value))
+            bounds.append(seen.upper(ALPHA))
+        missed += min(bounds) < mean
+    assert missed <= 0.1 * runs
+
+
+def test_values_that_are_alike_by_chance_prove_little() -> None:
+    assert evidence([0.001] * LEAST).upper(ALPHA) > 0.0025
+    assert evidence([0.001] * 200).upper(ALPHA) < 0.002
+    assert evidence([0.0] * LEAST).upper(ALPHA) == 0.0
+
+
+# the rung that serves -----------------------------------------------------------------------------------------------
+
+
+def found(proof: Proof, rung: int, divergence: float, computed: float = 0.1, times: int = 40) -> Proof:
+    """Take so many comparisons about this far off, and choose after each of them."""
+    for number in range(times):
+        proof.observe(RungFinding(rung, divergence * (1.2 if number % 2 else 0.8), computed))
+        proof.choose(BUDGET, ALPHA)
+    return proof
+
+
+def serving(proof: Proof) -> int | None:
+    return proof.choose(BUDGET, ALPHA)
+
+
+def test_nothing_serves_before_it_is_proved() -> None:
+    proof = Proof()
+    assert serving(proof) is None and proof.to_try(BUDGET, ALPHA) == [*range(len(RUNGS))]
+    found(proof, 2, 0.0, times=LEAST - 1)
+    assert serving(proof) is None
+    found(proof, 2, 0.0, times=1)
+    assert serving(proof) == 2
+
+
+def test_the_cheapest_rung_that_is_proved_serves() -> None:
+    proof = found(Proof(), 4, BUDGET / 5, computed=0.4)
+    assert serving(proof) == 4 and 0 in proof.to_try(BUDGET, ALPHA)
+    found(proof, 3, BUDGET / 5, computed=0.2)
+    assert serving(proof) == 3
+    found(proof, 0, 5 * BUDGET, computed=0.0)
+    found(proof, 2, 0.9 * BUDGET, computed=0.1, times=LEAST)
+    assert serving(proof) == 3, "one is too far off, the other may be"
+    assert proof.to_try(BUDGET, ALPHA) == [1, 2, 5], "what is dearer, or known to be too far off, is not tried"
+
+
+def test_anchors_that_were_too_far_off_are_tried_again_now_and_then() -> None:
+    """They get better with samples; what is moved does not."""
+    proof = found(found(Proof(), 0, 5 * BUDGET, computed=0.0), 1, 5 * BUDGET)
+    tried = [proof.to_try(BUDGET, ALPHA) for _ in range(8 * RETRIED)]
+    assert sum(1 in one for one in tried) == 8 and not any(0 in one for one in tried)
+    found(proof, 1, BUDGET / 5, times=80)
+    assert serving(proof) == 1
+
+
+def test_the_rung_that_serves_is_left_for_one_that_computes_a_tenth_less() -> None:
+    """Shares that are nearly equal would else change places at every few comparisons."""
+    proof = Proof()
+    for rung in (2, 1):
+        found(proof, rung, BUDGET / 5)
+    assert serving(proof) == 2
+    for computed in [0.01] * 60:
+        proof.observe(RungFinding(1, BUDGET / 5, computed))
+    assert serving(proof) == 1
+
+
+def test_what_serves_goes_on_until_its_mean_is_above_the_budget() -> None:
+    """Else it would be left and taken up again at every few comparisons."""
+    proof = found(Proof(), 2, BUDGET / 5)
+    found(proof, 2, 0.9 * BUDGET, times=60)
+    assert proof.rungs[2].divergence.upper(ALPHA) > BUDGET and serving(proof) == 2
+    found(proof, 2, 1.5 * BUDGET, times=60)
+    assert serving(proof) is None
+    found(proof, 2, 0.9 * BUDGET, times=60)
+    assert serving(proof) is None, "it has to be proved anew"
+    found(proof, 2, BUDGET / 5, times=60)
+    assert serving(proof) == 2
+
+
+def test_a_rung_that_gets_worse_is_left_for_another_that_is_proved() -> None:
+    proof = found(found(Proof(), 5, BUDGET / 5, computed=0.5), 1, BUDGET / 5, computed=0.1)
+    assert serving(proof) == 1
+    proof.serving[BUDGET].calls = 30
+    found(proof, 1, 4 * BUDGET, times=10)
+    assert proof.serving[BUDGET] == Serving(5, 0), "its first calls are all compared"
+
+
+def test_every_budget_has_a_rung_of_its_own() -> None:
+    """Calls of one agent with different budgets change nothing of each other's."""
+    proof = found(found(Proof(), 1, BUDGET / 5), 5, BUDGET / 100, computed=0.5)
+    proof.serving[BUDGET].calls = 30
+    assert proof.choose(BUDGET / 10, ALPHA) == 5 and proof.choose(BUDGET / 1000, ALPHA) is None
+    assert proof.serving[BUDGET] == Serving(1, 30) and serving(proof) == 1
+    for number in range(1, 100):
+        proof.choose(BUDGET + number, ALPHA)
+    assert len(proof.serving) < 10, "a client could else fill the memory"
+
+
+def test_an_agent_whose_role_conflicts_is_never_served() -> None:
+    rng, proof = numpy.random.default_rng(3), Proof()
+    for _ in range(400):
+        for rung in proof.to_try(BUDGET, ALPHA):
+            proof.observe(RungFinding(rung, float(rng.lognormal(log(10 * BUDGET), 1.0)), 0.2))
+        assert proof.choose(BUDGET, ALPHA) is None
+    assert proof.nearness(BUDGET, ALPHA) == 1.0 and proof.note(BUDGET, ALPHA).rung == ""
+
+
+def test_an_agent_above_the_budget_is_rarely_served() -> None:
+    """By 20 % in the mean, with the spread of real divergences."""
+    rng, agents, served = numpy.random.default_rng(4), 100, 0
+    for _ in range(agents):
+        proof = Proof()
+        for divergence in rng.exponential(1.2 * BUDGET, 60):
+            proof.observe(RungFinding(0, float(divergence), 0.0))
+            if proof.choose(BUDGET, ALPHA) is not None:
+                served += 1
+                break
+    assert served <= 0.1 * agents
+
+
+def test_discarded_anchors_prove_nothing() -> None:
+    proof = found(found(Proof(), 4, BUDGET / 5, computed=0.5), 1, BUDGET / 5)
+    assert serving(proof) == 1
+    proof.forget_anchors()
+    assert list(proof.rungs) == [4] and not RUNGS[4].by_anchors
+    assert serving(proof) == 4, "beginnings are computed without anchors"
+    proof.forget_anchors()
+    assert serving(proof) == 4
+
+
+def test_how_near_the_budget_it_is() -> None:
+    proof = found(Proof(), 1, BUDGET / 10)
+    seen = proof.rungs[1].divergence
+    assert proof.nearness(BUDGET, ALPHA) == pytest.approx(seen.upper(ALPHA) / BUDGET)
+    assert proof.nearness(BUDGET / 100, ALPHA) == 1.0 and Proof().nearness(BUDGET, ALPHA) == 1.0
+
+
+def test_a_note_has_the_rung_that_serves_with_its_bound_and_all_that_was_tried() -> None:
+    empty = Proof().note(BUDGET, ALPHA)
+    assert (empty.rung, empty.mean, empty.bound, empty.checks, empty.curve) == ("", None, None, 0, ())
+    proof = found(found(Proof(), 0, 5 * BUDGET, computed=0.0, times=12), 1, BUDGET / 5, computed=0.3)
+    note, seen = proof.note(BUDGET, ALPHA), proof.rungs[1].divergence
+    assert (note.budget, note.rung, note.checks) == (BUDGET, RUNGS[1].name, 40)
+    assert (note.mean, note.bound) == (seen.mean, seen.upper(ALPHA)) and seen.mean < seen.upper(ALPHA) <= BUDGET
+    assert [(name, computed) for name, _, computed in note.curve] == [(RUNGS[0].name, 0.0), (RUNGS[1].name, 0.3)]
+
+
+# proofs as data -----------------------------------------------------------------------------------------------------
+
+FINDINGS = st.lists(
+    st.builds(RungFinding, st.integers(0, len(RUNGS) - 1), st.floats(0, 3 * BUDGET), st.floats(0, 1)), max_size=60
+)
+
+
+def go_on(proof: Proof, findings: list[RungFinding]) -> None:
+    for one in findings:
+        proof.observe(one)
+        proof.choose(BUDGET, ALPHA)
+
+
+def saved(proof: Proof) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(SavedProof.of("solver", proof).model_dump(mode="json")))
+    return data
+
+
+@given(FINDINGS, FINDINGS)
+def test_a_restored_proof_goes_on_as_if_nothing_had_happened(
+    before: list[RungFinding], after: list[RungFinding]
+) -> None:
+    proof = Proof()
+    go_on(proof, before)
+    read = SavedProof.model_validate(saved(proof))
+    restored = read.proof()
+    assert read.agent == "solver"
+    go_on(proof, after)
+    go_on(restored, after)
+    assert restored.rungs == proof.rungs
+
+
+MEAN = {"weight": 1.0, "squared_weight": 1.0, "mean": 0.0, "spread": 0.0, "count": 1}
+
+
+@pytest.mark.parametrize("change", [
+    {"agent": 3}, {"agent": "x" * 5000}, {"extra": 1},
+    {"rungs": []}, {"rungs": {"first": [MEAN, MEAN]}}, {"rungs": {"1": [MEAN]}},
+    *({"rungs": {"1": [{**MEAN, **wrong}, MEAN]}} for wrong in (
+        {"mean": float("nan")}, {"mean": -1.0}, {"spread": float("inf")}, {"weight": -1.0}, {"count": 1.5},
+        {"count": -1}, {"more": 1},
+    )),
+])  # fmt: skip
+def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        SavedProof.model_validate({**saved(Proof()), **change})
+
+
+@given(
+    st.fixed_dictionaries({
+        **dict.fromkeys(("weight", "squared_weight", "mean", "spread"), st.floats(0, allow_infinity=False)),
+        "count": st.integers(0, 2**53),
+    })
+)  # fmt: skip
+def test_whatever_is_not_refused_can_be_used(mean: dict[str, float]) -> None:
+    """A restored proof that raised would fail every call of its agent."""
+    try:
+        proof = SavedProof.model_validate({"agent": "a", "rungs": {"1": [mean, MEAN]}}).proof()
+    except ValueError:
+        return
+    proof.choose(BUDGET, ALPHA)
+    proof.to_try(BUDGET, ALPHA)
+    proof.note(BUDGET, ALPHA)
+    proof.observe(RungFinding(1, BUDGET, 0.5))
+
+
+def test_a_restored_proof_serves_what_is_proved() -> None:
+    proof = SavedProof.model_validate(saved(found(found(Proof(), 1, BUDGET / 5), 0, 5 * BUDGET))).proof()
+    assert serving(proof) == 1
+
+
+def test_rungs_of_another_version_are_left_out() -> None:
+    rungs = {**saved(found(Proof(), 1, BUDGET / 5))["rungs"], "77": [MEAN, MEAN]}
+    assert list(SavedProof.model_validate({"agent": "a", "rungs": rungs}).proof().rungs) == [1]
