@@ -260,8 +260,8 @@ MEAN = {"weight": 1.0, "squared_weight": 1.0, "mean": 0.0, "spread": 0.0, "count
 
 @pytest.mark.parametrize("change", [
     {"agent": 3}, {"agent": "x" * 5000}, {"extra": 1},
-    {"rungs": []}, {"rungs": {"first": [MEAN, MEAN]}}, {"rungs": {"1": [MEAN]}},
-    *({"rungs": {"1": [{**MEAN, **wrong}, MEAN]}} for wrong in (
+    {"rungs": []}, {"rungs": {1: [MEAN, MEAN]}}, {"rungs": {"moved": [MEAN]}},
+    *({"rungs": {"moved": [{**MEAN, **wrong}, MEAN]}} for wrong in (
         {"mean": float("nan")}, {"mean": -1.0}, {"spread": float("inf")}, {"weight": -1.0}, {"count": 1.5},
         {"count": -1}, {"more": 1},
     )),
@@ -280,7 +280,7 @@ def test_nonsense_is_refused(change: dict[str, Any]) -> None:
 def test_whatever_is_not_refused_can_be_used(mean: dict[str, float]) -> None:
     """A restored proof that raised would fail every call of its agent."""
     try:
-        proof = SavedProof.model_validate({"agent": "a", "rungs": {"1": [mean, MEAN]}}).proof()
+        proof = SavedProof.model_validate({"agent": "a", "rungs": {RUNGS[1].name: [mean, MEAN]}}).proof()
     except ValueError:
         return
     proof.choose(BUDGET, ALPHA)
@@ -295,5 +295,5 @@ def test_a_restored_proof_serves_what_is_proved() -> None:
 
 
 def test_rungs_of_another_version_are_left_out() -> None:
-    rungs = {**saved(found(Proof(), 1, BUDGET / 5))["rungs"], "77": [MEAN, MEAN]}
+    rungs = {**saved(found(Proof(), 1, BUDGET / 5))["rungs"], "moved by hand": [MEAN, MEAN]}
     assert list(SavedProof.model_validate({"agent": "a", "rungs": rungs}).proof().rungs) == [1]

@@ -204,25 +204,30 @@ class Proof:
 
 
 class SavedProof(BaseModel):
-    """An agent's proof as plain data. Whatever is malformed raises `ValueError`."""
+    """An agent's proof as plain data, rungs by name: those of another version are left out. Whatever is malformed
+    raises `ValueError`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     agent: str = Field(max_length=4096)
-    rungs: dict[int, tuple[SavedMean, SavedMean]]
+    rungs: dict[str, tuple[SavedMean, SavedMean]]
 
     @classmethod
     def of(cls, agent: str, proof: Proof) -> SavedProof:
         """Return a proof as data."""
         rungs = {
-            number: [SavedMean.model_validate(one, from_attributes=True) for one in (seen.divergence, seen.computed)]
-            for number, seen in proof.rungs.items()
+            RUNGS[at].name: [
+                SavedMean.model_validate(one, from_attributes=True) for one in (seen.divergence, seen.computed)
+            ]
+            for at, seen in proof.rungs.items()
         }
         return cls.model_validate({"agent": agent, "rungs": rungs})
 
     def proof(self) -> Proof:
         """Return the proof as it goes on."""
-        rungs = {number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in self.rungs.items()}
-        return Proof({number: one for number, one in rungs.items() if 0 <= number < len(RUNGS)})
+        numbers = {rung.name: number for number, rung in enumerate(RUNGS)}
+        known = ((numbers[name], pair) for name, pair in self.rungs.items() if name in numbers)
+        return Proof({number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in known})
 
 
 class SavedMean(BaseModel):
