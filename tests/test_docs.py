@@ -38,7 +38,7 @@ def test_the_python_example_prints_lines_as_the_readme_shows(
     takes about ten, as the last line shows.
     """
     settings = EngineSettings(guard=GuardSettings(fidelity=0.002))
-    monkeypatch.setattr(kedge, "LocalEngine", lambda _: LocalEngine(smollm2.path, settings))
+    monkeypatch.setattr(kedge, "LocalEngine", lambda *_: LocalEngine(smollm2.path, settings))
     exec(block("python").replace("[:14]", "[:2]"), {})
     line = re.compile(r"^(\d+) exact, (\d+) translated, (\d+) computed: ['\"].+['\"]$", re.MULTILINE)
     printed, shown = line.findall(capsys.readouterr().out), line.findall(README)
