@@ -74,8 +74,8 @@ class KeyReader:
     """A reader of key vectors [tokens, match_dim] from the base KV of one layer, K and V side by side over all heads.
 
     A wider layer is projected to `match_dim` by a random orthonormal matrix with a fixed seed, so that key vectors can
-    be compared across processes. Layer 0 has seen no context; the default lies at two thirds of the
-    depth, where base KV says most of what its context has changed.
+    be compared across processes. Layer 0 has seen no context; the default lies at two thirds of the depth, where base
+    KV says most of what its context has changed.
     """
 
     def __init__(self, match_layer: int | None, match_dim: int) -> None:

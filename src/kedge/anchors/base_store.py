@@ -162,11 +162,13 @@ class BaseStore:
         """Return the KV of the last tokens of a text that the prompt of the run before `reader`'s has left, also once
         later ones have: what is learned or checked afterwards starts from what its prompt started from.
         """
-        before = takewhile(lambda one: one != reader, keys := self._readers.get((run, text), {}))
-        if (last := next(reversed([*before]), None)) is None:
+        readers = self._readers.get((run, text), {})
+        before = [*takewhile(lambda one: one != reader, readers)]
+        if not before:
             return None
-        stored = self._entries[keys[last]]
-        return _entry(stored, stored.tokens) if self._fetched(keys[last], stored) else None
+        key = readers[before[-1]]
+        stored = self._entries[key]
+        return _entry(stored, stored.tokens) if self._fetched(key, stored) else None
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of

@@ -16,10 +16,6 @@ ReadKV = Callable[[int, int], KV]
 """The real KV of prompt positions [start, stop), keys unrotated."""
 
 
-Places = tuple[int, ...]
-"""Places of tokens in a value, ascending."""
-
-
 class PoolKey(NamedTuple):
     """The name of an anchor pool: the placeholder it is for, in one tenant's workflow."""
 

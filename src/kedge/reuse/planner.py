@@ -419,8 +419,8 @@ class Planner:
 
     def sample_of_reader(self, request: GenerateRequest, here: Placed) -> SampleView | None:
         """Return what the prompt of another agent has left of a value or of the template behind one, where all tokens
-        since the first value are the same. Only what that agent had been told before is read otherwise here, which
-        changes KV by a third of what a producer's changes by.
+        since the first value are the same. The two prompts differ only before that value, so this KV is off by a third
+        of what the producer's is.
         """
         placed = layout(request)
         first = next(one.index for one in placed if one.segment.is_placeholder)

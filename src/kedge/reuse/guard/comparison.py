@@ -86,7 +86,8 @@ def _has_numbers(position: TokenLogprob) -> bool:
 
 def divergence(dense: TokenLogprob, translated: TokenLogprob) -> float:
     """Return a lower bound of KL(dense || translated): over the tokens of which both probabilities are known, with all
-    others as one, but for those of dense prefill's likeliest that are too likely for what the other side left out.
+    others as one. A token that only dense prefill lists is on the other side no likelier than the least likely one that
+    is listed there; where its share of all others would be more, it counts by itself with that.
     """
     p, q = (dict((*one.top, (one.token, one.logprob))) for one in (dense, translated))
     both = [(max(LEAST, p[token]), max(LEAST, q[token])) for token in p.keys() & q.keys()]

@@ -25,7 +25,7 @@ LEAST = 6
 CHECKED = 8
 """Calls on a new rung that are all compared"""
 STAYS = 0.9
-"""Another rung has to compute less than this share of what the one that serves computes"""
+"""A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
 RETRIED = 4
 """Of the times that rungs are tried, one in so many includes those by anchors that were too far off"""
 FAR = 0.1
@@ -130,7 +130,7 @@ class Proof:
     """What is proved of one agent's translation."""
 
     rungs: dict[int, RungRecord] = field(default_factory=dict)
-    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(LEAST))
+    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(6))
     """By budget: calls may have budgets of their own"""
     tried: int = 0
     """Times that rungs were tried"""

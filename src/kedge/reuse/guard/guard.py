@@ -244,7 +244,7 @@ class QualityGuard:
         with self._lock:
             if (proof := self._proofs.get(request.workflow_agent)) is None:
                 return
-            for placeholder in placeholders:  # so that it is told of those that are never proved
+            for placeholder in placeholders:  # so that agents that are never proved are shown too
                 self._records.use(GuardKey(*request.workflow_agent, placeholder), GuardRecord)
             before = None if isinf(budget) else proof.choose(budget, alpha)
             proof.vain.update(vain)

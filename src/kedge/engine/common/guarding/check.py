@@ -84,7 +84,8 @@ class Check:
 
     def _seen(self, dense: Completion, request: GenerateRequest, answer: Completion) -> ComparedWay | None:
         names = translated_placeholders(self.of, answer.receipt)
-        is_translated = bool(names) if self.tried in ("", EVERYTHING) else self.tried in names
+        is_single = self.tried not in ("", EVERYTHING)
+        is_translated = self.tried in names if is_single else bool(names)
         divergence = mean_divergence(dense, answer)
         if divergence is None or not is_translated:
             return None
@@ -99,10 +100,8 @@ class Check:
             changes |= compare_decisions(mine, read, None if is_whole else len(again.text))
         rung, receipt = request.guard.rung, answer.receipt
         computed = receipt.computed / max(1, self.of.prompt_tokens - receipt.exact)
-        finding = (
-            None if rung is None or self.tried not in ("", EVERYTHING) else RungFinding(rung, divergence, computed)
-        )
-        is_served = request is self.of or rung is None or self.tried not in ("", EVERYTHING)
+        finding = None if rung is None or is_single else RungFinding(rung, divergence, computed)
+        is_served = request is self.of or rung is None or is_single
         return ComparedWay(names, DecisionComparison(changes, divergence), finding, is_served)
 
 
@@ -161,9 +160,8 @@ def _again(request: GenerateRequest, served: Completion, settings: GuardSettings
     """
     limit = max(1, min(settings.tokens, len(served.logprobs)))
     forced: Tokens = served.tokens[:limit]
-    if not request.sampling.temperature and (
-        request.guard.pick or request.tool_mark or first_decision(served.text) != PROSE
-    ):
+    decides = request.guard.pick or request.tool_mark or first_decision(served.text) != PROSE
+    if decides and not request.sampling.temperature:
         forced = ()
         if request.guard.pick:
             limit = max(limit, min(request.sampling.max_tokens, MAX_PICK_TOKENS))

@@ -265,7 +265,7 @@ class CheckThread:
         return None
 
     def _carry_out(self, check: Check) -> None:
-        is_done, more, began = False, 0, time.monotonic()
+        is_done, computed, began = False, 0, time.monotonic()
         try:
             answers, in_vain = list[Completion | None](), set[bool]()
             for request in check.requests:
@@ -277,11 +277,11 @@ class CheckThread:
                 answers.append(answer := self._submit(request).result())
                 if answer.finish_reason is FinishReason.CANCELLED:
                     break
-                more += answer.receipt.computed + len(answer.tokens)
+                computed += answer.receipt.computed + len(answer.tokens)
                 if kind is not None and not answer.receipt.translated:
                     in_vain.add(kind)
             else:
-                is_done, more = True, more - check.cost
+                is_done = True
                 self._judged(check, answers)
         except KedgeError as error:  # the engine was closed, or has no room for it
             logger.debug("a check was not carried out: %s", error)
@@ -291,7 +291,7 @@ class CheckThread:
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
-            self._credit -= max(0, more)  # than it was thought to compute
+            self._credit -= max(0, computed - check.cost)  # what it took beyond the estimate
             self.done += is_done
             self.dropped += not is_done
 

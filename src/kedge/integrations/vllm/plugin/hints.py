@@ -39,8 +39,6 @@ MAX_TRAIL = 64
 """Most tokens behind an answer whose KV is kept with it"""
 MAX_WITHHELD = 1024
 """Most placeholders of one request that are withheld from translation"""
-
-
 AFRESH = "\0"
 """In a salt, before what keeps a request from what vLLM's prefix cache has of its prompt"""
 NO_PROMPT: Tokens = (0,)
