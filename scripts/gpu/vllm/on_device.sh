@@ -37,6 +37,7 @@ if [[ ! -e $keep/done ]]; then
 import lzma, sys, tarfile
 tarfile.open(fileobj=lzma.open(sys.stdin.buffer), mode="r|", ignore_zeros=True).extractall(sys.argv[1], filter="data")' "$keep/site" || exit 1
     rm -f "$keep"/parts/part-*
+    "$python" -m compileall -q -j 0 "$keep/site" > /dev/null 2>&1  # once, not in every process that starts
     touch "$keep/done"
     say "unpacked"
 fi
