@@ -150,6 +150,13 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             lanes.base_share = learning.budget
         return lanes
 
+    def ask_at_once(self, request: Request) -> None:
+        """Have the next request of an idle engine judged before its step: where the only worker is in this process."""
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+        is_only = self._vllm_config.parallel_config.world_size == 1
+        if is_only and isinstance(worker, KedgeConnector) and worker.role is KVConnectorRole.WORKER:
+            self._scheduler.ask_at_once(request, worker._worker.answer)
+
     # in the scheduler, called by vLLM ---------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -243,7 +250,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kedge: translation is off: %s", refusal)
             self._worker.open_translation(refusal)
             return
-        self._worker.open_translation(learner)
+        self._worker.open_translation(learner, anchors.max_base_bytes)
         if self._settings.state is not None:
             self._keep_state(self._settings.state, pages, learner)
 

@@ -198,6 +198,8 @@ class GapLanes:
         before = {name: getattr(self, name) for name in LOWERED}
         if self.requests:
             self._base_share.computes()
+        if not self.running and (first := next(iter(self._in_order()), None)):
+            self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
         if self._lanes.is_wanted:
             self._reserve(self._lanes)
         else:

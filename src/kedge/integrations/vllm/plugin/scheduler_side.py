@@ -49,7 +49,7 @@ from kedge.integrations.vllm.plugin.metrics import (
 from kedge.integrations.vllm.plugin.receipts import RequestLoad, TrackedRequest, receipt_of, receipt_to_dict, served_by
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.translations import Translations
+from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.layout import with_trails
 from kedge.structures.bounded import BoundedDict
@@ -172,6 +172,12 @@ class SchedulerSide:
             return 0
         tracked.device = computed
         return self.translations.match(request, computed)
+
+    def ask_at_once(self, request: Request, answer: Answer) -> None:
+        """Ask the only worker, by `answer`, about the next request before the step is scheduled."""
+        device, host = self.cached_blocks(request.block_hashes)
+        if not host:  # what is worth loading comes first
+            self.translations.ask_at_once(request, device * self._block_size, answer)
 
     def on_admission(self, request: Request, blocks: tuple[int, ...]) -> None:
         """Take the blocks of an admitted request, into which its translated KV is written."""

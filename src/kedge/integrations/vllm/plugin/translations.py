@@ -1,7 +1,7 @@
 """The scheduler's half of translation: what the workers are asked, what they translate, and what they capture.
 
-Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one. Its
-blocks from the first translated token on never get a hash: lookups miss them, and they are never copied to the host.
+Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one; in an idle
+engine whose only worker is in the scheduler's process, in the same. Its blocks from the first translated token on never get a hash: lookups miss them, and they are never copied to the host.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ BasePrompt = tuple[str, Tokens]
 """A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
+Answer = Callable[[TranslationQuery], TranslationVerdict]
 UNGUARDED = "vLLM has shown no cache of blocks from which translated ones could be kept out"
 MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
@@ -302,17 +303,35 @@ class Translations:
         if candidate.verdict is None and candidate.is_pending:
             return None
         if candidate.verdict is None:  # the workers are asked, unless they have been too often
-            if candidate.queries == MAX_QUERIES + request.num_preemptions:
+            if (query := self._query(candidate, computed)) is None:
                 return 0
-            candidate.queries += 1
-            candidate.exact, candidate.preemptions = computed, request.num_preemptions
             candidate.is_pending = True
-            may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
-            query = TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
             self._orders.queries += (query,)
             return None
         holes = self.lanes.holes_of(candidate)
         return None if holes is None else candidate.plan(holes, computed)
+
+    def ask_at_once(self, request: Request, computed: int, answer: Answer) -> None:
+        """Ask the only worker, which is in this process, about a waiting request that nobody has asked about. What it
+        knows is what it was ordered in earlier steps: where a capture is still to be ordered, it is asked by a step.
+        """
+        candidate = self._candidates.get(request.request_id)
+        if candidate is None or not candidate.is_asked_about or candidate.verdict or candidate.is_pending:
+            return
+        is_behind = self._orders.captures or self._completed or self.lanes.tails.is_wanted
+        if is_behind or candidate.awaits or not (query := self._query(candidate, computed)):
+            return
+        self._take(candidate, answer(query))
+
+    def _query(self, candidate: TranslationCandidate, computed: int) -> TranslationQuery | None:
+        """Return what to ask about a request; None where that was asked too often."""
+        request = candidate.request
+        if candidate.queries == MAX_QUERIES + request.num_preemptions:
+            return None
+        candidate.queries += 1
+        candidate.exact, candidate.preemptions = computed, request.num_preemptions
+        may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
+        return TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
 
     def _awaits_base(self, candidate: TranslationCandidate) -> bool:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
@@ -401,22 +420,25 @@ class Translations:
                 if one.lesson_waits and one.lessons and one.hinted.request.workflow_agent == agent:
                     one.ask_again()
         for request_id, verdict in reports.verdicts.items():
-            if (candidate := self._candidates.get(request_id)) is None:
-                continue
-            request = candidate.hinted.request
-            candidate.take_verdict(verdict, self.lanes.max_lanes)
-            self._declined.put(request, verdict)
-            self._losing.report(request, is_losing=verdict.is_losing)
-            for tokens in verdict.needs:
-                if self.lanes.bases.is_open:
-                    self.lanes.bases.add(request.namespace, tokens)
-                else:  # a client may prefill it
-                    self._needed.append((str(request.namespace), tokens))
-            candidate.awaits = verdict.awaits if candidate.awaits is None else ()  # it waits once at most
-            for tokens in candidate.awaits:
-                self.lanes.bases.add_awaited(request.namespace, tokens)
+            if candidate := self._candidates.get(request_id):
+                self._take(candidate, verdict)
         for capture_id, ranks in reports.captured.items():
             self.held.on_captured(capture_id, ranks)
+
+    def _take(self, candidate: TranslationCandidate, verdict: TranslationVerdict) -> None:
+        """Take the verdict on a request, and queue the base prefills that it asks for."""
+        request = candidate.hinted.request
+        candidate.take_verdict(verdict, self.lanes.max_lanes)
+        self._declined.put(request, verdict)
+        self._losing.report(request, is_losing=verdict.is_losing)
+        for tokens in verdict.needs:
+            if self.lanes.bases.is_open:
+                self.lanes.bases.add(request.namespace, tokens)
+            else:  # a client may prefill it
+                self._needed.append((str(request.namespace), tokens))
+        candidate.awaits = verdict.awaits if candidate.awaits is None else ()  # it waits once at most
+        for tokens in candidate.awaits:
+            self.lanes.bases.add_awaited(request.namespace, tokens)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""

@@ -171,6 +171,7 @@ class WorkerSide:
         self._block_size, self._throttle, self._budget = block_size, throttle, budget
         self._copier: PoolCopier | None = None
         self._learner: Learner | None = None
+        self._room = 0
         self._refusal = "translation is off"
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
@@ -199,10 +200,12 @@ class WorkerSide:
         """Measure every pass from now on: by the clock on a CPU, by events on a GPU."""
         self._costs, self._passes = costs, None if is_cpu else PassEvents()
 
-    def open_translation(self, learner: Learner | TranslationRefused) -> None:
-        """Answer queries with `learner` from now on, or with the reason why this rank cannot translate."""
+    def open_translation(self, learner: Learner | TranslationRefused, room: int = 0) -> None:
+        """Answer queries with `learner` from now on, or with the reason why this rank cannot translate. `room`: the
+        bytes of its base KV.
+        """
         if isinstance(learner, Learner):
-            self._learner = learner
+            self._learner, self._room = learner, room
         else:
             self._refusal = learner.why
 
@@ -223,6 +226,11 @@ class WorkerSide:
         self._learner.pages.synchronize()
         return result
 
+    def answer(self, query: TranslationQuery) -> TranslationVerdict:
+        """Return the verdict on a request between two steps."""
+        with self._learning:
+            return self._verdict(query)
+
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -231,6 +239,15 @@ class WorkerSide:
         self._budget.begin()
         if self._passes:
             self._passes.begin()
+            if self._room:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Let the allocator have the room for base KV at once: from the driver, every text takes it a millisecond
+        (H200). Not before the first step, as vLLM empties the allocator once more when it captures graphs.
+        """
+        torch.empty(min(self._room, torch.cuda.mem_get_info()[0] // 2), dtype=torch.uint8, device="cuda")
+        self._room = 0
 
     def before_pass(self, orders: Orders) -> None:
         """Write translations and start loads. vLLM calls this after the pass where nothing is written."""
