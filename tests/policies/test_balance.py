@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from kedge.policies.balance import EARLY, EARLY_MARGIN, LEAST, MARGIN, TRIES, Balances
+from kedge.policies.balance import BESIDE, EARLY, LEAST, MARGINS, TRIES, Balances
 from kedge.types import GenerateRequest, Segment, TenantId, WorkflowId
+
+MARGIN, EARLY_MARGIN = MARGINS
 
 
 def request(workflow: str = "w", tenant: str = "default") -> GenerateRequest:
@@ -47,6 +49,13 @@ def test_one_that_saves_is_not() -> None:
     balances = Balances()
     run(balances, 10 * LEAST, 1.0, MARGIN + 0.1, request())
     assert not balances.is_losing(request())
+
+
+def test_beside_a_gpu_it_may_save_less() -> None:
+    for saved in (BESIDE[0] - 0.1, BESIDE[0] + 0.1):
+        balances = Balances(has_gpu=True)
+        run(balances, 2 * LEAST, 1.0, saved, request())
+        assert balances.is_losing(request()) == (saved < BESIDE[0])
 
 
 def test_what_was_spent_before_anything_was_saved_does_not_count() -> None:

@@ -21,17 +21,19 @@ FORGET = 0.98
 """Factor on all sums with every request"""
 TRIES = 16
 """Requests until the balance of a workflow that has lost counts again"""
-MARGIN, EARLY_MARGIN = 4.0, 2.0
+MARGINS, BESIDE = (4.0, 2.0), (1.0, 0.5)
 """How many times of what it takes translation has to save: nobody sees all that it takes, such as a step more before a
 request begins, and the processes' messages. Teams of which it saved two to three times what was counted ran at 0.73 to
 0.87 of the speed without it, those of which it saved eight to thirteen times at 1.16 and 1.64 (`kedge bench vllm --case
 load`, bundled and 32 M model). The second is that of an early verdict: by then the former had saved 1.4 to 2.2 times,
-the latter 10 to 18, and a balance still rises, as its first requests take longest.
+the latter 10 to 18, and a balance still rises, as its first requests take longest. `BESIDE` is for a GPU, beside which
+the host does most of what is counted.
 """
 
 
 @dataclass(slots=True)
 class _Balance:
+    margins: tuple[float, float]
     requests: int = 0
     spent: float = 0.0
     saved: float = 0.0
@@ -51,15 +53,16 @@ class _Balance:
     def _margin(self) -> float | None:
         """Return how many times of what it takes translation must have saved by now; None where it is too early."""
         if self.requests >= (TRIES if self.is_losing else LEAST):
-            return MARGIN
+            return self.margins[0]
         is_too_early = self.is_losing or self.has_learned or self.requests < EARLY
-        return None if is_too_early else EARLY_MARGIN
+        return None if is_too_early else self.margins[1]
 
 
 class Balances:
     """The seconds that translation has taken and saved, by workflow. Nothing counts before the first that it saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_gpu: bool = False) -> None:
+        self._margins = BESIDE if has_gpu else MARGINS
         self._balances: BoundedDict[tuple[Namespace, WorkflowId], _Balance] = BoundedDict(MAX_WORKFLOWS)
 
     def request(self, request: GenerateRequest) -> None:
@@ -78,7 +81,7 @@ class Balances:
     def save(self, request: GenerateRequest, seconds: float) -> None:
         """Add time that computing what was translated would have taken."""
         if not request.guard.is_proving:
-            self._balances.use(_workflow(request), _Balance).saved += seconds
+            self._balances.use(_workflow(request), lambda: _Balance(self._margins)).saved += seconds
 
     def _of(self, request: GenerateRequest) -> _Balance | None:
         """Return the balance of a request's workflow; None for one that only shows how far off translation would be."""

@@ -145,6 +145,8 @@ def test_a_failed_write_is_computed(
 
 
 def test_an_exact_prefix_that_grew_is_not_written(engine: Driver, recorder: Recorder) -> None:
+    engine.add(PLAIN[0], 40)  # beside which a step passes until the answer
+    engine.step()
     name = add(engine, ONE)
     engine.add(tokens(ONE)[: 2 * BLOCK] + prompt(20, 8), 4)  # computed while the workers are asked
     engine.run()
@@ -153,7 +155,10 @@ def test_an_exact_prefix_that_grew_is_not_written(engine: Driver, recorder: Reco
     assert engine.answer(tokens(ONE)[: 2 * BLOCK] + prompt(20, 8), 4)
 
 
-def test_an_exact_prefix_that_shrank_is_asked_for_again(engine: Driver, recorder: Recorder) -> None:
+def test_an_exact_prefix_that_shrank_is_asked_for_again(
+    engine: Driver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.connector, "ask_at_once", lambda _: None)
     engine.ask(tokens(ONE), 1)
     name = add(engine, ONE)
     request = next(iter(engine.scheduler.requests.values()))
@@ -165,3 +170,23 @@ def test_an_exact_prefix_that_shrank_is_asked_for_again(engine: Driver, recorder
     assert candidate.queries == 2 and receipt(engine.finished[name])["tokens"]["device"] == 0
     assert answers(engine, name) == [solo(engine, ONE)]
     assert recorder.lanes
+
+
+def test_in_an_idle_engine_a_request_is_judged_before_its_step(engine: Driver, recorder: Recorder) -> None:
+    name = add(engine, ONE)
+    engine.step()
+    request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
+    assert request.num_computed_tokens, "no step without a pass"
+    engine.run()
+    assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]
+
+
+def test_beside_running_requests_it_is_judged_in_a_step(engine: Driver, recorder: Recorder) -> None:
+    engine.add(PLAIN[0], 40)
+    engine.step()
+    name = add(engine, ONE)
+    engine.step()
+    request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
+    assert not request.num_computed_tokens
+    engine.run()
+    assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]

@@ -86,9 +86,9 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         block_size, ranks = vllm_config.cache_config.block_size, vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER:
             self._features.log()
-            self._scheduler = SchedulerSide(
-                settings, block_size, ranks, Translations(self._features.translation, ranks)
-            )
+            is_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+            translations = Translations(self._features.translation, ranks, is_ahead=is_ahead)
+            self._scheduler = SchedulerSide(settings, block_size, ranks, translations)
         else:
             budget = LearningBudget(settings.learning.budget if ranks == 1 else None)
             self._is_saved = False
@@ -250,7 +250,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kedge: translation is off: %s", refusal)
             self._worker.open_translation(refusal)
             return
-        self._worker.open_translation(learner, anchors.max_base_bytes)
+        self._worker.open_translation(learner, anchors.max_bytes + anchors.max_base_bytes)
         if self._settings.state is not None:
             self._keep_state(self._settings.state, pages, learner)
 

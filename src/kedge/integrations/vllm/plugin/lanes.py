@@ -253,11 +253,12 @@ class GapLanes:
         """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""
         request = self.requests[admitted.request_id]
         (blocks,) = self.kv_cache_manager.get_block_ids(admitted.request_id)
-        for lane in admitted.lanes:
-            self._add(output, request.prompt_token_ids, blocks[: -(-lane.stop // self.block_size)], lane)
+        tokens = request.prompt_token_ids or []
+        for lane in admitted.lanes:  # with one token more than it computes, so that the runner draws none
+            self._add(output, tokens[: lane.stop + 1], blocks[: -(-lane.stop // self.block_size)], lane)
         self._count_as_computed(request, sum(map(len, admitted.lanes)))
 
-    def _add(self, output: SchedulerOutput, tokens: list[int] | None, blocks: list[int], lane: range) -> None:
+    def _add(self, output: SchedulerOutput, tokens: list[int], blocks: list[int], lane: range) -> None:
         data = NewRequestData(
             req_id=next(self._lane_ids),
             prompt_token_ids=tokens,

@@ -216,7 +216,7 @@ class Learner:
         self._runtime = Runtime(*self.learned, planner, None, None, costs)
         self.pages = pages
         self._min_translated = settings.planner.min_translated
-        self._costs, self._balances = costs, Balances()
+        self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
         self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._balances.spend)
         self.writes = PlannedWrites(pages, costs, self._balances, most)

@@ -6,6 +6,7 @@ engine whose only worker is in the scheduler's process, in the same. Its blocks 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -226,8 +227,10 @@ class TranslationOutcome:
 class Translations:
     """All requests with hints that are translated or learned from. Owned by the scheduler."""
 
-    def __init__(self, refusal: str | None, ranks: int) -> None:
-        """`refusal`: the reason why nothing can be translated with this model, if there is one."""
+    def __init__(self, refusal: str | None, ranks: int, *, is_ahead: bool = False) -> None:
+        """`refusal`: the reason why nothing can be translated with this model, if there is one. `is_ahead`: a step is
+        started before the tokens of the one before are read.
+        """
         self._model_refusal = refusal
         self._refusal: str | None = refusal or UNGUARDED
         self._block_ids: BlockIds | None = None
@@ -241,8 +244,8 @@ class Translations:
         self._declined, self._losing = DeclinedAgents(), LosingWorkflows()
         self._lessons = Lessons(bases.hurry)
         self._is_learning = False
-        self._completed: list[Capture] = []
-        """Prompts to be captured in the next step; their blocks are held"""
+        self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
+        """Prompts to be captured in the steps to come, once their first tokens have been read; their blocks are held"""
         self._needed: list[BasePrompt] = []
 
     def _order(self, capture: Capture) -> None:
@@ -318,7 +321,7 @@ class Translations:
         candidate = self._candidates.get(request.request_id)
         if candidate is None or not candidate.is_asked_about or candidate.verdict or candidate.is_pending:
             return
-        is_behind = self._orders.captures or self._completed or self.lanes.tails.is_wanted
+        is_behind = self._orders.captures or any(self._completed) or self.lanes.tails.is_wanted
         if is_behind or candidate.awaits or not (query := self._query(candidate, computed)):
             return
         self._take(candidate, answer(query))
@@ -386,9 +389,9 @@ class Translations:
     # once per step --------------------------------------------------------------------------------------------
 
     def take_orders(self, output: SchedulerOutput) -> Orders:
-        """Return the orders for this step, with captures of the prompts that the one before completed."""
-        self._orders.captures += tuple(self._completed)
-        self._completed = []
+        """Return the orders for this step, with captures of prompts that earlier ones completed."""
+        self._orders.captures += tuple(self._completed.popleft())
+        self._completed.append([])
         for request_id, scheduled in output.num_scheduled_tokens.items() if self._candidates else ():
             candidate = self._candidates.get(request_id)
             if candidate is None or candidate.captured:
@@ -399,7 +402,7 @@ class Translations:
                 if (candidate.hinted.is_base or is_lesson) and not self._refusal and self._block_ids:
                     blocks = self._block_ids(candidate.request.request_id)[0]
                     capture = Capture(candidate.hinted.request, tuple(blocks), self.held.hold(blocks))
-                    self._completed.append(capture)  # in the next step: its first token does not wait for that
+                    self._completed[-1].append(capture)
         orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
@@ -442,7 +445,9 @@ class Translations:
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
-        self._orders.captures, self._completed = (), []
+        self._orders.captures = ()
+        for captures in self._completed:
+            captures.clear()
         self.lanes.tails.give_up()
         self.lanes.bases.give_up()
         self.held.give_up()

@@ -202,7 +202,7 @@ class WorkerSide:
 
     def open_translation(self, learner: Learner | TranslationRefused, room: int = 0) -> None:
         """Answer queries with `learner` from now on, or with the reason why this rank cannot translate. `room`: the
-        bytes of its base KV.
+        bytes that anchors and base KV may take.
         """
         if isinstance(learner, Learner):
             self._learner, self._room = learner, room
@@ -243,8 +243,8 @@ class WorkerSide:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Let the allocator have the room for base KV at once: from the driver, every text takes it a millisecond
-        (H200). Not before the first step, as vLLM empties the allocator once more when it captures graphs.
+        """Let the allocator have the room for anchors and base KV at once: from the driver, every text takes it a
+        millisecond (H200). Not before the first step, as vLLM empties the allocator once more when it captures graphs.
         """
         torch.empty(min(self._room, torch.cuda.mem_get_info()[0] // 2), dtype=torch.uint8, device="cuda")
         self._room = 0
