@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.policies.balance import BESIDE, EARLY, LEAST, MARGINS, TRIES, Balances
+from kedge.policies.balance import EARLY, LEAST, MARGINS, OF_DEVICE, TRIES, Balances
 from kedge.types import GenerateRequest, Segment, TenantId, WorkflowId
 
 MARGIN, EARLY_MARGIN = MARGINS
@@ -51,11 +51,14 @@ def test_one_that_saves_is_not() -> None:
     assert not balances.is_losing(request())
 
 
-def test_beside_a_gpu_it_may_save_less() -> None:
-    for saved in (BESIDE[0] - 0.1, BESIDE[0] + 0.1):
-        balances = Balances(has_gpu=True)
-        run(balances, 2 * LEAST, 1.0, saved, request())
-        assert balances.is_losing(request()) == (saved < BESIDE[0])
+def test_beside_a_gpu_the_hosts_time_does_not_count() -> None:
+    for saved in (OF_DEVICE[0] - 0.1, OF_DEVICE[0] + 0.1):
+        for has_gpu in (False, True):
+            balances = Balances(has_gpu=has_gpu)
+            for _ in range(2 * LEAST):
+                balances.spend(request(), host=100.0)
+                run(balances, 1, 1.0, saved, request())
+            assert balances.is_losing(request()) == (not has_gpu or saved < OF_DEVICE[0])
 
 
 def test_what_was_spent_before_anything_was_saved_does_not_count() -> None:

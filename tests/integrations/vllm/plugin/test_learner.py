@@ -87,8 +87,8 @@ def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.M
 class Spent(list[float]):
     """Stands for balances, and keeps what is spent."""
 
-    def spend(self, _: GenerateRequest, seconds: float) -> None:
-        self.append(seconds)
+    def spend(self, _: GenerateRequest, device: float = 0.0, *, host: float = 0.0, learning: bool = False) -> None:  # noqa: ARG002
+        self.append(device + host)
 
     def save(self, _: GenerateRequest, seconds: float) -> None:
         """What is saved is of no interest here."""

@@ -1,4 +1,4 @@
-"""Translations that several planned requests have in common: the same pages as if each were translated alone."""
+"""Planned writes: the same pages, whether a translation was ready before its request came or not."""
 
 from __future__ import annotations
 
@@ -23,32 +23,23 @@ from tests.integrations.vllm.plugin.test_pages import DIM, HEADS, LAYERS, layer_
 
 TOKENS, START = 5, 3
 REQUEST = GenerateRequest((Segment((1, 2), "p0"),), agent=AgentId("a"))
-FIRST, SECOND, THIRD = ([0, 1], [4, 2], [3, 5])
+FIRST, SECOND = ([0, 1], [4, 2])
 """Blocks of the requests"""
-
-
-class Costs(EngineCosts):
-    """The costs, with the number of translations that they have observed."""
-
-    observed = 0
-
-    def observe_translation(self, translations: int, tokens: int, seconds: float) -> None:  # noqa: ARG002
-        self.observed += 1
 
 
 class Site:
     """The offsets of one agent, base KV of one value, and pages."""
 
-    def __init__(self, max_shared: int = 1 << 20) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.layers = [layer_of(side_by_side) for _ in range(LAYERS)]
-        self.pages, self.costs, balances = pages_of(self.layers), Costs(), SimpleNamespace()
-        balances.save = balances.spend = lambda _request, _seconds: None
+        self.pages, balances = pages_of(self.layers), SimpleNamespace()
+        balances.save = balances.spend = lambda *_, **__: None
         self.base = KVSegment(*torch.randn(2, LAYERS, TOKENS, HEADS, DIM))
         self.table = OffsetTable((LAYERS - 1) * 2 * HEADS * DIM, torch.float16, torch.device("cpu"))
         self.table.put(AnchorId(0), torch.randn(20, self.table.width))
         fake: Any = balances
-        self.writes = PlannedWrites(self.pages, self.costs, fake, max_shared)
+        self.writes = PlannedWrites(self.pages, EngineCosts(), fake)
 
     def plan(self, name: str, first: int = 0, start: int = START) -> None:
         """Plan a request that reads the value, by the rows of the table from `first` on."""
@@ -81,56 +72,6 @@ def alone(**plans: tuple[list[int], int, int]) -> torch.Tensor:
         site.plan(name, first, start)
         site.write(name, blocks, start)
     return site.kv
-
-
-def test_what_requests_have_in_common_is_translated_once(blends: list[int]) -> None:
-    wanted = alone(one=(FIRST, 0, START), two=(SECOND, 0, START), three=(THIRD, 0, START))
-    blends.clear()
-    site = Site()
-    for name in ("one", "two", "three"):
-        site.plan(name)
-    for name, blocks in zip(("one", "two", "three"), (FIRST, SECOND, THIRD), strict=True):
-        site.write(name, blocks)
-    assert blends == [TOKENS] and torch.equal(site.kv, wanted)
-    assert site.costs.observed == 1, "the others would make translating seem cheaper than it is"
-    assert not site.writes and site.writes.shared_bytes == 0
-
-
-@pytest.mark.parametrize(("first", "start"), [(1, START), (0, START - 1)])
-def test_other_rows_or_positions_are_translated_for_each(blends: list[int], first: int, start: int) -> None:
-    wanted = alone(one=(FIRST, 0, START), two=(SECOND, first, start))
-    blends.clear()
-    site = Site()
-    site.plan("one")
-    site.plan("two", first, start)
-    site.write("one", FIRST)
-    site.write("two", SECOND, start)
-    assert blends == [TOKENS] * 2 and torch.equal(site.kv, wanted) and site.costs.observed == 2
-
-
-def test_shared_kv_is_bounded_and_counted_once(blends: list[int]) -> None:
-    size = Site().base.nbytes
-    for most, times, held in ((size, 1, size), (size - 1, 3, 0)):
-        blends.clear()
-        site = Site(most)
-        for name in ("one", "two", "three"):
-            site.plan(name)
-        site.write("one", FIRST)
-        assert site.writes.shared_bytes == held
-        site.write("two", SECOND)
-        site.write("three", THIRD)
-        assert blends == [TOKENS] * times
-        assert torch.equal(site.kv, alone(one=(FIRST, 0, START), two=(SECOND, 0, START), three=(THIRD, 0, START)))
-
-
-def test_a_request_that_goes_lets_go_of_what_it_shares() -> None:
-    site = Site()
-    site.plan("one")
-    site.plan("two")
-    site.write("one", FIRST)
-    assert site.writes.shared_bytes
-    site.writes.drop(RequestId("two"))
-    assert not site.writes.shared_bytes
 
 
 def test_what_was_ready_before_a_request_came_is_not_translated_for_it(blends: list[int]) -> None:

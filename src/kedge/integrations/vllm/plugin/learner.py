@@ -1,7 +1,6 @@
 """Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts.
 
-KV is written into vLLM's pages once its request is admitted. What several planned requests have in common, as the
-choices of one call, is translated for the first of them; the others store the same KV.
+KV is written into vLLM's pages once its request is admitted.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import is_same, translate_into
+from kedge.anchors.translator import translate_into
 from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart, translated
+from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
@@ -28,7 +27,7 @@ from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import Placed
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import CHEAPER
 from kedge.reuse.runtime import Runtime
 from kedge.settings import QuotaSettings
@@ -97,23 +96,14 @@ class PlannedWrite:
     """What was translated before the request arrived, by the first position of its translation"""
     seconds: float
     """Time that all this took"""
-    shared: dict[int, Sequence[ReadyPart]] = field(default_factory=dict)
-    """What was translated for another request since, by the first position of its translation"""
-
-    def writes(self, translation: Translation) -> bool:
-        """Return whether it writes the same KV to the same positions."""
-        return any(is_same(one, translation) for one in self.plan.translations)
 
 
 class PlannedWrites:
     """The planned writes of one rank, until their requests are admitted."""
 
-    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances, max_shared: int = 0) -> None:
-        """`costs` observes what translations take, `balances` what they take and save. KV that is translated for
-        several requests takes at most `max_shared` bytes until all of them are admitted.
-        """
+    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances) -> None:
+        """`costs` observes what translations take, `balances` what they take and save."""
         self._pages, self._costs, self._balances, self._translate_into = pages, costs, balances, translate_into(pages)
-        self._max_shared = max_shared
         self._planned: dict[RequestId, PlannedWrite] = {}
         self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(MAX_WRITTEN)
         """The plans of prompts that are learned from although something in them is translated"""
@@ -145,11 +135,10 @@ class PlannedWrites:
         if planned.plan.teaches:
             self._written[order.request_id] = planned.plan
         seconds = planned.seconds + time.monotonic() - began
-        if not planned.shared:  # they would make it seem cheaper than it is
-            self._costs.observe_translation(count, tokens, seconds)
+        self._costs.observe_translation(count, tokens, seconds)
         self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))
         lanes = len(order.spans) - 1  # rows of the pass that computing the whole prompt would not have
-        self._balances.spend(planned.request, seconds + self._costs.added_seconds(0, lanes))
+        self._balances.spend(planned.request, self._costs.added_seconds(0, lanes), host=seconds)
 
     def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
         """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""
@@ -158,35 +147,13 @@ class PlannedWrites:
             part = translation.within(span.start, span.stop)
             if part is None:
                 continue
-            ready = planned.ready.get(translation.start) or self._shared(planned, translation)
+            ready = planned.ready.get(translation.start, ())
             for first, kv in ready:
                 self._pages.store(table, first, kv)
             if not ready:
                 self._translate_into(table, [part])
             count, tokens = count + 1, tokens + part.tokens
         return count, tokens
-
-    def _shared(self, planned: PlannedWrite, translation: Translation) -> Sequence[ReadyPart]:
-        """Return a translation that other requests need, too, translated for the first of them. Returns nothing where
-        there are no others, no room for it, or a kernel that translates it as fast as it would copy it.
-        """
-        if self._pages.kernel_slots is not None:
-            return ()
-        if found := planned.shared.get(translation.start):
-            return found
-        others = [one for one in self._planned.values() if not one.ready and one.writes(translation)]
-        if not others or self.shared_bytes + translation.base.nbytes > self._max_shared:
-            return ()
-        parts = translated(self._pages, translation)
-        for one in others:
-            one.shared[translation.start] = parts
-        return parts
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the KV that requests wait for which was translated for another one."""
-        parts = (part for one in self._planned.values() for found in one.shared.values() for part in found)
-        return sum({id(part): part.kv.nbytes for part in parts}.values())
 
 
 @dataclass(eq=False, slots=True)
@@ -218,8 +185,8 @@ class Learner:
         self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
-        self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._balances.spend)
-        self.writes = PlannedWrites(pages, costs, self._balances, most)
+        self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._wasted)
+        self.writes = PlannedWrites(pages, costs, self._balances)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
@@ -229,6 +196,9 @@ class Learner:
         self._is_settled = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
+
+    def _wasted(self, request: GenerateRequest, seconds: float) -> None:
+        self._balances.spend(request, host=seconds)
 
     # before a request is admitted -------------------------------------------------------------------------------
 
@@ -240,11 +210,11 @@ class Learner:
         """
         began = time.monotonic()
         self._balances.request(query.request)
-        self._balances.spend(query.request, self._costs.pass_seconds(1, 1))
+        self._balances.spend(query.request, host=self._costs.pass_seconds(1, 1))
         verdict = self._judged(query)
         is_dense = verdict.tokens == query.request.prompt_tokens
         if is_dense:
-            self._balances.spend(query.request, time.monotonic() - began)
+            self._balances.spend(query.request, host=time.monotonic() - began)
         is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
         # nobody waits for lessons of an agent of which most is translated now
         waits = verdict.is_lesson and 2 * verdict.tokens > query.request.prompt_tokens - query.exact
@@ -298,7 +268,7 @@ class Learner:
                 holes, misses = (range(stop),), (*misses, few)
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
-            self._balances.spend(request, seconds)
+            self._balances.spend(request, host=seconds)
             is_lesson = plan.translates or head is None or teaches or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
             # computed only because that takes less time, which the next one's will too
@@ -336,7 +306,7 @@ class Learner:
                 self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
             else:
                 self._taught.append(request.workflow_agent)
-        self._balances.spend(request, seconds + time.monotonic() - began)
+        self._balances.spend(request, seconds, host=time.monotonic() - began)
 
     # learning -----------------------------------------------------------------------------------------------------
 
@@ -403,7 +373,7 @@ class Learner:
             logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
             return False
         finally:
-            self._balances.spend(prompt.request, time.monotonic() - began, learning=True)
+            self._balances.spend(prompt.request, host=time.monotonic() - began, learning=True)
 
     def take_taught(self) -> tuple[WorkflowAgent, ...]:
         """Return the agent of each prompt that has been learned from since the last call."""
