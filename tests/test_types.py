@@ -14,6 +14,7 @@ from kedge.types import (
     ClientId,
     GenerateRequest,
     Namespace,
+    ReuseMode,
     RunId,
     RunKey,
     SampleId,
@@ -100,3 +101,8 @@ def test_a_request_is_a_key_whatever_its_client_said_of_the_session() -> None:
     said = GenerateRequest((), turn=TurnHints(session="a", expects={"b": 2.0}))
     unlike = GenerateRequest((), turn=TurnHints(session="a", expects={"b": 3.0}))
     assert {said: 1, unlike: 2}[replace(said)] == 1
+
+
+def test_a_mode_may_be_given_as_its_value() -> None:
+    assert [GenerateRequest((), reuse=mode.value).reuse for mode in ReuseMode] == [*ReuseMode]  # type: ignore[arg-type]
+    assert GenerateRequest((), reuse="sometimes").reuse == "sometimes", "whoever serves it says what is wrong"  # type: ignore[arg-type]

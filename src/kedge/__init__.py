@@ -47,6 +47,7 @@ from kedge.errors import (
     UnknownPlaceholder,
     UnsupportedModel,
     WorkflowError,
+    WrongThread,
 )
 from kedge.types import (
     AgentId,
@@ -173,6 +174,7 @@ __all__ = [
     "Workflow",
     "WorkflowError",
     "WorkflowId",
+    "WrongThread",
     "__version__",
     "connect",
     "load_workflow",

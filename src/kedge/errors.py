@@ -30,7 +30,8 @@ KedgeError
 │   ├── NotFound             the tenant has nothing of that name
 │   ├── LimitReached         a tenant asks for more than it may have now
 │   └── Overloaded           there is no room for another call now
-└── EngineClosed             the engine was closed, or its thread has died
+├── EngineClosed             the engine was closed, its thread has died, or this is a fork of its process
+└── WrongThread              what waits for the engine's thread was called on that thread
 
 Every message names the key and the bad value.
 """
@@ -180,4 +181,8 @@ class Overloaded(ServerError):
 
 
 class EngineClosed(KedgeError):
-    """The engine was closed, or its thread has died."""
+    """The engine was closed, its thread has died, or this is a fork of its process."""
+
+
+class WrongThread(KedgeError):
+    """What waits for the engine's thread was called on that thread."""

@@ -124,6 +124,15 @@ def new_request_id() -> RequestId:
     return RequestId(f"req-{next(_counter)}")
 
 
+def take_value(of: object, name: str, kind: type[StrEnum]) -> None:
+    """Let a field of a frozen dataclass that holds a member of `kind` be given as that member's value, too. What is no
+    value is left as it is.
+    """
+    found = next((member for member in kind if member == getattr(of, name)), None)
+    if found is not None:
+        object.__setattr__(of, name, found)
+
+
 class ReuseMode(StrEnum):
     """How far a request may reuse KV of others: not, exact prefixes, or translated segments too."""
 
@@ -263,6 +272,9 @@ class GenerateRequest:
     forced: Tokens = ()
     """The answer that it gives whatever the model says, in one pass, for its log-probabilities (teacher forcing). vLLM
     draws an answer all the same."""
+
+    def __post_init__(self) -> None:
+        take_value(self, "reuse", ReuseMode)
 
     @property
     def namespace(self) -> Namespace:

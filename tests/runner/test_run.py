@@ -99,6 +99,13 @@ def test_requests_say_whose_they_are(engine: Engine) -> None:
     assert (first.produces, second.produces) == (SampleId(ValueKind.AGENT, "a"), None)
 
 
+def test_a_mode_may_be_given_as_its_value(engine: Engine) -> None:
+    run(engine, flow(agent("a")), ASK, reuse="exact")
+    assert engine.requests[0].reuse is ReuseMode.EXACT
+    with pytest.raises(RequestError, match="reuse='often': must be one of off, exact, translate"):
+        run(engine, flow(agent("a")), ASK, reuse="often")
+
+
 def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
     workflow = flow(Agent("a", "sys", "{user_question}"), Agent("b", "sys", "{agent_a_current}\n\nNow you."))
     run(engine, workflow, ASK)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kedge.decisions import MAX_PICK
 from kedge.engine.validation import require_sensible
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
-from kedge.types import AgentId, GenerateRequest, SamplingParams, Segment
+from kedge.guard import GuardMode
+from kedge.types import AgentId, GenerateRequest, ReuseMode, SamplingParams, Segment
 from kedge.workflow.graph import Agent, Step, Workflow, order
 from kedge.workflow.template import Placeholder
 from tests.engine.conformance.values import IMPOSSIBLE_SAMPLING
@@ -141,10 +142,16 @@ def test_bad_workflows(changes: dict[str, object], key: str) -> None:
     assert caught.value.key == key
 
 
+def test_modes_may_be_given_as_their_values() -> None:
+    one = agent("a", reuse="exact", guard="shadow")
+    assert one.reuse is ReuseMode.EXACT and one.guard is GuardMode.SHADOW
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"max_tokens": 0}, {"tool_seconds": 0}, {"tool_seconds": math.nan}, {"tool_seconds": math.inf},
-     {"tool_seconds": "9"}, *({key: value} for key in SAMPLED for value in IMPOSSIBLE_SAMPLING[key])],
+     {"tool_seconds": "9"}, {"reuse": "x"}, {"guard": 1},
+     *({key: value} for key in SAMPLED for value in IMPOSSIBLE_SAMPLING[key])],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
 def test_bad_agents_name_the_field(changes: dict[str, object]) -> None:

@@ -112,8 +112,7 @@ def _require_names(request: GenerateRequest) -> None:
         raise RequestError("tenant", brief(request.tenant), "must have no '/': `partition` names a part of its data")
     _require_sample("produces", request.produces)
     if not isinstance(request.reuse, ReuseMode):
-        modes = ", ".join(f"ReuseMode.{mode.name}" for mode in ReuseMode)
-        raise RequestError("reuse", brief(request.reuse), f"must be one of {modes}")
+        raise RequestError("reuse", brief(request.reuse), f"must be one of {', '.join(ReuseMode)}")
 
 
 def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> None:

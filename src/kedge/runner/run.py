@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from kedge.checks import is_unicode
+from kedge.checks import brief, is_unicode
 from kedge.engine.base import Engine, Stream
 from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
 from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
@@ -103,7 +103,7 @@ def run(
     workflow: Workflow,
     inputs: Mapping[str, str],
     *,
-    reuse: ReuseMode = ReuseMode.TRANSLATE,
+    reuse: ReuseMode | str = ReuseMode.TRANSLATE,
     run_id: str | None = None,
     tenant: TenantId = TenantId("default"),  # noqa: B008 (a plain str)
     client: ClientId = ClientId(""),  # noqa: B008
@@ -121,9 +121,11 @@ def run(
     cancelled then. Whatever happens, the engine goes on and forgets what the run shared.
     """
     check_inputs(workflow, inputs)
+    if reuse not in [*ReuseMode]:
+        raise RequestError("reuse", brief(reuse), f"must be one of {', '.join(ReuseMode)}")
     key = RunKey(Namespace(tenant), client, RunId(run_id or f"run-{uuid.uuid4().hex[:12]}"))
     try:
-        return RunLoop(engine, workflow, inputs, reuse, key, on_event, on_tool_error).execute()
+        return RunLoop(engine, workflow, inputs, ReuseMode(reuse), key, on_event, on_tool_error).execute()
     finally:
         engine.end_run(key)
 

@@ -14,7 +14,7 @@ from kedge.checks import brief, is_number, require_sampling, require_text
 from kedge.decisions import MAX_PICK
 from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
 from kedge.guard import GuardMode
-from kedge.types import AgentId, ReuseMode, SampleId, SamplingParams, ValueKind
+from kedge.types import AgentId, ReuseMode, SampleId, SamplingParams, ValueKind, take_value
 from kedge.workflow.template import Placeholder, placeholders
 
 Tool = Callable[[str, Mapping[str, str]], str]
@@ -56,6 +56,10 @@ class Agent:
     def __post_init__(self) -> None:
         if isinstance(self.stop, list):
             object.__setattr__(self, "stop", tuple(self.stop))
+        for key, kind in (("reuse", ReuseMode), ("guard", GuardMode)):
+            take_value(self, key, kind)
+            if not isinstance(found := getattr(self, key), kind | None):
+                raise WorkflowError(f"agent {self.id}: {key}", brief(found), f"must be one of {', '.join(kind)}")
         if not _ID.fullmatch(self.id):
             raise WorkflowError("agent", self.id, "an id has only letters, digits, '_' and '-'")
         try:

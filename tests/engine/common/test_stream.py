@@ -6,7 +6,7 @@ import threading
 
 from kedge.engine.base import Item
 from kedge.engine.common.stream import TokenStream
-from kedge.types import RequestId, TokenDelta
+from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, TokenDelta
 
 
 def delta(number: int) -> TokenDelta:
@@ -31,3 +31,31 @@ def test_nothing_is_lost_or_overtaken_while_a_listener_comes() -> None:
         stream.listen(heard.append)
         putting.join()
         assert heard == [delta(n) for n in range(200)]
+
+
+def ended() -> TokenDelta:
+    receipt = Receipt(RequestId("a"), ReuseMode.OFF, ())
+    return TokenDelta("", (), Completion(RequestId("a"), "x", (1,), FinishReason.LENGTH, receipt, 1.0, 2.0))
+
+
+def test_all_who_wait_get_the_end() -> None:
+    stream, found = TokenStream(RequestId("a")), list[str]()
+    readers = [threading.Thread(target=lambda: found.append(stream.result(10).text)) for _ in range(3)]
+    for one in readers:
+        one.start()
+    stream.put(ended())
+    for one in readers:
+        one.join()
+    assert found == ["x"] * 3 and stream.result(0).text == "x"
+
+
+def test_the_result_is_there_beside_a_listener_also_one_that_fails() -> None:
+    for comes_late in (False, True):
+        stream = TokenStream(RequestId("a"))
+        if comes_late:
+            stream.put(ended())
+        stream.listen(lambda _: 1 / 0)
+        if not comes_late:
+            stream.put(delta(0))
+            stream.put(ended())
+        assert stream.result(0).text == "x"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from textwrap import dedent
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +24,7 @@ from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import LocalStream
-from kedge.errors import EngineClosed, KedgeError
+from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
 from kedge.kv.storage import SlotTable
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
@@ -167,6 +172,47 @@ def test_a_draw_that_fails_is_neither_learned_from_nor_kept(engine: LocalEngine)
             engine.submit(victim(ReuseMode.TRANSLATE), draw=lambda _, draws=draws: next(draws)).result(PATIENCE)
     at_rest(engine)
     assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+def test_a_draw_that_exits_ends_its_request(engine: LocalEngine) -> None:
+    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: sys.exit(3)))
+    assert isinstance(ended, GenerationFailed) and "SystemExit(3)" in str(ended)
+
+
+@pytest.mark.parametrize("call", [LocalEngine.inspect, LocalEngine.clear, lambda engine: engine.cancel("x")])
+def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
+    engine: LocalEngine, call: Callable[[LocalEngine], object]
+) -> None:
+    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: call(engine)))
+    assert isinstance(ended, GenerationFailed) and isinstance(ended.__cause__, WrongThread)
+
+
+def test_a_fork_gets_an_error(engine: LocalEngine) -> None:
+    request, (reads, writes) = call(), os.pipe()
+    if not os.fork():
+        try:
+            engine.submit(request)
+        except EngineClosed as error:
+            os.write(writes, str(error).encode())
+        with suppress(EngineClosed):
+            engine.inspect()
+        engine.close()
+        os._exit(0)
+    os.close(writes)
+    assert b"fork" in os.read(reads, 1000)
+    assert os.wait()[1] == 0 and engine.submit(request).result(PATIENCE).tokens
+
+
+def test_a_process_that_exits_without_close_ends_well() -> None:
+    code = """
+        from tests.engine.local.test_containment import call, engine_of, tiny_model
+        engine = engine_of(tiny_model("llama"))
+        next(iter(engine.submit(call(count=300))))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from kedge.engine.base import Item, Listener
 from kedge.types import Completion, RequestId, TokenDelta
 
+logger = logging.getLogger(__name__)
 Tap = Callable[[Item], Item]
 """Called with every item of a stream, on the thread that puts it; the reader gets what it returns. It never raises."""
 
@@ -26,16 +28,16 @@ class TokenStream:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._completion: Completion | None = None
         self._listener: Listener | None = None
-        self._handing_over = threading.Lock()
+        self._handing_over, self._is_over = threading.Lock(), False
 
     def put(self, item: Item) -> None:
         """Add the next item."""
         item = self.tap(item) if self.tap else item
-        if isinstance(item, BaseException) or item.completion is not None:
+        if self._ends(item):
             self._on_end(self.request_id)
         with self._handing_over:
             if self._listener is not None:
-                self._listener(item)
+                self._tell(self._listener, item)
             else:
                 self._items.put(item)
 
@@ -43,8 +45,24 @@ class TokenStream:
         """Pass everything to `listener`: what has come at once, the rest on the thread that puts it."""
         with self._handing_over:  # so that nothing overtakes what has come before
             while not self._items.empty():
-                listener(self._items.get())
+                self._tell(listener, self._items.get())
+                if self._is_over:
+                    break
             self._listener = listener
+
+    def _tell(self, listener: Listener, item: Item) -> None:
+        """Pass an item on. The last one is kept for `result`."""
+        if self._ends(item):
+            self._is_over = True
+            self._items.put(item)
+        try:
+            listener(item)
+        except BaseException:  # its thread has others' streams to go on with
+            logger.exception("what listens to request %s failed", self.request_id)
+
+    @staticmethod
+    def _ends(item: Item) -> bool:
+        return isinstance(item, BaseException) or item.completion is not None
 
     def __iter__(self) -> Iterator[TokenDelta]:
         while self._completion is None:
@@ -62,8 +80,9 @@ class TokenStream:
             item = self._items.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"no token of {self.request_id} in time") from None
+        if self._ends(item):
+            self._items.put(item)  # for whoever waits as well, or asks again
         if isinstance(item, BaseException):
-            self._items.put(item)  # a later call gets it again
             raise item
         self._completion = item.completion
         return item

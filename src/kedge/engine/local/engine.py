@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -40,6 +42,7 @@ from kedge.errors import (
     Overloaded,
     PromptTooLong,
     RequestError,
+    WrongThread,
 )
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
@@ -65,6 +68,8 @@ class Mailbox:
 
     def __init__(self, max_in_flight: int) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._process, self.thread = os.getpid(), 0
+        """The process that it works in, and the engine's thread there"""
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._in_flight: set[RequestId] = set()
         self._max_in_flight = max_in_flight
@@ -99,18 +104,25 @@ class Mailbox:
 
     def post(self, command: Command) -> None:
         """Post a command. Raises `EngineClosed`."""
+        self.refuse_fork()
         with self._lock:  # so that nothing is put after the thread's last look
             self._refuse_closed()
             self._commands.put(command)
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Run a question on the engine's thread and return its answer. Raises what it raises, or `EngineClosed`."""
+        """Run a question on the engine's thread and return its answer. Raises what it raises, `EngineClosed`, or
+        `WrongThread` on that thread, where a `draw` or what listens to a stream is called.
+        """
+        if threading.get_ident() == self.thread:
+            raise WrongThread("engine", threading.current_thread().name, "a call on this thread would wait for itself")
         answer: Future[T] = Future()
         self.post(partial(_settle, answer, question))
         return answer.result()
 
     def close(self) -> None:
         """Refuse further commands, and wake the engine's thread."""
+        if self._is_fork:
+            return
         with self._lock:
             self._closed.set()
             self.wake()
@@ -133,6 +145,16 @@ class Mailbox:
         if self.closed:
             raise EngineClosed("engine", self.failure, "it was closed, or its thread has died")
 
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this is a fork of its process: without the engine's thread, which may have held the lock."""
+        return self._process != os.getpid()
+
+    def refuse_fork(self) -> None:
+        """Raise `EngineClosed` in a fork."""
+        if self._is_fork:
+            raise EngineClosed("engine", self._process, "it works in this process, of which the caller's is a fork")
+
 
 class EngineThread:
     """The engine's thread: it runs a core until the mailbox is closed or `MAX_FAILURES` steps in a row have failed."""
@@ -150,11 +172,12 @@ class EngineThread:
         self._mailbox.post(partial(self._idle_waiters.append, waiter))
         return waiter.wait(timeout)
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds."""
+        self._thread.join(timeout)
 
     def _serve(self) -> None:
+        self._mailbox.thread = threading.get_ident()
         try:
             while not self._mailbox.closed:
                 self._guarded_step()
@@ -212,15 +235,21 @@ def _obey(command: Command) -> None:
     """Run a command, and contain what it raises."""
     try:
         command()
-    except Exception:
+    except BaseException:
         logger.exception("a command to the engine failed: %r", command)
 
 
 def _settle(answer: Future[T], question: Callable[[], T]) -> None:
     try:
         answer.set_result(question())
-    except Exception as error:  # the asker's, whatever it is
+    except BaseException as error:  # the asker's, whatever it is
         answer.set_exception(error)
+
+
+def _end(mailbox: Mailbox, thread: EngineThread, patience: float = 10.0) -> None:
+    """End an engine's thread: one that computes while the interpreter goes aborts the process."""
+    mailbox.close()
+    thread.join(patience)
 
 
 class LocalEngine(Engine):
@@ -270,6 +299,7 @@ class LocalEngine(Engine):
         self._state = StateKeeper(self._open_state)
         self._core.judge = self._guard.sentinels_read
         self._thread = EngineThread(self._core, self._mailbox)
+        weakref.finalize(self, _end, self._mailbox, self._thread)  # at the latest when the process exits
 
     @property
     def translation_refusal(self) -> str | None:
@@ -290,6 +320,7 @@ class LocalEngine(Engine):
 
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
+        self._mailbox.refuse_fork()
         self._validate(request)
         request = self._with_trails(request)
         tokens = list(request.tokens)

@@ -150,6 +150,8 @@ def _drawn(draw: Draw, logits: Tensor) -> int | Exception:
         token = draw(logits)
     except Exception as error:  # foreign code
         return error
+    except BaseException as error:  # such as `SystemExit`: it ends this request, not the engine
+        return RuntimeError(f"draw raised {error!r}")
     if type(token) is not int or not 0 <= token < len(logits):
         return ValueError(f"draw returned {token!r}, not a token id below {len(logits)}")
     return token
