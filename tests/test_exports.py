@@ -15,7 +15,7 @@ import kedge
 from kedge import types
 
 ROOT = Path(__file__).parents[1]
-NOT_OFFERED = {"Tokens", "WorkflowAgent", "is_owned", "new_request_id"}
+NOT_OFFERED = {"take_value", "Tokens", "WorkflowAgent", "is_owned", "new_request_id"}
 """Public names of `kedge.types` that only Kedge itself needs."""
 
 
