@@ -6,10 +6,13 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.engine.process.messages import portable
-from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, RequestError
+from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, Overloaded, RequestError
 from kedge.settings import EngineSettings
 from kedge.types import (
     FinishReason,
@@ -170,6 +173,38 @@ def test_an_engine_that_cannot_be_made_raises_its_own_error(tmp_path: Path) -> N
 def test_a_process_that_dies_before_it_is_ready_is_told() -> None:
     with pytest.raises(EngineClosed, match="code 3 before it was ready"):
         ProcessEngine(dies_at_once)
+
+
+class SlowToRead(EchoEngine):
+    """An engine that reads grammars once a file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(delay_s=1e-3)
+        self._file = file
+
+    def submit(self, request: GenerateRequest) -> Any:
+        while request.sampling.grammar and not self._file.exists():
+            time.sleep(1e-3)
+        return super().submit(replace(request, sampling=replace(request.sampling, grammar="")))
+
+
+def test_grammars_of_a_tenant_hold_up_no_others(tmp_path: Path) -> None:
+    file = tmp_path / "go"
+    with ProcessEngine(partial(SlowToRead, file)) as engine, ThreadPoolExecutor(64) as pool:
+        plain = SUITE.request(engine, "hello", max_tokens=3)
+        read = replace(plain, sampling=replace(plain.sampling, grammar='start: "x"'), tenant=TenantId("a"))
+        waiting = [
+            pool.submit(lambda one=one: engine.submit(one).result(SECONDS))
+            for one in (replace(read, request_id=new_request_id()) for _ in range(50))
+        ]
+        refused, _ = wait(waiting, SECONDS, return_when=FIRST_COMPLETED)
+        assert {type(one.exception()) for one in refused} == {Overloaded}, "what waits is bounded"
+        assert engine.submit(plain).result(SECONDS).tokens
+        other = pool.submit(lambda: engine.submit(replace(read, tenant=TenantId("b"))).result(SECONDS))
+        file.touch()
+        assert other.result(SECONDS).tokens
+        served = [one for one in waiting if one.exception(SECONDS) is None]
+        assert len(served) == 33
 
 
 def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngine) -> None:

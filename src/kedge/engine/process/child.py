@@ -9,15 +9,18 @@ import queue
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from kedge.engine.base import Engine
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
-from kedge.errors import ConfigError, EngineClosed
+from kedge.errors import ConfigError, EngineClosed, Overloaded
+from kedge.types import GenerateRequest
 
 logger = logging.getLogger(__name__)
 Sent = Packed | Answer | Ready | Failed
@@ -60,6 +63,36 @@ class Outbox:
                     return
 
 
+class Turns:
+    """Work of several tenants on a few threads: one task of a tenant at a time, and the tenants in turn."""
+
+    def __init__(self, threads: int, most: int) -> None:
+        """At most `most` tasks of a tenant wait."""
+        self._threads, self._most = ThreadPoolExecutor(threads, "kedge-turns"), most
+        self._tasks: dict[str, deque[Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, tenant: str, task: Callable[[], None]) -> bool:
+        """Queue a task, which must not raise. Returns False where too many of the tenant's wait."""
+        with self._lock:
+            tasks = self._tasks.setdefault(tenant, deque())
+            if len(tasks) > self._most:
+                return False
+            tasks.append(task)
+            if len(tasks) == 1:
+                self._threads.submit(self._next, tenant)
+            return True
+
+    def _next(self, tenant: str) -> None:
+        self._tasks[tenant][0]()
+        with self._lock:
+            self._tasks[tenant].popleft()
+            if self._tasks[tenant]:
+                self._threads.submit(self._next, tenant)
+            else:
+                del self._tasks[tenant]
+
+
 class Host:
     """The server side of the engine's process. It carries out calls until the engine is closed or has failed, or the
     program has hung up.
@@ -69,6 +102,7 @@ class Host:
         self._engine, self._connection = engine, connection
         self._outbox = Outbox(connection)
         self._asking = ThreadPoolExecutor(ASKING, "kedge-ask")
+        self._compiling = Turns(threads=2, most=32)
 
     def serve(self) -> int:
         """Return the process's exit code."""
@@ -87,11 +121,19 @@ class Host:
 
     def _take(self, call: Call) -> bool:
         """Start a call. Returns False for the last one."""
-        if call.method in IN_ORDER:
+        request = call.arguments[0] if call.method == "submit" else None
+        if isinstance(request, GenerateRequest) and request.sampling.grammar:  # to read one takes up to a second
+            self._compile(call, request)
+        elif call.method in IN_ORDER:
             self._answer(call)
         elif call.method != "close":
             self._asking.submit(self._answer, call)
         return call.method != "close"
+
+    def _compile(self, call: Call, request: GenerateRequest) -> None:
+        if not self._compiling.put(request.tenant, partial(self._answer, call)):
+            error = Overloaded("grammar", request.tenant, "too many of this tenant's grammars wait to be read")
+            self._outbox.put(Answer(call.number or 0, error=error))
 
     def _answer(self, call: Call) -> None:
         try:
