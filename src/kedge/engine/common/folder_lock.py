@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import stat
 from pathlib import Path
 
 from kedge.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def lock_folder(path: Path, key: str, *, wait: bool = False) -> int:
@@ -15,7 +19,9 @@ def lock_folder(path: Path, key: str, *, wait: bool = False) -> int:
     If another process uses it, `wait` for that one, or raise `ConfigError` for `key`. Raises `OSError`.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if path.stat().st_mode & stat.S_IWOTH:
+        logger.warning("%s=%s: every user of this machine may write there, and what is read is believed", key, path)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

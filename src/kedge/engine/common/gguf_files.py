@@ -62,7 +62,8 @@ class GGUFFile:
     def config(self) -> PretrainedConfig:
         """Return the model's config. Raises `UnsupportedModel`."""
         with self._reading("Transformers cannot read it"):
-            return self._completed(AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name))
+            where = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
+            return self._completed(AutoConfig.from_pretrained(**where, trust_remote_code=False))
 
     def convert(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config, weights, tokenizer and generation config to `folder`, and show a progress bar meanwhile.
@@ -73,13 +74,13 @@ class GGUFFile:
             raise UnsupportedModel("model", str(self.path), "has no tokenizer in it")
         source = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
         with self._reading("Transformers cannot read its tokenizer"):
-            tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+            tokenizer: Any = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
         config = self.config()
         with self._reading("its weights do not fit", CorruptWeights):
             packed: Any = getattr(transformers, "GgufConfig", None)
             options = {"quantization_config": packed(dequantize=True)} if packed else {}
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                **source, **options, config=config, dtype=dtype, output_loading_info=True
+                **source, **options, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
         model, report = loaded
         if missing := sorted(report["missing_keys"]):

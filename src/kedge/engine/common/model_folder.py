@@ -60,6 +60,6 @@ def read_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         raise ModelNotFound("model", str(path), "no such folder, or no config.json in it")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # every family checks its values in a way of its own
         raise UnsupportedModel("model", str(path), f"its config cannot be read: {error}") from error

@@ -65,7 +65,7 @@ class HFTokenizer:
     def load(cls, path: Path) -> HFTokenizer:
         """Return a folder's tokenizer. Raises `ModelNotFound` where there is none that can be read."""
         try:
-            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
+            return cls(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
         except (OSError, ValueError) as error:
             raise ModelNotFound("tokenizer", str(path), f"cannot be loaded: {error}") from error
 

@@ -36,11 +36,14 @@ def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrain
     """Return a folder's model with its weights. Raises `ModelNotFound`, `CorruptWeights` or `UnsupportedModel`."""
     config = read_config(path)
     require_buildable(config)
+    if not any(path.glob("*.safetensors")):  # other formats can run code as they are read
+        raise CorruptWeights("model", str(path), "no safetensors in it; save_pretrained of Transformers writes them")
     try:
         with _progress_bar_for(path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
-            )
+                path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True,
+                use_safetensors=True, trust_remote_code=False,
+            )  # fmt: skip
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CorruptWeights("model", str(path), f"its weights cannot be loaded: {error}") from error
     model, report = loaded
