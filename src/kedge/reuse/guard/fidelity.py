@@ -123,6 +123,20 @@ class Serving:
 
     rung: int | None = None
     calls: int = 0
+    suspicion: float = 0.0
+    """How far the last comparisons are nearer to the budget than to what was usual: a CUSUM of logarithms"""
+    usual: float = 0.0
+    since: MeanEvidence = field(default_factory=MeanEvidence)
+    """Comparisons since it was 0, where a change is likeliest to have been, and the mean until then"""
+
+    def has_risen(self, divergence: float, usual: float, budget: float, most: float = 7.0, limit: float = 4.0) -> bool:
+        """Take a comparison. Returns whether the mean has risen: older comparisons say nothing of it any more."""
+        if not self.suspicion:
+            self.usual, self.since = max(usual, budget / 10), MeanEvidence()
+        times = divergence / sqrt(self.usual * budget)
+        self.suspicion = max(0.0, self.suspicion + log(min(max(times, 1 / most), most)))
+        self.since.observe(divergence)
+        return self.suspicion > limit
 
 
 @dataclass(slots=True)
@@ -130,6 +144,8 @@ class Proof:
     """What is proved of one agent's translation."""
 
     rungs: dict[int, RungRecord] = field(default_factory=dict)
+    noise: MeanEvidence = field(default_factory=MeanEvidence)
+    """Nats a token from one dense answer to the same one in a pass of another shape: rounding alone"""
     serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(6))
     """By budget: calls may have budgets of their own"""
     tried: int = 0
@@ -137,12 +153,20 @@ class Proof:
     vain: Counter[int] = field(default_factory=Counter)
     """Times in a row that nothing was translated on a rung"""
 
-    def observe(self, finding: RungFinding) -> None:
-        """Take a comparison."""
+    def observe(self, finding: RungFinding, noise: float | None = None) -> None:
+        """Take a comparison, less the noise of rounding: that of the same prompt, or what is usual."""
         self.vain.pop(finding.rung, None)
         record = self.rungs.setdefault(finding.rung, RungRecord())
-        record.divergence.observe(finding.divergence)
+        usual = record.divergence.mean
+        excess = finding.divergence - (self.noise.mean if noise is None else noise)
+        record.divergence.observe(excess)
         record.computed.observe(finding.computed)
+        for budget, one in [*self.serving.items()]:
+            if one.rung == finding.rung and one.has_risen(excess, usual, budget):
+                if RUNGS[finding.rung].by_anchors and one.since.mean > budget:  # the others use the same anchors
+                    self.forget_anchors()
+                self.rungs[finding.rung] = RungRecord(one.since, record.computed)
+                one.suspicion = 0.0
 
     def choose(self, budget: float, alpha: float) -> int | None:
         """Return the rung to serve on: the cheapest that is proved; the one that serves until it is no longer within
@@ -183,7 +207,8 @@ class Proof:
     def note(self, budget: float, alpha: float) -> FidelityNote:
         """Return the proof as it stands, for receipts."""
         curve = tuple(
-            (RUNGS[number].name, one.divergence.mean, one.computed.mean) for number, one in sorted(self.rungs.items())
+            (RUNGS[number].name, max(0.0, one.divergence.mean), one.computed.mean)
+            for number, one in sorted(self.rungs.items())
         )
         served = self.choose(budget, alpha)
         if served is None:
@@ -191,7 +216,7 @@ class Proof:
             return FidelityNote(budget, "", None, None, checks, curve)
         seen = self.rungs[served].divergence
         bound = seen.upper(alpha) if seen.count >= LEAST else None
-        return FidelityNote(budget, RUNGS[served].name, seen.mean, bound, seen.count, curve)
+        return FidelityNote(budget, RUNGS[served].name, max(0.0, seen.mean), bound, seen.count, curve)
 
     def nearness(self, budget: float, alpha: float) -> float:
         """Return the upper bound over the budget, at most 1; 1 where nothing serves."""
@@ -211,6 +236,7 @@ class SavedProof(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     agent: str = Field(max_length=4096)
     rungs: dict[str, tuple[SavedMean, SavedMean]]
+    noise: SavedMean | None = None
 
     @classmethod
     def of(cls, agent: str, proof: Proof) -> SavedProof:
@@ -221,13 +247,15 @@ class SavedProof(BaseModel):
             ]
             for at, seen in proof.rungs.items()
         }
-        return cls.model_validate({"agent": agent, "rungs": rungs})
+        noise = SavedMean.model_validate(proof.noise, from_attributes=True) if proof.noise.count else None
+        return cls.model_validate({"agent": agent, "rungs": rungs, "noise": noise})
 
     def proof(self) -> Proof:
         """Return the proof as it goes on."""
         numbers = {rung.name: number for number, rung in enumerate(RUNGS)}
         known = ((numbers[name], pair) for name, pair in self.rungs.items() if name in numbers)
-        return Proof({number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in known})
+        rungs = {number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in known}
+        return Proof(rungs, self.noise.evidence() if self.noise else MeanEvidence())
 
 
 class SavedMean(BaseModel):
@@ -236,7 +264,7 @@ class SavedMean(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     weight: float = Field(ge=1, le=1 / (1 - FORGET))
     squared_weight: float = Field(ge=1, le=1 / (1 - FORGET))
-    mean: float = Field(ge=0, le=100)
+    mean: float = Field(ge=-100, le=100)
     spread: float = Field(ge=0, le=1e6)
     count: int = Field(ge=1, lt=2**53)
 
