@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from math import inf, log, sqrt
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,15 +61,17 @@ class MeanEvidence:
     """The mean of a quantity that is compared again and again, with bounds that hold at any time.
 
     They are an asymptotic confidence sequence (Waudby-Smith et al., *Time-uniform central limit theory and asymptotic
-    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less.
+    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less. What is read from data has
+    to keep the limits of the fields.
     """
 
-    weight: float = 0.0
-    squared_weight: float = 0.0
-    mean: float = 0.0
-    spread: float = 0.0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+    weight: Annotated[float, Field(ge=1, le=1 / (1 - FORGET))] = 0.0
+    squared_weight: Annotated[float, Field(ge=1, le=1 / (1 - FORGET))] = 0.0
+    mean: Annotated[float, Field(ge=-100, le=100)] = 0.0
+    spread: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weighted sum of squared distances from the mean"""
-    count: int = 0
+    count: Annotated[int, Field(ge=1, lt=2**53)] = 0
 
     def observe(self, value: float) -> None:
         """Take one more value."""
@@ -235,42 +237,17 @@ class SavedProof(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     agent: str = Field(max_length=4096)
-    rungs: dict[str, tuple[SavedMean, SavedMean]]
-    noise: SavedMean | None = None
+    rungs: dict[str, tuple[MeanEvidence, MeanEvidence]]
+    noise: MeanEvidence | None = None
 
     @classmethod
     def of(cls, agent: str, proof: Proof) -> SavedProof:
         """Return a proof as data."""
-        rungs = {
-            RUNGS[at].name: [
-                SavedMean.model_validate(one, from_attributes=True) for one in (seen.divergence, seen.computed)
-            ]
-            for at, seen in proof.rungs.items()
-        }
-        noise = SavedMean.model_validate(proof.noise, from_attributes=True) if proof.noise.count else None
-        return cls.model_validate({"agent": agent, "rungs": rungs, "noise": noise})
+        rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
+        return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None)
 
     def proof(self) -> Proof:
         """Return the proof as it goes on."""
         numbers = {rung.name: number for number, rung in enumerate(RUNGS)}
-        known = ((numbers[name], pair) for name, pair in self.rungs.items() if name in numbers)
-        rungs = {number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in known}
-        return Proof(rungs, self.noise.evidence() if self.noise else MeanEvidence())
-
-
-class SavedMean(BaseModel):
-    """A mean as plain data."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    weight: float = Field(ge=1, le=1 / (1 - FORGET))
-    squared_weight: float = Field(ge=1, le=1 / (1 - FORGET))
-    mean: float = Field(ge=-100, le=100)
-    spread: float = Field(ge=0, le=1e6)
-    count: int = Field(ge=1, lt=2**53)
-
-    def evidence(self) -> MeanEvidence:
-        """Return it as it is counted on."""
-        return MeanEvidence(**self.model_dump())
-
-
-SavedProof.model_rebuild()
+        known = {numbers[name]: RungRecord(*pair) for name, pair in self.rungs.items() if name in numbers}
+        return Proof(known, self.noise or MeanEvidence())
