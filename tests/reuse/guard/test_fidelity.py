@@ -227,6 +227,15 @@ def test_the_noise_of_rounding_is_no_divergence() -> None:
     assert note.mean == 0.0 and note.curve[0][1] == 0.0, "less than nothing is nothing"
 
 
+def test_a_repeated_prompt_proves_nothing_more_but_shows_what_got_worse() -> None:
+    proof = Proof()
+    for _ in range(4 * LEAST):
+        proof.observe(RungFinding(1, BUDGET / 10, 0.1), is_repeated=bool(proof.rungs))
+    assert proof.rungs[1].divergence.count == 1 and serving(proof) is None
+    proof.observe(RungFinding(1, BUDGET, 0.1), is_repeated=True)
+    assert proof.rungs[1].divergence.count == 2
+
+
 def test_every_budget_has_a_rung_of_its_own() -> None:
     """Calls of one agent with different budgets change nothing of each other's."""
     proof = found(found(Proof(), 1, BUDGET / 5), 5, BUDGET / 100, computed=0.5)

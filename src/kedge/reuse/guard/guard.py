@@ -242,8 +242,10 @@ class QualityGuard:
             proof.vain.update(vain)
             if noise is not None:
                 proof.noise.observe(noise)
+            values = hash(tuple(one.tokens for one in request.segments if one.is_placeholder))
             for finding in findings:
-                proof.observe(finding, noise)
+                proof.observe(finding, noise, is_repeated=values in proof.values)
+            proof.values[values] = None
             if isinf(budget):
                 return
             served = proof.choose(budget, alpha)
