@@ -54,6 +54,7 @@ one token each of so many values is drawn. The larger share is for agents withou
 
 MORE = 4.0
 """Times the usual share of compared calls near the limit, or while it is not known whether decisions change"""
+
 Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
 

@@ -72,13 +72,11 @@ class Check:
     def cost(self) -> int:
         """Tokens that it computes, about: a fifth of the prompt where that is translated."""
         size = self.of.prompt_tokens
-        parts = {ReuseMode.OFF: 1, ReuseMode.TRANSLATE: 5, ReuseMode.EXACT: size}
-        return sum(one.sampling.max_tokens + size // parts[one.reuse] for one in self.requests)
+        computed = {ReuseMode.OFF: size, ReuseMode.TRANSLATE: size // 5, ReuseMode.EXACT: 1}
+        return sum(one.sampling.max_tokens + computed[one.reuse] for one in self.requests)
 
     def noise(self, answers: Sequence[Completion | None]) -> float | None:
-        """Return the divergence of the control from the served answer: of rounding alone. None: there is none, or it
-        is too far off for that.
-        """
+        """Return the divergence of the control from the served answer: rounding alone. None where it has none."""
         pairs = zip(self.requests, answers, strict=True)
         control = next((answer for one, answer in pairs if one.reuse is ReuseMode.EXACT), None)
         noise = None if control is None else mean_divergence(self.served, control)

@@ -440,8 +440,8 @@ class GuardedCalls:
         tried = {one.guard.rung for one in check.requests if one.guard.rung is not None}
         if check.tried in ("", EVERYTHING) and (findings or tried):
             placeholders = {name for seen in ways for name in seen.names}
-            vain = tried - {one.rung for one in findings}
-            self.guard.found(check.of, placeholders, findings, vain, check.noise(answers))
+            tried -= {one.rung for one in findings}
+            self.guard.found(check.of, placeholders, findings, tried, check.noise(answers))
         for seen in ways:
             if seen.is_served:
                 names = seen.names if check.tried in ("", EVERYTHING) else (check.tried,)
