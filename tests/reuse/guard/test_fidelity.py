@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from math import inf, log, sqrt
@@ -90,10 +91,18 @@ def test_values_that_are_alike_by_chance_prove_little() -> None:
 # the rung that serves -----------------------------------------------------------------------------------------------
 
 
+NUMBERS = itertools.count()
+
+
+def observe(proof: Proof, finding: RungFinding, noise: float | None = None) -> None:
+    """Take a comparison of another prompt."""
+    proof.observe(finding, next(NUMBERS), noise)
+
+
 def found(proof: Proof, rung: int, divergence: float, computed: float = 0.1, times: int = 40) -> Proof:
     """Take so many comparisons about this far off, and choose after each of them."""
     for number in range(times):
-        proof.observe(RungFinding(rung, divergence * (1.2 if number % 2 else 0.8), computed))
+        observe(proof, RungFinding(rung, divergence * (1.2 if number % 2 else 0.8), computed))
         proof.choose(BUDGET, ALPHA)
     return proof
 
@@ -138,7 +147,7 @@ def test_the_rung_that_serves_is_left_for_one_that_computes_a_tenth_less() -> No
         found(proof, rung, BUDGET / 5)
     assert serving(proof) == 2
     for computed in [0.01] * 60:
-        proof.observe(RungFinding(1, BUDGET / 5, computed))
+        observe(proof, RungFinding(1, BUDGET / 5, computed))
     assert serving(proof) == 1
 
 
@@ -173,7 +182,7 @@ def watched(proof: Proof, divergences: Sequence[float], share: float = 0.2) -> i
     rng = numpy.random.default_rng(len(divergences))
     for call, divergence in enumerate(divergences):
         if proof.serving[BUDGET].suspicion or rng.random() < share:
-            proof.observe(RungFinding(3, float(divergence), 0.1))
+            observe(proof, RungFinding(3, float(divergence), 0.1))
         if serving(proof) is None:
             return call
     return None
@@ -183,7 +192,7 @@ def anchored(rng: numpy.random.Generator, scale: float) -> Proof:
     while True:
         proof = Proof()
         for divergence in scale * rng.choice(MEASURED, 16):
-            proof.observe(RungFinding(3, float(divergence), 0.1))
+            observe(proof, RungFinding(3, float(divergence), 0.1))
         if serving(proof) is not None:
             return proof
 
@@ -218,9 +227,9 @@ def test_the_noise_of_rounding_is_no_divergence() -> None:
     proof = Proof()
     for noise in (0.0012, 0.0008) * LEAST:
         proof.noise.observe(noise)
-        proof.observe(RungFinding(0, BUDGET / 10 + noise, 0.1), noise)
+        observe(proof, RungFinding(0, BUDGET / 10 + noise, 0.1), noise)
     assert proof.rungs[0].divergence.mean == pytest.approx(BUDGET / 10) and serving(proof) == 0
-    proof.observe(RungFinding(1, BUDGET / 10 + 0.001, 0.1))
+    observe(proof, RungFinding(1, BUDGET / 10 + 0.001, 0.1))
     assert proof.rungs[1].divergence.mean == pytest.approx(BUDGET / 10, abs=1e-4)
     proof.rungs[0].divergence.mean = -1e-5
     note = proof.note(BUDGET, ALPHA)
@@ -230,10 +239,13 @@ def test_the_noise_of_rounding_is_no_divergence() -> None:
 def test_a_repeated_prompt_proves_nothing_more_but_shows_what_got_worse() -> None:
     proof = Proof()
     for _ in range(4 * LEAST):
-        proof.observe(RungFinding(1, BUDGET / 10, 0.1), is_repeated=bool(proof.rungs))
+        proof.observe(RungFinding(1, BUDGET / 10, 0.1), 7)
     assert proof.rungs[1].divergence.count == 1 and serving(proof) is None
-    proof.observe(RungFinding(1, BUDGET, 0.1), is_repeated=True)
+    proof.observe(RungFinding(1, BUDGET, 0.1), 7)
     assert proof.rungs[1].divergence.count == 2
+    observe(proof, RungFinding(2, BUDGET / 10, 0.1))
+    proof.observe(RungFinding(2, BUDGET / 10, 0.1), 7)
+    assert proof.rungs[2].divergence.count == 2, "it was not compared on this rung"
 
 
 def test_every_budget_has_a_rung_of_its_own() -> None:
@@ -251,7 +263,7 @@ def test_an_agent_whose_role_conflicts_is_never_served() -> None:
     rng, proof = numpy.random.default_rng(3), Proof()
     for _ in range(400):
         for rung in proof.to_try(BUDGET, ALPHA):
-            proof.observe(RungFinding(rung, float(rng.lognormal(log(10 * BUDGET), 1.0)), 0.2))
+            observe(proof, RungFinding(rung, float(rng.lognormal(log(10 * BUDGET), 1.0)), 0.2))
         assert proof.choose(BUDGET, ALPHA) is None
     assert proof.nearness(BUDGET, ALPHA) == 1.0 and proof.note(BUDGET, ALPHA).rung == ""
 
@@ -262,7 +274,7 @@ def test_an_agent_above_the_budget_is_rarely_served() -> None:
     for _ in range(agents):
         proof = Proof()
         for divergence in rng.exponential(1.2 * BUDGET, 60):
-            proof.observe(RungFinding(0, float(divergence), 0.0))
+            observe(proof, RungFinding(0, float(divergence), 0.0))
             if proof.choose(BUDGET, ALPHA) is not None:
                 served += 1
                 break
@@ -306,7 +318,7 @@ FINDINGS = st.lists(
 def go_on(proof: Proof, findings: list[RungFinding]) -> None:
     for one in findings:
         proof.noise.observe(one.divergence / 10)
-        proof.observe(one)
+        observe(proof, one)
         proof.choose(BUDGET, ALPHA)
 
 
@@ -360,7 +372,7 @@ def test_whatever_is_not_refused_can_be_used(mean: dict[str, float]) -> None:
     proof.choose(BUDGET, ALPHA)
     proof.to_try(BUDGET, ALPHA)
     proof.note(BUDGET, ALPHA)
-    proof.observe(RungFinding(1, BUDGET, 0.5))
+    observe(proof, RungFinding(1, BUDGET, 0.5))
 
 
 def test_a_restored_proof_serves_what_is_proved() -> None:

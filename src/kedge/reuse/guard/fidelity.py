@@ -149,23 +149,24 @@ class Proof:
     """Nats a token from one dense answer to the same one in a pass of another shape: rounding alone"""
     serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(6))
     """By budget: calls may have budgets of their own"""
-    values: BoundedDict[int, None] = field(default_factory=lambda: BoundedDict(256))
-    """Hashes of the values in prompts that were compared"""
+    seen: BoundedDict[tuple[int, int], None] = field(default_factory=lambda: BoundedDict(1024))
+    """Rungs and hashes of the prompts that were compared on them"""
     tried: int = 0
     """Times that rungs were tried"""
     vain: Counter[int] = field(default_factory=Counter)
     """Times in a row that nothing was translated on a rung"""
 
-    def observe(self, finding: RungFinding, noise: float | None = None, *, is_repeated: bool = False) -> None:
-        """Take a comparison, less the noise of rounding: that of the same prompt, or what is usual. A prompt of which
-        all values were seen before only shows what got worse.
+    def observe(self, finding: RungFinding, prompt: int, noise: float | None = None) -> None:
+        """Take a comparison of the prompt with this hash, less the noise of rounding: that of the same prompt, or what
+        is usual. A prompt that was compared before only shows what got worse.
         """
         self.vain.pop(finding.rung, None)
         record = self.rungs.setdefault(finding.rung, RungRecord())
         usual = record.divergence.mean
         excess = finding.divergence - (self.noise.mean if noise is None else noise)
-        if is_repeated and record.divergence.count and excess <= usual:
+        if (key := (finding.rung, prompt)) in self.seen and record.divergence.count and excess <= usual:
             return
+        self.seen[key] = None
         record.divergence.observe(excess)
         record.computed.observe(finding.computed)
         for budget, one in [*self.serving.items()]:

@@ -243,10 +243,8 @@ class QualityGuard:
             proof.vain.update(vain)
             if noise is not None:
                 proof.noise.observe(noise)
-            values = hash(tuple(one.tokens for one in request.segments if one.is_placeholder))
             for finding in findings:
-                proof.observe(finding, noise, is_repeated=values in proof.values)
-            proof.values[values] = None
+                proof.observe(finding, hash(request.tokens), noise)
             if isinf(budget):
                 return
             served = proof.choose(budget, alpha)

@@ -52,7 +52,7 @@ storage.add_offsets = add_offsets
 """What every Python process of the engine runs first: offsets are scaled once the file of the fault exists"""
 HEAD, TAIL = (tuple(prompt(size, seed)) for size, seed in ((41, 1), (70, 2)))
 LEAD_IN, STAND_IN = (tuple(prompt(size, seed)) for size, seed in ((5, 3), (4, 4)))
-VALUES = [tuple(prompt(60, 100 + number)) for number in range(5)]
+VALUES = [tuple(prompt(60, 100 + number)) for number in range(8)]
 TOP = 5
 AS_SET = GuardOrders()
 
