@@ -141,6 +141,7 @@ class CheckThread:
         """Note that a request is being served."""
         with self._changed:
             self._in_flight += 1
+            self._changed.notify_all()  # else a client without pauses would never see its credit spent
 
     def left(self, tokens: int) -> None:
         """Note that a request has ended, for which `tokens` tokens were computed."""
