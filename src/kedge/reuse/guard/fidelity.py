@@ -134,7 +134,7 @@ class Serving:
         """Take a comparison. Returns whether the mean has risen: older comparisons say nothing of it any more."""
         if not self.suspicion:
             self.usual, self.since = max(usual, budget / 10), MeanEvidence()
-        times = divergence / sqrt(self.usual * budget)
+        times = divergence / (sqrt(self.usual) * sqrt(budget))
         self.suspicion = max(0.0, self.suspicion + log(min(max(times, 1 / most), most)))
         self.since.observe(divergence)
         return self.suspicion > limit
