@@ -61,7 +61,7 @@ class MeanEvidence:
     """The mean of a quantity that is compared again and again, with bounds that hold at any time.
 
     They are an asymptotic confidence sequence (Waudby-Smith et al., *Time-uniform central limit theory and asymptotic
-    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less. Saved ones keep to limits.
+    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less. The limits are for saved ones.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
