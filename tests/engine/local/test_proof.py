@@ -8,15 +8,17 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.engine import LocalEngine, LocalStream
 from kedge.guard import EVERYTHING, FidelityNote, GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.reuse.guard.fidelity import LEAST, RUNGS
+from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.planner import UNPROVED
 from kedge.settings import AnchorSettings, GuardSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, TenantId
@@ -89,6 +91,23 @@ def test_what_serves_goes_on_being_compared(story: tuple[LocalEngine, list[Compl
     assert figures["fidelity"] == BUDGET
     (mine,) = [one for one in figures["agents"] if one["agent"] == "solver"]
     assert mine["checks"] > 0 and mine["changed"] == 0 and mine["fidelity"]["rung"] == last.rung
+
+
+def test_a_control_over_the_same_kv_measures_the_noise_of_rounding() -> None:
+    with engine(even_model()) as one, patch.object(QualityGuard, "found", autospec=True) as found:
+        controls = list[Completion]()
+
+        def submit(again: GenerateRequest) -> LocalStream:
+            stream = one.submit(again)
+            if again.reuse is ReuseMode.EXACT:
+                controls.append(stream.result(60))
+            return stream
+
+        with patch.object(one._guard.checks, "_submit", submit):
+            team(one, 1)
+        noises = [call.args[5] for call in found.call_args_list]
+        assert len(controls) == len(noises) == 2 and all(0 <= noise < 1e-6 for noise in noises)
+        assert all(control.receipt.computed <= 16 for control in controls), "the cache has the rest of the prompt"
 
 
 def test_a_call_may_have_a_budget_of_its_own(story: tuple[LocalEngine, list[Completion]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +25,19 @@ assert not RUNGS[MOVED].by_anchors and RUNGS[ANCHORS].by_anchors
 SHADOW, OFF = (GuardOrders(mode) for mode in (GuardMode.SHADOW, GuardMode.OFF))
 
 
+NUMBERS = itertools.count()
+
+
+def unlike(of: GenerateRequest) -> GenerateRequest:
+    """A request like this with a value of its own."""
+    return replace(of, segments=(*of.segments, replace(of.segments[1], tokens=(next(NUMBERS),))))
+
+
 def find(guard: QualityGuard, of: GenerateRequest, rung: int, divergence: float = 0.0, times: int = LEAST) -> None:
-    """Let so many comparisons of a rung come in."""
+    """Let so many comparisons of a rung come in, each of another prompt."""
     for _ in range(times):
         guard.verdict(of)
-        guard.found(of, ("a",), [RungFinding(rung, divergence, 0.1 + 0.01 * rung)])
+        guard.found(unlike(of), ("a",), [RungFinding(rung, divergence, 0.1 + 0.01 * rung)])
 
 
 def proved(rung: int = ANCHORS, settings: GuardSettings = SETTINGS) -> QualityGuard:
@@ -201,6 +210,14 @@ def test_saved_nonsense_is_refused(data: dict[str, object]) -> None:
         SavedGroup.read(data)
 
 
+def test_one_prompt_again_and_again_proves_nothing() -> None:
+    guard, asked = QualityGuard(SETTINGS), request("a")
+    for _ in range(4 * LEAST):
+        guard.verdict(asked)
+        guard.found(asked, ("a",), [RungFinding(ANCHORS, 0.0, 0.1)])
+    assert guard.verdict(asked).orders.withholds("a")
+
+
 def test_proofs_are_bounded_and_cleared() -> None:
     guard = QualityGuard(SETTINGS.model_copy(update={"max_agents": 4}))
     for number in range(20):
@@ -224,7 +241,7 @@ def test_threads_prove_ask_and_report_at_once() -> None:
         for turn in range(60):
             verdict = guard.verdict(asked)
             guard.to_try(verdict_request(asked, verdict.orders), verdict.tried)
-            guard.found(asked, ("a",), [RungFinding(turn % len(RUNGS), 0.0, 0.1)])
+            guard.found(unlike(asked), ("a",), [RungFinding(turn % len(RUNGS), 0.0, 0.1)])
             guard.translated(asked, ("a",))
             yield guard.fidelity(asked), guard.stats(), guard.saved()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from math import inf, log, sqrt
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,15 +61,16 @@ class MeanEvidence:
     """The mean of a quantity that is compared again and again, with bounds that hold at any time.
 
     They are an asymptotic confidence sequence (Waudby-Smith et al., *Time-uniform central limit theory and asymptotic
-    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less.
+    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less. The limits are for saved ones.
     """
 
-    weight: float = 0.0
-    squared_weight: float = 0.0
-    mean: float = 0.0
-    spread: float = 0.0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+    weight: Annotated[float, Field(ge=1, le=1 / (1 - FORGET))] = 0.0
+    squared_weight: Annotated[float, Field(ge=1, le=1 / (1 - FORGET))] = 0.0
+    mean: Annotated[float, Field(ge=-100, le=100)] = 0.0
+    spread: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weighted sum of squared distances from the mean"""
-    count: int = 0
+    count: Annotated[int, Field(ge=1, lt=2**53)] = 0
 
     def observe(self, value: float) -> None:
         """Take one more value."""
@@ -123,6 +124,20 @@ class Serving:
 
     rung: int | None = None
     calls: int = 0
+    suspicion: float = 0.0
+    """How far the last comparisons are nearer to the budget than to what was usual: a CUSUM of logarithms"""
+    usual: float = 0.0
+    since: MeanEvidence = field(default_factory=MeanEvidence)
+    """Comparisons since it was 0, where a change is likeliest to have been, and the mean until then"""
+
+    def has_risen(self, divergence: float, usual: float, budget: float, most: float = 7.0, limit: float = 4.0) -> bool:
+        """Take a comparison. Returns whether the mean has risen: older comparisons say nothing of it any more."""
+        if not self.suspicion:
+            self.usual, self.since = max(usual, budget / 10), MeanEvidence()
+        times = divergence / (sqrt(self.usual) * sqrt(budget))
+        self.suspicion = max(0.0, self.suspicion + log(min(max(times, 1 / most), most)))
+        self.since.observe(divergence)
+        return self.suspicion > limit
 
 
 @dataclass(slots=True)
@@ -130,19 +145,36 @@ class Proof:
     """What is proved of one agent's translation."""
 
     rungs: dict[int, RungRecord] = field(default_factory=dict)
+    noise: MeanEvidence = field(default_factory=MeanEvidence)
+    """Nats a token from one dense answer to the same one in a pass of another shape: rounding alone"""
     serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(6))
     """By budget: calls may have budgets of their own"""
+    seen: BoundedDict[tuple[int, int], None] = field(default_factory=lambda: BoundedDict(1024))
+    """Rungs and hashes of the prompts that were compared on them"""
     tried: int = 0
     """Times that rungs were tried"""
     vain: Counter[int] = field(default_factory=Counter)
     """Times in a row that nothing was translated on a rung"""
 
-    def observe(self, finding: RungFinding) -> None:
-        """Take a comparison."""
+    def observe(self, finding: RungFinding, prompt: int, noise: float | None = None) -> None:
+        """Take a comparison of the prompt with this hash, less the noise of rounding: that of the same prompt, or what
+        is usual. A prompt that was compared before only shows what got worse.
+        """
         self.vain.pop(finding.rung, None)
         record = self.rungs.setdefault(finding.rung, RungRecord())
-        record.divergence.observe(finding.divergence)
+        usual = record.divergence.mean
+        excess = finding.divergence - (self.noise.mean if noise is None else noise)
+        if (key := (finding.rung, prompt)) in self.seen and record.divergence.count and excess <= usual:
+            return
+        self.seen[key] = None
+        record.divergence.observe(excess)
         record.computed.observe(finding.computed)
+        for budget, one in [*self.serving.items()]:
+            if one.rung == finding.rung and one.has_risen(excess, usual, budget):
+                if RUNGS[finding.rung].by_anchors and one.since.mean > budget:  # the others use the same anchors
+                    self.forget_anchors()
+                self.rungs[finding.rung] = RungRecord(one.since, record.computed)
+                one.suspicion = 0.0
 
     def choose(self, budget: float, alpha: float) -> int | None:
         """Return the rung to serve on: the cheapest that is proved; the one that serves until it is no longer within
@@ -183,7 +215,8 @@ class Proof:
     def note(self, budget: float, alpha: float) -> FidelityNote:
         """Return the proof as it stands, for receipts."""
         curve = tuple(
-            (RUNGS[number].name, one.divergence.mean, one.computed.mean) for number, one in sorted(self.rungs.items())
+            (RUNGS[number].name, max(0.0, one.divergence.mean), one.computed.mean)
+            for number, one in sorted(self.rungs.items())
         )
         served = self.choose(budget, alpha)
         if served is None:
@@ -191,7 +224,7 @@ class Proof:
             return FidelityNote(budget, "", None, None, checks, curve)
         seen = self.rungs[served].divergence
         bound = seen.upper(alpha) if seen.count >= LEAST else None
-        return FidelityNote(budget, RUNGS[served].name, seen.mean, bound, seen.count, curve)
+        return FidelityNote(budget, RUNGS[served].name, max(0.0, seen.mean), bound, seen.count, curve)
 
     def nearness(self, budget: float, alpha: float) -> float:
         """Return the upper bound over the budget, at most 1; 1 where nothing serves."""
@@ -210,39 +243,17 @@ class SavedProof(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     agent: str = Field(max_length=4096)
-    rungs: dict[str, tuple[SavedMean, SavedMean]]
+    rungs: dict[str, tuple[MeanEvidence, MeanEvidence]]
+    noise: MeanEvidence | None = None
 
     @classmethod
     def of(cls, agent: str, proof: Proof) -> SavedProof:
         """Return a proof as data."""
-        rungs = {
-            RUNGS[at].name: [
-                SavedMean.model_validate(one, from_attributes=True) for one in (seen.divergence, seen.computed)
-            ]
-            for at, seen in proof.rungs.items()
-        }
-        return cls.model_validate({"agent": agent, "rungs": rungs})
+        rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
+        return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None)
 
     def proof(self) -> Proof:
         """Return the proof as it goes on."""
         numbers = {rung.name: number for number, rung in enumerate(RUNGS)}
-        known = ((numbers[name], pair) for name, pair in self.rungs.items() if name in numbers)
-        return Proof({number: RungRecord(*map(SavedMean.evidence, pair)) for number, pair in known})
-
-
-class SavedMean(BaseModel):
-    """A mean as plain data."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    weight: float = Field(ge=1, le=1 / (1 - FORGET))
-    squared_weight: float = Field(ge=1, le=1 / (1 - FORGET))
-    mean: float = Field(ge=0, le=100)
-    spread: float = Field(ge=0, le=1e6)
-    count: int = Field(ge=1, lt=2**53)
-
-    def evidence(self) -> MeanEvidence:
-        """Return it as it is counted on."""
-        return MeanEvidence(**self.model_dump())
-
-
-SavedProof.model_rebuild()
+        known = {numbers[name]: RungRecord(*pair) for name, pair in self.rungs.items() if name in numbers}
+        return Proof(known, self.noise or MeanEvidence())

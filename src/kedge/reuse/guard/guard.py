@@ -54,8 +54,6 @@ one token each of so many values is drawn. The larger share is for agents withou
 
 MORE = 4.0
 """Times the usual share of compared calls near the limit, or while it is not known whether decisions change"""
-UNPROVED = -1
-"""In place of a rung: none is proved"""
 
 Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
@@ -133,24 +131,17 @@ class QualityGuard:
         epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
         watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
         sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
-        rung = self._rung(request)
-        if rung == UNPROVED or mode is GuardMode.SHADOW:
-            withheld = frozenset((EVERYTHING,))
-            rung = None if rung is None else LEARNING
+        rung, is_proving = None, not isinf(budget := self.budget(request))
+        if is_proving:
+            rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, self._settings.alpha)
+        if mode is GuardMode.SHADOW or (is_proving and rung is None):
+            withheld, rung = frozenset((EVERYTHING,)), LEARNING if is_proving else None
         ordered = replace(request.guard, withheld=withheld, rung=rung, epoch=epoch)
         return replace(ordered, sentinels=sentinels, watched=watched, glances=glances)
 
     def budget(self, request: GenerateRequest) -> float:
         """Return the mean divergence that a request's agent may have; infinite: any, without proof."""
         return self._settings.fidelity if request.guard.fidelity is None else request.guard.fidelity
-
-    def _rung(self, request: GenerateRequest) -> int | None:
-        """Return the rung that serves an agent, or `UNPROVED`; None where no proof is asked for."""
-        if isinf(budget := self.budget(request)):
-            return None
-        proof = self._proofs.use(request.workflow_agent, Proof)
-        rung = proof.choose(budget, self._settings.alpha)
-        return UNPROVED if rung is None else rung
 
     def _watched(self, records: Mapping[str, GuardRecord | None]) -> tuple[frozenset[str], bool]:
         """Return the placeholders of a request whose translated tokens are drawn as sentinels, and whether that is a
@@ -191,13 +182,14 @@ class QualityGuard:
             return GuardVerdict(orders, is_translated and self._rng.random() < share)
 
     def _share(self, request: GenerateRequest, *, is_new: bool) -> float:
-        """Return the share of an agent's translated calls that are compared: the first ones all, then by how near the
-        bound of its divergence is to the budget.
+        """Return the share of an agent's translated calls that are compared: the first ones all, and those after a
+        comparison that was unusual; else by how near the bound of its divergence is to the budget.
         """
         proof, budget = self._proofs.get(request.workflow_agent), self.budget(request)
         near = float(is_new)
         if proof is not None and not isinf(budget):
-            if proof.serving.use(budget, Serving).calls < CHECKED:
+            serving = proof.serving.use(budget, Serving)
+            if serving.calls < CHECKED or serving.suspicion:
                 return 1.0
             near = max(near, proof.nearness(budget, self._settings.alpha))
         share = self._settings.share * (1 + (MORE - 1) * near)
@@ -236,9 +228,10 @@ class QualityGuard:
         placeholders: Iterable[str],
         findings: Sequence[RungFinding],
         vain: Iterable[int] = (),
+        noise: float | None = None,
     ) -> None:
-        """Take what a request's prompt, with these placeholders translated on rungs, gave beside dense prefill. On the
-        rungs in `vain` nothing of it was translated after all.
+        """Take what a request's prompt, with these placeholders translated on rungs, gave beside dense prefill, and
+        the `noise` of that alone, if known. On the rungs in `vain` nothing of it was translated after all.
         """
         budget, alpha = self.budget(request), self._settings.alpha
         with self._lock:
@@ -248,8 +241,10 @@ class QualityGuard:
                 self._records.use(GuardKey(*request.workflow_agent, placeholder), GuardRecord)
             before = None if isinf(budget) else proof.choose(budget, alpha)
             proof.vain.update(vain)
+            if noise is not None:
+                proof.noise.observe(noise)
             for finding in findings:
-                proof.observe(finding)
+                proof.observe(finding, hash(request.tokens), noise)
             if isinf(budget):
                 return
             served = proof.choose(budget, alpha)

@@ -11,11 +11,11 @@ import pytest
 
 from kedge.engine.common.guarding.check import MAX_PICK_TOKENS, Check, dense_check, translated_placeholders, trial
 from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
-from kedge.reuse.guard.comparison import TOP
+from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.settings import GuardSettings
 from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, TokenLogprob, TurnHints
 from tests.engine.common.guarding.fakes import BAD, GOOD, request, spans_of
-from tests.reuse.guard.answers import answer
+from tests.reuse.guard.answers import answer, position
 
 SETTINGS = GuardSettings(tokens=3)
 ASKED = replace(
@@ -59,11 +59,18 @@ def test_a_trial_translates_one_withheld_placeholder_with_the_anchors_of_now() -
     assert again.exact_limit == 1, "the served call's own KV is in the cache"
 
 
-def test_a_trial_of_everything_is_one_request_for_every_rung() -> None:
-    check = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 2, None])
-    assert [one.guard.rung for one in check.requests] == [0, 2, None]
+def test_a_trial_of_everything_is_one_request_for_every_rung_and_a_control() -> None:
+    check = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 2])
+    *rungs, control = check.requests
+    assert [one.guard.rung for one in rungs] == [0, 2]
     assert len({one.request_id for one in (ASKED, *check.requests)}) == 4
-    for one in check.requests:
+    assert check.cost == 2 * (ASKED.prompt_tokens // 5 + 3) + 1 + 3, "the cache has the control's prompt"
+    assert (control.reuse, control.guard, control.exact_limit) == (
+        ReuseMode.EXACT, GuardOrders(GuardMode.OFF), ASKED.prompt_tokens - 1,
+    )  # fmt: skip
+    assert (control.workflow, control.agent, control.run) == ("", "", "")
+    assert len(trial(ASKED, served(), SETTINGS, EVERYTHING, [None]).requests) == 1, "nothing is proved by it"
+    for one in rungs:
         assert not one.guard.withheld and one.guard.left_out and one.guard.held_out and one.guard.epoch == 4
         assert one.exact_limit == 1 and one.run == ASKED.run
 
@@ -101,6 +108,7 @@ def test_an_answer_that_may_decide_something_is_given_freely(asked: GenerateRequ
     assert not again.sampling.ignore_eos and again.sampling.grammar == asked.sampling.grammar
     sampled = replace(asked, sampling=replace(asked.sampling, temperature=0.7))
     assert dense(sampled, replace(served("a"), text=text))[1].forced, "a sampled answer's decisions are not compared"
+    assert trial(asked, replace(served(), text=text), SETTINGS, EVERYTHING, [1]).requests[-1].forced, "the control"
 
 
 def test_a_check_that_waits_holds_no_more_of_an_answer_than_is_compared() -> None:
@@ -119,7 +127,7 @@ def test_the_translated_answer_is_compared_with_the_dense_one_whichever_was_serv
 def test_every_rung_gives_a_finding_beside_what_is_dense() -> None:
     """With the share that it computes of what the served call did not have from the cache."""
     far, near = served("a", "b", first=BAD), served("a")
-    seen = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 3]).judge([far, near])
+    seen = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 3]).judge([far, near, served()])
     found = [one.finding for one in seen]
     assert not any(one.is_served for one in seen) and [one and one.rung for one in found] == [0, 3]
     assert found[0] is not None and found[0].divergence == seen[0].comparison.kl > 0.1
@@ -138,7 +146,15 @@ def test_a_trial_in_which_nothing_was_translated_or_read_shows_nothing(again: Co
 
 
 def test_a_rung_on_which_nothing_is_translated_shows_nothing() -> None:
-    assert trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 1]).judge([served(), served()]) == []
+    assert trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 1]).judge([served(), served(), served()]) == []
+
+
+def test_the_noise_of_rounding_is_the_divergence_of_the_control() -> None:
+    check, near = trial(ASKED, served(), SETTINGS, EVERYTHING, [0]), position({1: 0.91, 2: 0.09})
+    noise = check.noise([served("a"), served(first=near)])
+    assert noise is not None and noise == mean_divergence(check.served, served(first=near)) and 0 < noise < 0.001
+    assert check.noise([served("a"), served(first=BAD)]) is None, "no rounding is so far off"
+    assert check.noise([served("a"), None]) is None and dense(ASKED, served("a"))[0].noise([served()]) is None
 
 
 def test_dense_prefill_without_numbers_shows_nothing() -> None:

@@ -113,6 +113,19 @@ def test_a_busy_engine_only_within_the_budget() -> None:
         assert one.checks.drain(10)
 
 
+def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() -> None:
+    """Between two of its calls the engine is not idle, and during one nothing else happens."""
+    with bench() as one:
+        one.checks._pause = LONG
+        check = one.add()
+        one.checks.arrived()
+        one.checks.left(2 * check.cost)
+        assert not one.begun.acquire(timeout=0.1)
+        one.checks.arrived()
+        one.finish()
+        assert one.checks.drain(10)
+
+
 @pytest.mark.parametrize(("took", "pause"), [(3.0, 3.0), (1000.0, PATIENCE)])
 def test_a_pause_shorter_than_a_check_is_not_idle_time(
     took: float, pause: float, monkeypatch: pytest.MonkeyPatch

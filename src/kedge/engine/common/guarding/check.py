@@ -72,7 +72,15 @@ class Check:
     def cost(self) -> int:
         """Tokens that it computes, about: a fifth of the prompt where that is translated."""
         size = self.of.prompt_tokens
-        return sum(one.sampling.max_tokens + size // (5 if one.run else 1) for one in self.requests)
+        computed = {ReuseMode.OFF: size, ReuseMode.TRANSLATE: size // 5, ReuseMode.EXACT: 1}
+        return sum(one.sampling.max_tokens + computed[one.reuse] for one in self.requests)
+
+    def noise(self, answers: Sequence[Completion | None]) -> float | None:
+        """Return the divergence of the control from the served answer: rounding alone. None where it has none."""
+        pairs = zip(self.requests, answers, strict=True)
+        control = next((answer for one, answer in pairs if one.reuse is ReuseMode.EXACT), None)
+        noise = None if control is None else mean_divergence(self.served, control)
+        return None if noise is None or noise > FAR else noise
 
     def judge(self, answers: Sequence[Completion | None]) -> list[ComparedWay]:
         """Return what the answers to the requests say, of those that were translated after all. None: it has none."""
@@ -109,25 +117,27 @@ def dense_check(request: GenerateRequest, served: Completion, settings: GuardSet
     """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either, and
     belongs to no agent: what is expected of that one is not its concern. `rungs` are tried beside.
     """
-    again = replace(
-        _again(request, served, settings),
-        reuse=ReuseMode.OFF,
-        guard=GuardOrders(GuardMode.OFF),
-        workflow=WorkflowId(""),
-        run=RunId(""),
-        agent=AgentId(""),
-    )
+    again = _untranslated(_again(request, served, settings), ReuseMode.OFF)
     others = [_tried(request, served, settings, EVERYTHING, rung) for rung in rungs]
     return _check(request, served, [again, *others], settings)
+
+
+def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
+    guard = GuardOrders(GuardMode.OFF)
+    return replace(again, reuse=reuse, guard=guard, workflow=WorkflowId(""), run=RunId(""), agent=AgentId(""))
 
 
 def trial(
     request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str, rungs: Sequence[int | None]
 ) -> Check:
     """Return the check of a call that was served without `tried`, a withheld placeholder or all of them: it is
-    translated now, on each of the `rungs`.
+    translated now, on each of the `rungs`. Where all are, a control is forced to the same answer over the KV that it
+    was drawn from: in 16 bits already the order of additions changes an answer, by as much as a good translation.
     """
-    return _check(request, served, [_tried(request, served, settings, tried, rung) for rung in rungs], settings, tried)
+    again = [_tried(request, served, settings, tried, rung) for rung in rungs]
+    if tried == EVERYTHING and None not in rungs:
+        again.append(_untranslated(_again(request, served, settings, is_free=False), ReuseMode.EXACT))
+    return _check(request, served, again, settings, tried)
 
 
 def _tried(
@@ -154,14 +164,16 @@ def _check(
     return Check(request, kept, tuple(again), tried, decisions)
 
 
-def _again(request: GenerateRequest, served: Completion, settings: GuardSettings) -> GenerateRequest:
+def _again(
+    request: GenerateRequest, served: Completion, settings: GuardSettings, *, is_free: bool = True
+) -> GenerateRequest:
     """Return a request for the answer once more: forced to the tokens that were served, unless it says something about
-    decisions, which a free answer shows.
+    decisions, which a free answer shows, and may be free.
     """
     limit = max(1, min(settings.tokens, len(served.logprobs)))
     forced: Tokens = served.tokens[:limit]
     decides = request.guard.pick or request.tool_mark or first_decision(served.text) != PROSE
-    if decides and not request.sampling.temperature:
+    if is_free and decides and not request.sampling.temperature:
         forced = ()
         if request.guard.pick:
             limit = max(limit, min(request.sampling.max_tokens, MAX_PICK_TOKENS))

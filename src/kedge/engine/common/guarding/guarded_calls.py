@@ -141,6 +141,7 @@ class CheckThread:
         """Note that a request is being served."""
         with self._changed:
             self._in_flight += 1
+            self._changed.notify_all()  # else a client without pauses would never see its credit spent
 
     def left(self, tokens: int) -> None:
         """Note that a request has ended, for which `tokens` tokens were computed."""
@@ -440,7 +441,8 @@ class GuardedCalls:
         tried = {one.guard.rung for one in check.requests if one.guard.rung is not None}
         if check.tried in ("", EVERYTHING) and (findings or tried):
             placeholders = {name for seen in ways for name in seen.names}
-            self.guard.found(check.of, placeholders, findings, tried - {one.rung for one in findings})
+            tried -= {one.rung for one in findings}
+            self.guard.found(check.of, placeholders, findings, tried, check.noise(answers))
         for seen in ways:
             if seen.is_served:
                 names = seen.names if check.tried in ("", EVERYTHING) else (check.tried,)
