@@ -21,7 +21,6 @@ from kedge.bench.load import (
     TeamSizes,
     TimedCall,
     WindowEngine,
-    case_names,
     load,
     measure,
     nano_team,
@@ -65,7 +64,7 @@ def tiny() -> LoadTeam:
 
 
 def test_a_random_team_has_prompts_and_answers_of_the_sizes_that_it_is_named_for() -> None:
-    asked = team("32m", "32m", "cpu", 0)
+    asked = team("32m", LoadSettings(device="cpu"))
     prompts = compiled(asked.flow, asked.tokenizer).values()
     assert [len(prompt.prefixes[0]) for prompt in prompts] == [PREFIX] * AGENTS
     assert [len(asked.tokenizer.encode(text)) for text in islice(asked.questions("a"), 3)] == [500] * 3
@@ -204,4 +203,4 @@ def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None
 
 
 def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:
-    assert case_names("8b") == ("nano", "8b", "8b-long")
+    assert LoadSettings(model_size="8b").case_names == ("nano", "8b", "8b-long")
