@@ -119,12 +119,7 @@ def nano_team(device: str, seed: int) -> LoadTeam:
 
 def nano_questions(seed: int) -> Questions:
     """Return the questions of the math team."""
-
-    def asked(client: str) -> Iterator[str]:
-        rng = Random(f"load/{seed}/{client}")
-        return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
-
-    return asked
+    return drawn(seed, lambda rng: (one.text for one in TASKS["math"].questions("test", rng.getrandbits(64))))
 
 
 def real_team(settings: LoadSettings, taught: int = 0) -> LoadTeam:
@@ -133,18 +128,10 @@ def real_team(settings: LoadSettings, taught: int = 0) -> LoadTeam:
 
 
 def reading_team(seed: int) -> tuple[Workflow, Questions]:
-    """Return the team that reads, with questions about paragraphs of XQuAD, in another order for each client, over and
-    over.
-    """
+    """Return the team that reads, and questions about paragraphs of XQuAD, in another order for each client."""
     workload, rows = real.load("reading", None, seed)
     texts = [question.text for question in rows]
-
-    def asked(client: str) -> Iterator[str]:
-        rng = Random(f"load/{seed}/{client}")
-        while True:
-            yield from rng.sample(texts, len(texts))
-
-    return workload.workflow(), asked
+    return workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts))))
 
 
 def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
@@ -157,13 +144,18 @@ def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> Lo
 
 def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
     """Return questions of exactly the given size."""
+    return drawn(seed, lambda rng: endless(lambda: [_text(rng, vocab, shape.question)]))
 
-    def asked(client: str) -> Iterator[str]:
-        rng = Random(f"load/{seed}/{client}")
-        while True:
-            yield _text(rng, vocab, shape.question)
 
-    return asked
+def drawn(seed: int, draw: Callable[[Random], Iterator[str]]) -> Questions:
+    """Return questions that `draw` makes of random numbers, which are each client's own."""
+    return lambda client: draw(Random(f"load/{seed}/{client}"))
+
+
+def endless(some: Callable[[], list[str]]) -> Iterator[str]:
+    """Yield what `some` returns, called again and again."""
+    while True:
+        yield from some()
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
@@ -246,8 +238,6 @@ class WindowEngine(WatchedEngine):
 
 PERIOD = 0.2
 """Seconds between two samples of the number of running requests."""
-BINS = 12
-"""Parts of the window over which the batch is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +260,11 @@ class LoadRecord:
     calls: list[TimedCall] = field(default_factory=list)
     runs: list[TeamRun] = field(default_factory=list)
     batch: list[tuple[float, int]] = field(default_factory=list)
-    """When it was looked, and how many requests were running."""
+    """When it was looked, and how many requests were running"""
     guard: Mapping[str, Any] = field(default_factory=dict)
     """The guard's figures at the end."""
     cpu_seconds: float = 0.0
-    """What this process computed within the window, on all cores: less than its length where others had them."""
+    """Of this process within the window: fewer where others had its cores."""
 
     @property
     def deadline(self) -> float:
@@ -303,7 +293,6 @@ class LoadRecord:
             "latency_p99_s": percentile(latency, 0.99, 4),
             "batch_mean": self._batch(0.0, 1.0),
             "batch_mean_last_third": self._batch(2 / 3, 1.0),
-            "batch_over_time": [self._batch(at / BINS, (at + 1) / BINS) for at in range(BINS)],
             **{f"{name}_share": round(some / tokens, 4) if tokens else None for name, some in sources.items()},
             "cpu_share": round(self.cpu_seconds / self.seconds, 3),
             "calls": len(calls),
@@ -314,16 +303,14 @@ class LoadRecord:
         }
 
     def _fidelity(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        """Return the mean KL of answers by what the guard has measured of their agent's rung, 0 of those by dense
-        prefill; the tokens that its checks computed, over all that the answers took; and what is proved of each agent.
+        """Return the mean KL of answers as measured on their agent's rung (0 by dense prefill), the tokens that checks
+        computed over those that the answers took, and what is proved of each agent.
         """
-        noted = [(one.receipt, one.receipt.fidelity) for one in answers if one.receipt.fidelity]
-        kl = [(known.mean or 0.0) if receipt.translated else 0.0 for receipt, known in noted]
+        noted = [(one.receipt.fidelity.mean, one.receipt.translated) for one in answers if one.receipt.fidelity]
         took, checked = sum(one.receipt.computed + len(one.tokens) for one in answers), self.guard.get("checked_tokens")
         return {
-            "kl": round(fmean(kl), 6) if kl else None,
+            "kl": round(fmean(kl if kl and moved else 0.0 for kl, moved in noted), 6) if noted else None,
             "proof_share": round(checked / took, 4) if took and checked is not None else None,
-            "checks": self.guard.get("checks_done"),
             "proofs": {one["agent"]: one["fidelity"] for one in self.guard.get("agents", ())},
         }
 
