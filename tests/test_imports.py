@@ -104,6 +104,7 @@ BENCHMARKS_MAY_IMPORT = {
     "reuse.contracts.SampleView",
     "reuse.guard.comparison.TOP",
     "reuse.guard.fidelity.FAR",
+    "reuse.guard.fidelity.RUNGS",
     "reuse.guard.comparison.divergence",
     "reuse.guard.comparison.mean_divergence",
     "reuse.layout.Placed",

@@ -27,7 +27,7 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from benchmarks.lab.methods import METHODS, fitting_model
-from kedge.bench.probe import Method, Probe, ProbeResult, Recorder, constrained, method_named
+from kedge.bench.probe import ChangingEngine, Method, Probe, ProbeResult, Recorder, constrained, method_named
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.runner.run import AgentResult, RunResult, run
 from kedge.types import (
@@ -272,7 +272,7 @@ class Lab:
             timed = self._settings.timed and bench.method.is_timed
             close_loop = partial(self._close_loop, bench, bench.team(self._flow))
             runs = list(self._each(bench, asked, timed=timed)(close_loop, asked))
-            if self._settings.judged:
+            if self._settings.judged and bench.method.guard is None:
                 choices = self._each(bench, asked, timed=False)(partial(self._judged, bench), asked)
                 for one, choice in zip(runs, choices, strict=True):
                     one.choices.append(choice)
@@ -304,9 +304,12 @@ class Lab:
     def _close_loop(self, bench: MethodBench, flow: Workflow, asked: DenseAnswers) -> MethodRuns:
         # nothing is prepared ahead of a recorder's requests, so that all methods do the same work
         runs = MethodRuns()
-        recorder = Recorder(bench.engine, bench.probe, partial(constrained, self._workload, asked.question), kv=False)
+        prepare = partial(constrained, self._workload, asked.question)
+        recorder = Recorder(bench.engine, bench.probe, prepare, kv=False)
+        # a guard watches no request whose tokens a probe draws
+        engine = recorder if bench.method.guard is None else ChangingEngine(bench.engine, prepare)
         began = time.perf_counter()
-        result = _run(recorder, flow, asked.question, bench.reuse, CLOSED)
+        result = _run(engine, flow, asked.question, bench.reuse, CLOSED)
         bench.engine.wait_idle()  # what a method learns or computes behind its answers is its cost, too
         took = time.perf_counter() - began
         if bench.method.is_timed and self._settings.timed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from statistics import fmean
@@ -15,6 +15,8 @@ from benchmarks.workloads.roles import TASKS, Role, RoleTask, task_named
 from kedge.bench.fidelity import Seen, summary
 from kedge.bench.probe import Method, Probe, ProbeResult, compare_logits, method_named
 from kedge.bench.shapes import Loaded, load_model, to_compare
+from kedge.guard import EVERYTHING, GuardMode, GuardOrders
+from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
     Completion,
@@ -45,6 +47,7 @@ class Handover:
     kl: float
     same: bool
     computed: float
+    translated: float
 
 
 Dense = Mapping[Role, tuple[Completion, ProbeResult]]
@@ -63,17 +66,33 @@ class RoleServer:
             agents = (method.team(flow) if method.team else flow).agents
             self._prompts[first, second] = compile_agents(agents, self.engine.tokenizer)
 
-    def ask(self, pair: tuple[Role, Role], at: int, question: Question, answer: Tokens = ()) -> ProbeResult:
-        """Return the answer of the first or second role of a pair, which its grammar constrains, or which is forced to
-        `answer`. Every pair is a tenant of its own, so that it finds no KV that another one has left.
+    def ask(self, pair: tuple[Role, Role], at: int, question: Question) -> Completion:
+        """Return the answer of the first or second role of a pair, constrained by its grammar. Every pair is a tenant
+        of its own, so that it finds no KV that another one has left.
         """
-        role, run = pair[at], run_of(pair, question)
-        prompt = self._prompts[pair][AgentId(role.name)]
+        grammar = self._task.grammar(AgentId(pair[at].name), question)
+        return self.engine.submit(self._request(pair, at, question, SamplingParams(32, grammar=grammar))).result()
+
+    def force(
+        self,
+        pair: tuple[Role, Role],
+        at: int,
+        question: Question,
+        answer: Tokens,
+        guard: GuardOrders = GuardOrders(),  # noqa: B008 (it is frozen)
+    ) -> ProbeResult:
+        """Return the same request's answer and logits where it is forced to `answer`."""
+        request = replace(self._request(pair, at, question, SamplingParams(32)), guard=guard)
+        return self.probe.submit(self.engine, request, answer).result()
+
+    def _request(
+        self, pair: tuple[Role, Role], at: int, question: Question, sampling: SamplingParams
+    ) -> GenerateRequest:
+        run, prompt = run_of(pair, question), self._prompts[pair][AgentId(pair[at].name)]
         text = Value(self.engine.tokenizer.encode(question.text, special=False), SampleId(ValueKind.INPUT, QUESTION))
-        grammar = "" if answer else self._task.grammar(AgentId(role.name), question)
-        request = GenerateRequest(
+        return GenerateRequest(
             prompt.fill(dict.fromkeys(prompt.placeholders, text)),
-            SamplingParams(max_tokens=32, grammar=grammar),
+            sampling,
             self._reuse,
             tenant=run.namespace.tenant,
             workflow=WorkflowId(self._task.name),
@@ -81,36 +100,36 @@ class RoleServer:
             agent=prompt.agent,
             fixed=len(prompt.prefixes[0]),
         )
-        return self.probe.submit(self.engine, request, answer).result()
 
     def densely(self, question: Question) -> Dense:
         """Return both roles' answers, each alone."""
         found = {}
         for role in self._task.roles:
-            answer = self.ask((role, role), 1, question).completion
-            found[role] = answer, self.ask((role, role), 1, question, answer.tokens)
+            answer = self.ask((role, role), 1, question)
+            found[role] = answer, self.force((role, role), 1, question, answer.tokens)
         return found
 
     def handovers(self, question: Question, dense: Dense) -> list[Handover]:
-        """Serve a question in all four directions: the first role, then the second freely and forced to its dense
-        answer.
+        """Serve a question in all four directions: the first role, then the second freely and, translated in the same
+        way, forced to its dense answer.
         """
         found = []
         for first, second in product(self._task.roles, repeat=2):
             pair, (answer, forced) = (first, second), dense[second]
             self.ask(pair, 0, question)
-            text = self.ask(pair, 1, question).completion.text
-            other = self.ask(pair, 1, question, answer.tokens)
+            free = self.ask(pair, 1, question)
+            other = self.force(pair, 1, question, answer.tokens, served_like(free))
             self.engine.end_run(run_of(pair, question))
             self.engine.wait_idle()
-            receipt, right = other.completion.receipt, partial(self._task.right, AgentId(second.name))
+            receipt, right = free.receipt, partial(self._task.right, AgentId(second.name))
             found.append(
                 Handover(
                     right(answer.text, question),
-                    right(text, question),
+                    right(free.text, question),
                     compare_logits(forced.logits, other.logits)[0],
-                    text == answer.text,
+                    free.text == answer.text,
                     receipt.computed / receipt.prompt_tokens,
+                    receipt.translated / receipt.prompt_tokens,
                 )
             )
         return found
@@ -120,6 +139,18 @@ class RoleServer:
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+
+
+def served_like(answer: Completion) -> GuardOrders:
+    """Return the orders by which a prompt is translated once more as it was for `answer`, which a guard may have
+    watched. Nothing is proved or learned by that.
+    """
+    if (known := answer.receipt.fidelity) is None:
+        return GuardOrders()
+    if not (answer.receipt.translated and known.rung):
+        return GuardOrders(GuardMode.OFF, frozenset((EVERYTHING,)), held_out=True)
+    rung = next(number for number, one in enumerate(RUNGS) if one.name == known.rung)
+    return GuardOrders(GuardMode.OFF, rung=rung, held_out=True)
 
 
 def run_of(pair: tuple[Role, Role], question: Question) -> RunKey:
@@ -166,6 +197,7 @@ def _means(served: list[Handover]) -> Row:
         "kl_low": low,
         "kl_high": high,
         "computed": fmean(one.computed for one in served),
+        "translated": fmean(one.translated for one in served),
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,27 +14,30 @@ import torch
 
 from kedge.bench.load import (
     AGENTS,
+    COLD,
     OPEN,
     PREFIX,
+    WARM,
     LoadSettings,
     LoadTeam,
     Selection,
     TeamSizes,
     TimedCall,
     WindowEngine,
-    case_names,
     load,
     measure,
     nano_team,
     now,
     random_flow,
     random_team,
+    real_team,
+    teach,
     team,
 )
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
 from kedge.runner.prompts import compiled
-from kedge.settings import EngineSettings, PlannerSettings
+from kedge.settings import EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import (
     GenerateRequest,
     RequestId,
@@ -65,7 +69,7 @@ def tiny() -> LoadTeam:
 
 
 def test_a_random_team_has_prompts_and_answers_of_the_sizes_that_it_is_named_for() -> None:
-    asked = team("32m", "32m", "cpu", 0)
+    asked = team("32m", LoadSettings(device="cpu"))
     prompts = compiled(asked.flow, asked.tokenizer).values()
     assert [len(prompt.prefixes[0]) for prompt in prompts] == [PREFIX] * AGENTS
     assert [len(asked.tokenizer.encode(text)) for text in islice(asked.questions("a"), 3)] == [500] * 3
@@ -173,6 +177,27 @@ def test_of_a_window_the_calls_that_end_well_are_kept(tiny: LoadTeam) -> None:
     assert all(one.began <= one.ended for one in calls)
 
 
+def test_a_warm_team_starts_from_what_a_run_before_has_proved(tmp_path: Path) -> None:
+    known = LoadSettings(model=Path("nano"), device="cpu")
+    asked = replace(real_team(known, taught=2), guard=GuardSettings(fidelity=0.5))
+    with asked.engine(known) as engine:
+        teach(engine, asked, tmp_path)
+    readers = {agent.id for agent in asked.flow.agents[1:]}
+    for taught, agents in ((2, readers), (0, set())):
+        start = replace(some(asked, 0), taught=taught)
+        figures = load(start, known, 1, ReuseMode.TRANSLATE, tmp_path).as_json()
+        assert figures["proofs"].keys() >= agents and bool(figures["proofs"]) is bool(agents)
+
+
+def test_what_served_says_how_near_it_is_and_what_proving_took() -> None:
+    known = LoadSettings(seconds=600, model=Path("nano"), device="cpu")
+    assert known.case_names == (COLD, WARM) and team(WARM, known).taught > team(COLD, known).taught == 0
+    asked = replace(some(real_team(known), 3), guard=GuardSettings(fidelity=0.5))
+    figures = load(asked, known, 2, ReuseMode.TRANSLATE).as_json()
+    assert (figures["calls"], figures["errors"]) == (2 * 3 * 3, 0)
+    assert 0 <= figures["kl"] <= 0.5 and figures["proofs"]
+
+
 def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
     keys = [key for key, _ in measure(LoadSettings(seconds=0.1, device="cpu"), Selection(("nano",), (1,)))]
@@ -186,6 +211,8 @@ def test_threads_are_given_back() -> None:
         (LoadSettings(), Selection(("7b",)), "32m-long"),
         (LoadSettings(model_size="8b"), Selection(("32m",)), "8b-long"),
         (LoadSettings(), Selection(("nano",), (0,)), "clients"),
+        (LoadSettings(model=Path("nano")), Selection(("nano",)), "cold, warm"),
+        (LoadSettings(dtype="int3"), Selection(("nano",)), "dtype"),
         (LoadSettings(kv_memory="much"), Selection(("nano",)), "kv_memory"),
         (LoadSettings(anchor_memory="much"), Selection(("nano",)), r"anchors\.max_bytes='much'"),
         (LoadSettings(base_memory="0"), Selection(("nano",)), r"anchors\.max_base_bytes='0'"),
@@ -204,4 +231,4 @@ def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None
 
 
 def test_the_cases_are_named_after_the_size_of_the_random_model() -> None:
-    assert case_names("8b") == ("nano", "8b", "8b-long")
+    assert LoadSettings(model_size="8b").case_names == ("nano", "8b", "8b-long")

@@ -1,8 +1,9 @@
 """Teams of agents under load: closed-loop clients for a fixed time, one reuse mode after the other.
 
 All modes answer the same questions. Each combination of case, number of clients and mode has a fresh engine around the
-same weights. The clock starts with the first request, so a mode's learning counts as measured time. Only the process is
-warmed up, by one team without reuse before the first measurement.
+same weights. The clock starts with the first request, so a mode's learning and proof count as measured time. Only the
+process is warmed up, by one team without reuse before the first measurement. Engines of the case `warm` start from the
+saved state of a run before.
 
 Every client runs its team again and again, each time with a new question that depends on its number alone. Each call
 counts as its share of a team, and one under way at the end of the window by the share of its time within it: whole runs
@@ -16,13 +17,15 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
+from pathlib import Path
 from random import Random
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -49,6 +52,7 @@ from kedge.workloads.miniature import TASKS, workflow
 
 NANO = "nano"
 LONG = "-long"
+COLD, WARM = "cold", "warm"
 PREFIX, LEAD, TAIL = 512, 24, 16
 """Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
 LEAD_IN, TRAIL = 4, 2
@@ -76,6 +80,8 @@ class LoadTeam:
     guard: GuardSettings = GuardSettings()
     threads: int | None = None
     """Threads of one operation on a CPU; None is torch's default."""
+    taught: int = 0
+    """Questions answered before the clock starts; what they taught and proved is where all engines start from"""
 
     def engine(self, settings: LoadSettings) -> LocalEngine:
         """Return an engine that has cached and learned nothing."""
@@ -94,18 +100,15 @@ USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
 """The sizes of the cases with a random model."""
 
 
-def case_names(model_size: str) -> tuple[str, ...]:
-    """Return the names of the cases with a random model of this size."""
-    return NANO, model_size, f"{model_size}{LONG}"
-
-
-def team(case: str, model_size: str, device: str, seed: int) -> LoadTeam:
-    """Return the team of a case. Raises `ConfigError` for an unknown case or size."""
-    if case not in case_names(model_size):
-        raise ConfigError("case", case, f"must be one of {', '.join(case_names(model_size))}")
+def team(case: str, settings: LoadSettings) -> LoadTeam:
+    """Return the team of a case. Raises `ConfigError` for an unknown size."""
+    if settings.model is not None:
+        return real_team(settings, taught=30 if case == WARM else 0)
+    device, seed = settings.device, settings.seed
     if case == NANO:
         return nano_team(device, seed)
-    return random_team(model_size, LONG_QUESTION if case.endswith(LONG) else USUAL, device, seed)
+    shape = LONG_QUESTION if case.endswith(LONG) else USUAL
+    return random_team(settings.model_size, shape, device, seed)
 
 
 def nano_team(device: str, seed: int) -> LoadTeam:
@@ -116,24 +119,19 @@ def nano_team(device: str, seed: int) -> LoadTeam:
 
 def nano_questions(seed: int) -> Questions:
     """Return the questions of the math team."""
-
-    def asked(client: str) -> Iterator[str]:
-        rng = Random(f"load/{seed}/{client}")
-        return (question.text for question in TASKS["math"].questions("test", rng.getrandbits(64)))
-
-    return asked
+    return drawn(seed, lambda rng: (one.text for one in TASKS["math"].questions("test", rng.getrandbits(64))))
 
 
-def reading_questions(seed: int) -> Questions:
-    """Return questions about paragraphs of XQuAD, in another order for each client, over and over."""
-    texts = [question.text for question in real.load("reading", None, seed)[1]]
+def real_team(settings: LoadSettings, taught: int = 0) -> LoadTeam:
+    """Return the reading team of a real model, in an engine with the default settings."""
+    return LoadTeam(*load_model(settings.model, settings.engine()), *reading_team(settings.seed), taught=taught)
 
-    def asked(client: str) -> Iterator[str]:
-        rng = Random(f"load/{seed}/{client}")
-        while True:
-            yield from rng.sample(texts, len(texts))
 
-    return asked
+def reading_team(seed: int) -> tuple[Workflow, Questions]:
+    """Return the team that reads, and questions about paragraphs of XQuAD, in another order for each client."""
+    workload, rows = real.load("reading", None, seed)
+    texts = [question.text for question in rows]
+    return workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts))))
 
 
 def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
@@ -146,13 +144,18 @@ def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> Lo
 
 def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
     """Return questions of exactly the given size."""
+    return drawn(seed, lambda rng: endless(lambda: [_text(rng, vocab, shape.question)]))
 
-    def asked(client: str) -> Iterator[str]:
-        rng = Random(f"load/{seed}/{client}")
-        while True:
-            yield _text(rng, vocab, shape.question)
 
-    return asked
+def drawn(seed: int, draw: Callable[[Random], Iterator[str]]) -> Questions:
+    """Return questions that `draw` makes of random numbers, which are each client's own."""
+    return lambda client: draw(Random(f"load/{seed}/{client}"))
+
+
+def endless(some: Callable[[], list[str]]) -> Iterator[str]:
+    """Yield what `some` returns, called again and again."""
+    while True:
+        yield from some()
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
@@ -235,8 +238,6 @@ class WindowEngine(WatchedEngine):
 
 PERIOD = 0.2
 """Seconds between two samples of the number of running requests."""
-BINS = 12
-"""Parts of the window over which the batch is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,11 @@ class LoadRecord:
     calls: list[TimedCall] = field(default_factory=list)
     runs: list[TeamRun] = field(default_factory=list)
     batch: list[tuple[float, int]] = field(default_factory=list)
-    """When it was looked, and how many requests were running."""
+    """When it was looked, and how many requests were running"""
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    """The guard's figures at the end."""
+    cpu_seconds: float = 0.0
+    """Of this process within the window: fewer where others had its cores."""
 
     @property
     def deadline(self) -> float:
@@ -282,17 +287,31 @@ class LoadRecord:
             "teams_per_min": round(self._teams_per_min(good, 0.0), 3),
             "teams_per_min_last_third": round(self._teams_per_min(good, 2 / 3), 3),
             "ttft_p50_ms": percentile(ttft, 0.5, 2),
+            "ttft_p90_ms": percentile(ttft, 0.9, 2),
             "ttft_p99_ms": percentile(ttft, 0.99, 2),
             "latency_p50_s": percentile(latency, 0.5, 4),
             "latency_p99_s": percentile(latency, 0.99, 4),
             "batch_mean": self._batch(0.0, 1.0),
             "batch_mean_last_third": self._batch(2 / 3, 1.0),
-            "batch_over_time": [self._batch(at / BINS, (at + 1) / BINS) for at in range(BINS)],
             **{f"{name}_share": round(some / tokens, 4) if tokens else None for name, some in sources.items()},
+            "cpu_share": round(self.cpu_seconds / self.seconds, 3),
             "calls": len(calls),
             "runs": len(latency),
             "errors": failed.total(),
             "errors_by_kind": dict(failed),
+            **self._fidelity([one.completion for one in good]),
+        }
+
+    def _fidelity(self, answers: Sequence[Completion]) -> dict[str, Any]:
+        """Return the mean KL of answers as measured on their agent's rung (0 by dense prefill), the tokens that checks
+        computed over those that the answers took, and what is proved of each agent.
+        """
+        noted = [(one.receipt.fidelity.mean, one.receipt.translated) for one in answers if one.receipt.fidelity]
+        took, checked = sum(one.receipt.computed + len(one.tokens) for one in answers), self.guard.get("checked_tokens")
+        return {
+            "kl": round(fmean(kl if kl and moved else 0.0 for kl, moved in noted), 6) if noted else None,
+            "proof_share": round(checked / took, 4) if took and checked is not None else None,
+            "proofs": {one["agent"]: one["fidelity"] for one in self.guard.get("agents", ())},
         }
 
     def _teams_per_min(self, calls: list[TimedCall], start: float) -> float:
@@ -318,6 +337,14 @@ def warm(engine: Engine, flow: Workflow, questions: Questions) -> None:
     """Run the team once without reuse, for the first use of kernels, memory and tools."""
     inputs = {QUESTION: next(questions("warm-up"))}
     run(engine, flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
+
+
+def teach(engine: LocalEngine, asked: LoadTeam, folder: Path) -> None:
+    """Let the team answer its questions before the clock, one after the other, and save what is learned and proved."""
+    for question in islice(asked.questions("taught"), asked.taught):
+        run(engine, asked.flow, {QUESTION: question}, on_tool_error="text")
+        engine.wait_idle()
+    engine.save(folder)
 
 
 def drive(
@@ -349,7 +376,7 @@ def drive(
 
     with ThreadPoolExecutor(clients, "kedge-client") as pool:
         with opened as inner:
-            record = LoadRecord(now(), seconds, len(flow.steps))
+            record, began = LoadRecord(now(), seconds, len(flow.steps)), time.process_time()
             engine = WindowEngine(inner, record.deadline, record.calls)
             loops = [pool.submit(loop, f"client-{i}") for i in range(clients)]
             due = record.began
@@ -359,7 +386,10 @@ def drive(
                         break
                     running = engine.running()
                     record.batch.append((now(), running))
+            record.cpu_seconds = time.process_time() - began
             wait(loops, timeout=record.deadline - now() + seconds)
+            with suppress(EngineClosed):
+                record.guard = inner.inspect().get("guard") or {}
         for one in loops:
             one.result()
     return record
@@ -383,8 +413,17 @@ class LoadSettings:
     """Size of all base KV."""
     model_size: str = "32m"
     """Size of the random model."""
+    model: Path | None = None
+    """A real model, in place of random and bundled ones: its cases are a cold and a warm start."""
+    dtype: str = "auto"
+    """Of the real model."""
     device: str = "auto"
     seed: int = 0
+
+    @property
+    def case_names(self) -> tuple[str, ...]:
+        """The cases there are."""
+        return (COLD, WARM) if self.model else (NANO, self.model_size, f"{self.model_size}{LONG}")
 
     def engine(
         self,
@@ -393,7 +432,7 @@ class LoadSettings:
     ) -> EngineSettings:
         """Return the settings of an engine. Raises `ConfigError`."""
         bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
-        settings = _given(device=self.device, kv_memory=self.kv_memory)
+        settings = _given(device=self.device, dtype=self.dtype, kv_memory=self.kv_memory)
         return EngineSettings.model_validate(
             {**settings, "anchors": {**anchors.model_dump(), **bounds}, "guard": guard.model_dump()}
         )
@@ -418,30 +457,36 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Yield the figures of each combination as soon as they are there. Raises `ConfigError`."""
-    known = case_names(settings.model_size)
     for case in selection.cases:
-        if case not in known:
-            raise ConfigError("case", case, f"must be one of {', '.join(known)}")
+        if case not in settings.case_names:
+            raise ConfigError("case", case, f"must be one of {', '.join(settings.case_names)}")
     for clients in selection.clients:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
     settings.engine()
     for case in selection.cases:
         progress(f"{case}: loading and warming up")
-        loaded, threads = team(case, settings.model_size, settings.device, settings.seed), torch.get_num_threads()
+        loaded, threads = team(case, settings), torch.get_num_threads()
         torch.set_num_threads(loaded.threads or threads)
         try:
-            with loaded.engine(settings) as engine:
-                warm(engine, loaded.flow, loaded.questions)
-            for clients, mode in product(selection.clients, selection.modes):
-                progress(f"{case}: {clients} clients, {mode}")
-                loaded.runner.graphs = None  # CUDA graphs keep the storage of theirs
-                gc.collect()  # earlier engines are reference cycles
-                yield (case, clients, mode), load(loaded, settings, clients, mode).as_json()
+            with TemporaryDirectory() as folder:
+                with loaded.engine(settings) as engine:
+                    warm(engine, loaded.flow, loaded.questions)
+                    teach(engine, loaded, Path(folder))
+                for clients, mode in product(selection.clients, selection.modes):
+                    progress(f"{case}: {clients} clients, {mode}")
+                    loaded.runner.graphs = None  # CUDA graphs keep the storage of theirs
+                    gc.collect()  # earlier engines are reference cycles
+                    yield (case, clients, mode), load(loaded, settings, clients, mode, Path(folder)).as_json()
         finally:
             torch.set_num_threads(threads)
 
 
-def load(loaded: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode) -> LoadRecord:
-    """Measure one combination on an engine of its own."""
-    return drive(loaded.engine(settings), loaded.flow, loaded.questions, settings.seconds, clients, mode)
+def load(
+    loaded: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode, state: Path | None = None
+) -> LoadRecord:
+    """Measure one combination on an engine of its own, which starts from `state` where its team was taught."""
+    engine = loaded.engine(settings)
+    if state and loaded.taught:
+        engine.load(state)
+    return drive(engine, loaded.flow, loaded.questions, settings.seconds, clients, mode)

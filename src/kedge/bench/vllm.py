@@ -43,7 +43,7 @@ from kedge.bench.load import (
     nano_questions,
     random_flow,
     random_questions,
-    reading_questions,
+    reading_team,
     warm,
     word_tokenizer,
 )
@@ -53,7 +53,6 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Tokens
 from kedge.workflow.graph import Workflow
-from kedge.workloads import real
 from kedge.workloads.miniature import TASKS, workflow
 
 BLOCK = 32
@@ -407,7 +406,7 @@ def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
     if name == NANO:
         return ServedTeam(None, workflow(TASKS["math"]), nano_questions(seed))
     if name not in SHAPES:
-        return ServedTeam(Path(name), real.load("reading")[0].workflow(), reading_questions(seed))
+        return ServedTeam(Path(name), *reading_team(seed))
     vocab = SHAPES[name]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
     flow, questions = random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed)

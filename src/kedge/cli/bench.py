@@ -219,7 +219,11 @@ def sessions(
 @bench.command()
 def load(
     case: Annotated[
-        list[str] | None, options.name(help="nano, SIZE or SIZE-long, SIZE that of --model-size; repeatable.")
+        list[str] | None,
+        options.name(
+            help="nano, SIZE or SIZE-long, SIZE that of --model-size; with --model cold or warm, from the state of 30 "
+            "questions; repeatable."
+        ),
     ] = None,
     clients: Annotated[list[int] | None, options.number(help="Default 1, 8 and 32, quick 1 and 8; repeatable.")] = None,
     mode: Annotated[
@@ -237,6 +241,10 @@ def load(
         str | None, typer.Option(metavar="SIZE", help="Memory of each engine's base KV; default: the engine's.")
     ] = None,
     model_size: ModelSize = "32m",
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="A real model whose team reads, as smollm2.")
+    ] = None,
+    dtype: Annotated[str, options.name(help="Of the real model: float32, bfloat16 or float16.")] = "auto",
     device: Device = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Ten seconds per run, 1 and 8 clients.")] = False,
@@ -246,13 +254,14 @@ def load(
 ) -> None:
     """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
     require_outputs(json_file)
-    from kedge.bench.load import LoadSettings, Selection, case_names, measure
+    require_model(model)
+    from kedge.bench.load import LoadSettings, Selection, measure
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
-    seconds = seconds or (10.0 if quick else 120.0)
-    settings = LoadSettings(seconds, **memory, model_size=model_size, device=device or "auto", seed=seed)
+    about: dict[str, Any] = {**memory, "model_size": model_size, "model": model, "dtype": dtype, "seed": seed}
+    settings = LoadSettings(seconds or (10.0 if quick else 120.0), device=device or "auto", **about)
     selection = Selection(
-        tuple(case or case_names(model_size)),
+        tuple(case or settings.case_names),
         tuple(clients or ((1, 8) if quick else Selection.clients)),
         tuple(mode or Selection.modes),
     )
@@ -261,7 +270,7 @@ def load(
         for (name, many, how), figures in measure(settings, selection, status.update):
             leaves.setdefault(name, {}).setdefault(str(many), {})[how.value] = figures
             if json_file:
-                write(json_file, {"settings": asdict(settings), "cases": leaves})
+                write(json_file, {"settings": {**asdict(settings), "model": model and model.name}, "cases": leaves})
     for name in selection.cases:
         console.print(tables.load(name, settings.seconds, leaves[name]))
     if json_file:

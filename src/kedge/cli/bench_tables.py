@@ -13,12 +13,16 @@ Row = Mapping[str, Any]
 LOAD_COLUMNS = {
     "teams per min": ("teams_per_min", ".1f"),
     "TTFT p50": ("ttft_p50_ms", ".0f"),
+    "TTFT p90": ("ttft_p90_ms", ".0f"),
     "TTFT p99": ("ttft_p99_ms", ".0f"),
     "run p50": ("latency_p50_s", ".2f"),
     "run p99": ("latency_p99_s", ".2f"),
     "batch mean": ("batch_mean", ".1f"),
     "last third": ("batch_mean_last_third", ".1f"),
     "reused": ("translated_share", ".0%"),
+    "computed": ("computed_share", ".0%"),
+    "KL": ("kl", ".4f"),
+    "proof": ("proof_share", ".0%"),
 }
 """Heading -> figure and its format."""
 SESSION_COLUMNS = {
@@ -75,7 +79,7 @@ def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by
 
 
 def _load_cells(figures: Row) -> list[str]:
-    shown = ((figures[name], form) for name, form in LOAD_COLUMNS.values())
+    shown = ((figures.get(name), form) for name, form in LOAD_COLUMNS.values())
     return [*("-" if figure is None else format(figure, form) for figure, form in shown), str(figures["errors"])]
 
 

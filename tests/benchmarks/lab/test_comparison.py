@@ -59,6 +59,15 @@ def test_methods_reuse_and_pay_for_it(runs: dict[str, MethodRuns]) -> None:
     assert runs["cacheblend"].summary().reused_tokens < runs["rotation"].summary().reused_tokens
 
 
+def test_a_method_with_a_guard_is_watched_and_judges_nobody() -> None:
+    settings = LabSettings(agents=3, judged=True, engine=CPU)
+    questions = islice(TASKS["choice"].questions("test", 4), 2)
+    (served,) = run_pairs(CHOICE, questions, ["served:fidelity=strict"], settings).values()
+    receipts = [pair.other.completion.receipt for pair in served.answers]
+    assert all(one.fidelity and not one.translated for one in receipts), "nothing is proved by two questions"
+    assert served.summary().same_final_answer == 1 and served.summary().judge_consistency is None
+
+
 def test_methods_without_anchors_answer_side_by_side_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which makes a study with many of them several times as fast, and changes no figure."""
     monkeypatch.setattr(comparison, "AT_ONCE", 2)
