@@ -20,7 +20,10 @@ HI = [{"role": "user", "content": "hi"}]
 ASK = {"user_question": "?"}
 PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 STOP = "stop: Input should be a string or a list of strings"
-PARTS = 'messages.0.content: Input should be a string or a list of text parts (objects with `type: "text"` and `text`)'
+PARTS = (
+    "messages.0.content: Input should be a string or a list of parts (objects with a `type`, and `text` where that "
+    "is a text)"
+)
 MODES = "'off', 'exact' or 'translate'"
 REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
 MODES = "must be one of off, exact, translate"
@@ -43,7 +46,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (TEXT, [1], None, "body: Input should be an object"),
     (CHAT, {"messages": [5]}, "messages", "messages.0: Input should be an object"),
     (CHAT, {"messages": "hi"}, "messages", "messages: Input should be a valid list"),
-    *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "image"}])),
+    *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "text"}])),
     (CHAT, {"messages": [{**HI[0], "content": "x" * 9000}]}, "messages",
      "messages='9018 tokens': at most 8192 are served"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages",

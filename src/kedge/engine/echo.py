@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -53,13 +53,19 @@ class ByteTokenizer:
     _spelled: Mapping[int, bytes] = {token: text.encode() for text, token in specials.items()}
     _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
 
-    def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Return token ids of `text` by itself; specials that are spelled out become one token where `special`."""
+    def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:  # noqa: ARG002
+        """Return token ids of `text`; specials that are spelled out become one token where `special`."""
         if not special:
             return tuple(text.encode())
         parts = self._special.split(text)
         ids = ((self.specials[part],) if part in self.specials else part.encode() for part in parts)
         return tuple(itertools.chain.from_iterable(ids))
+
+    def encode_cut(self, text: str, ends: Sequence[int], mark: str) -> list[Tokens]:
+        """Return token ids of the pieces that end at these characters, without the marks."""
+        pieces = (text[begin:end] for begin, end in itertools.pairwise((0, *ends)))
+        each = ((self.encode(part) for part in piece.split(mark)) for piece in pieces)
+        return [tuple(itertools.chain.from_iterable(parts)) for parts in each]
 
     def decode(self, tokens: Tokens) -> str:
         """Return text without specials; bytes that are not UTF-8 become U+FFFD."""

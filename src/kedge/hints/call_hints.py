@@ -229,6 +229,8 @@ class Hints:
     """Other sessions -> seconds until they are needed; infinite: not any more"""
     actions: tuple[ActionOutcome, ...] = ()
     """What became of the actions that the client asked for"""
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that mean nothing here"""
 
     @property
     def turn(self) -> TurnHints:
@@ -238,7 +240,7 @@ class Hints:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the hints for the answer, without the bindings and without the salt, which may be a secret."""
-        hidden = {"salt", "bindings", "actions"}
+        hidden = {"salt", "bindings", "actions", "ignored"}
         data = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
         for name in ("steps", "expects"):
             data[name] = data[name] and without_infinity(data[name])
@@ -288,7 +290,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)
-    _count_unknown(body, ignored)
+    unknown = _count_unknown(body, ignored)
     kedge = body["kedge"]
     reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
     fidelity = _budget(kedge.get("fidelity"))
@@ -296,7 +298,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
     if bindings is not None and not is_read:
         raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
-    return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, **given), ignored
+    return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, ignored=unknown, **given), ignored
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
@@ -342,9 +344,11 @@ def _budget(value: object) -> float | None:
         raise RequestError("kedge.fidelity", value, str(error)) from None
 
 
-def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
+def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> tuple[str, ...]:
+    """Count what is unknown. Returns the names of the body's own fields among it."""
     known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
-    ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints", "cache_control"} for name in body)
+    unknown = tuple(name for name in body if name not in known | {"kv_hints", "cache_control"})
+    ignored["body", IgnoredReason.UNKNOWN] += len(unknown)
     ignored["kedge", IgnoredReason.UNKNOWN] += len(body["kedge"].keys() - {rule.path[1] for rule in KEDGE} - STRICT)
     for name, dialect in CARRIERS:
         if name in body:
@@ -354,6 +358,7 @@ def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
         effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
         ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
         ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
+    return unknown
 
 
 def _at(path: tuple[str, ...], data: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -10,7 +9,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from kedge.errors import RequestError
 from kedge.hints.values import cache_marks
 from kedge.server.http import (
     BODY_ERRORS,
@@ -25,7 +23,7 @@ from kedge.server.http import (
     read_as,
 )
 from kedge.server.openai import prompts
-from kedge.server.openai.protocol import CalledFunction, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
+from kedge.server.openai.protocol import DROPPED, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
 from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
 from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
 from kedge.server.service import TheService, TheTenant
@@ -34,8 +32,6 @@ from kedge.types import Completion, FinishReason, GenerateRequest
 
 Block = dict[str, Any]
 Blocks = Annotated[str | list[Block], accepted("a string or a list of content blocks (objects)")]
-DROPPED = ("thinking", "redacted_thinking")
-"""Blocks of earlier answers that are not read again"""
 NO_EFFECT = ("thinking", "service_tier", "container", "context_management", "mcp_servers", "betas")
 """Fields that neither a chat has nor a hint is"""
 
@@ -81,12 +77,13 @@ class MessagesBody(Body):
         )
         messages = []
         if self.system is not None:
-            messages.append(ChatMessage(role="system", content=_text_of(self.system, "system")))
+            messages.append(_message("system", self.system, "system"))
         for at, one in enumerate(self.messages):
             messages += _chat_messages(one, f"messages.{at}.content")
         choice = self.tool_choice or {}
         wanted = (self.output_config or {}).get("format")
-        return read_as(
+        own = [one for one in self.tools or () if one.type in (None, "custom")]
+        chat = read_as(
             ChatBody,
             {
                 **others,
@@ -94,12 +91,19 @@ class MessagesBody(Body):
                 "messages": messages,
                 "max_completion_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,
-                "tools": [_tool(one) for one in self.tools or ()] or None,
-                "tool_choice": _choice(choice),
+                "tools": [_tool(one) for one in own] or None,
+                "tool_choice": _choice(choice) if own or choice.get("type") == "tool" else None,
                 "response_format": {"type": "json_schema", "json_schema": wanted} if wanted else None,
                 "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+                "continue_final_message": messages[-1:] != [] and _is_begun(messages[-1]) or None,
             },
         )
+        return chat.skip(f"tools.{one.type}" for one in self.tools or () if one not in own)
+
+
+def _is_begun(message: ChatMessage) -> bool:
+    """Return whether a message is the beginning of the answer."""
+    return message.role == "assistant" and not message.tool_calls and bool(message.text.strip())
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
@@ -115,46 +119,42 @@ def _chat_messages(message: TurnMessage, place: str) -> list[ChatMessage]:
         return [ChatMessage(role=message.role, content=message.content)]
     results = [_result(one, place) for one in message.content if one.get("type") == "tool_result"]
     calls = [_call(one, place) for one in message.content if one.get("type") == "tool_use"]
-    skipped = ("tool_result", "tool_use", *DROPPED)
-    texts = [one for one in message.content if one.get("type") not in skipped]
-    if not texts and not calls:
+    rest = [one for one in message.content if one.get("type") not in ("tool_result", "tool_use", *DROPPED)]
+    if not rest and not calls:
         return results
-    text = _text_of(texts, place) if texts else None
-    return [*results, ChatMessage(role=message.role, content=text, tool_calls=calls or None)]
+    return [*results, _message(message.role, [_part(one) for one in rest], place, tool_calls=calls or None)]
+
+
+def _message(role: str, content: str | Sequence[Block], place: str, **more: Any) -> ChatMessage:
+    return read_as(ChatMessage, {"role": role, "content": content, **more}, place)
+
+
+def _part(block: Block) -> Block:
+    """Return a block as a part of a message; a document may be a text."""
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "text" and "text" not in block:
+        return {**block, "text": source.get("data")}
+    return block
 
 
 def _call(block: Block, place: str) -> CalledTool:
-    if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
-        raise RequestError(place, "tool_use", "must have a `name` and an object `input`")
-    arguments = json.dumps(block["input"], ensure_ascii=False)
-    return CalledTool(id=str(block.get("id", "")), function=CalledFunction(name=block["name"], arguments=arguments))
+    fields = {"name": block.get("name"), "arguments": block.get("input")}
+    return read_as(CalledTool, {"id": str(block.get("id", "")), "function": fields}, f"{place}.tool_use")
 
 
 def _result(block: Block, place: str) -> ChatMessage:
-    content = _text_of(block.get("content") or "", f"{place}.content")
-    return ChatMessage(role="tool", content=content, tool_call_id=str(block.get("tool_use_id", "")))
+    content = block.get("content") or ""
+    parts = [_part(one) for one in content] if isinstance(content, list) and all(map(_is_block, content)) else content
+    return _message("tool", parts, f"{place}.tool_result", tool_call_id=str(block.get("tool_use_id", "")))
 
 
-def _text_of(content: str | Sequence[Any], place: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(_text(block, place) for block in content)
-
-
-def _text(block: Any, place: str) -> str:
-    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-    if not isinstance(text, str):
-        kind = block.get("type") if isinstance(block, dict) else block
-        raise RequestError(place, kind, "must be text: this server reads text only")
-    return text
+def _is_block(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _tool(tool: OfferedTool) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise RequestError("tools.type", tool.type, "must be custom: this server runs no tools itself")
-    return Tool(
-        type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
-    )
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)
 
 
 class MessagesWriter(AnswerWriter):
@@ -260,7 +260,6 @@ async def count_tokens(body: MessagesBody, service: TheService, tenant: TheTenan
     service.check_model(chat.model)
 
     def count() -> int:
-        segments = prompts.of_conversation(service.engine.tokenizer, chat.messages, chat.tools_to_use)
-        return sum(len(one.tokens) for one in segments)
+        return sum(len(one.tokens) for one in prompts.of_chat(service.engine.tokenizer, chat))
 
     return JSONAnswer({"input_tokens": await service.threads.work(count)})

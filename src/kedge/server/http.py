@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kedge.checks import brief
 from kedge.errors import (
     EngineClosed,
     KedgeError,
@@ -170,14 +171,16 @@ class Body(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_as(model: type[Model], fields: Mapping[str, Any]) -> Model:
-    """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value."""
+def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "") -> Model:
+    """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value, with its
+    place behind `at`.
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RequestError(place, first["input"], first["msg"]) from None
+        place = ".".join(map(str, (at, *first["loc"]) if at else first["loc"]))
+        raise RequestError(place, brief(first["input"]), first["msg"]) from None
 
 
 def accepted(what: str) -> WrapValidator:
@@ -374,11 +377,13 @@ def receipt(completion: Completion) -> dict[str, Any]:
 
 
 def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, and what
-    became of each of the client's actions.
+    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, what became
+    of each of the client's actions, and what of the body was not read.
     """
-    field = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
-    return {**field, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else field
+    field: dict[str, Any] = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
+    if hints.actions:
+        field["actions"] = [one.to_dict() for one in hints.actions]
+    return {**field, "ignored": list(hints.ignored)} if hints.ignored else field
 
 
 def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:

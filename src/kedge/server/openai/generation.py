@@ -174,7 +174,7 @@ def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
     sampling = body.sampling(replace(_api_sampling(context.service.settings.default_max_tokens), grammar=grammar))
 
     def build() -> list[Sequence[Segment]]:
-        return [prompts.of_conversation(tokenizer, body.messages, body.tools_to_use)]
+        return [prompts.of_chat(tokenizer, body)]
 
     return _plain_job(context, body, build, 1, sampling)
 

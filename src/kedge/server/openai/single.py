@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
+from kedge.checks import brief
 from kedge.errors import KedgeError, RequestError
+from kedge.hints import Hints
 from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, kedge_field, problem_of
 from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
-from kedge.server.openai.protocol import ChatBody
+from kedge.server.openai.protocol import ChatBody, GenerationBody
 from kedge.server.openai.tool_calls import AnswerReader, ParsedText
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
@@ -60,15 +64,26 @@ def reader_of(service: Service, body: ChatBody) -> AnswerReader:
     return AnswerReader(tools, 1 if body.parallel_tool_calls is False else None)
 
 
+def read_call(body: GenerationBody, request: Request, service: Service, tenant: Tenant) -> Hints:
+    """Return the hints of a call, with what of it is left out.
+
+    Raises `NotFound` for another model, and `RequestError` for parameters that are not supported.
+    """
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    hints = service.hints(tenant, body.hints, request.headers)
+    ignored = dict.fromkeys((*hints.ignored, *body.left_out))
+    request.state.hints = replace(hints, ignored=tuple(str(brief(one)) for one in islice(ignored, 64)))
+    return request.state.hints
+
+
 async def answer(
     body: ChatBody, writer: AnswerWriter, request: Request, service: Service, workflows: Workflows, tenant: Tenant
 ) -> Response:
     """Answer a call that was read as a chat. Raises as chat completions do."""
-    service.check_model(body.model)
-    body.refuse_unsupported()
     if body.choices_per_prompt > 1:
         raise RequestError("n", body.n, "this protocol's answers have one choice")
-    hints = request.state.hints = service.hints(tenant, body.hints, request.headers)
+    hints = read_call(body, request, service, tenant)
     job = chat_job(CallContext(service, workflows, tenant, hints), body)
     reader = reader_of(service, body)
     call = await job.begin()

@@ -202,7 +202,8 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     if schema is None and not body.must_call:
         return ""
     several = body.parallel_tool_calls is not False
-    functions = [tool.function for tool in body.tools_to_use if body.called in (None, tool.function.name)]
+    offered = [tool.function for tool in body.tools_to_use if tool.function]
+    functions = [one for one in offered if body.called in (None, one.name)]
     calls = _call_rules(functions, WORDINGS[form], several=several) if form else []
     if schema is None or body.must_call:
         return "\n".join(["start: calls", *calls])
