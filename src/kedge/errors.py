@@ -96,6 +96,15 @@ class RequestError(KedgeError):
 class PromptTooLong(RequestError):
     """Longer than the model or the cache allows."""
 
+    tokens = most = 0
+
+    @classmethod
+    def of(cls, key: str, tokens: int, most: int, why: str = "") -> PromptTooLong:
+        """Return the error of a prompt of so many tokens, where there may be at most so many."""
+        error = cls(key, tokens, why or f"at most {most} are served")
+        error.tokens, error.most = tokens, most
+        return error
+
 
 class EmptyPrompt(RequestError):
     """Nothing to generate from."""

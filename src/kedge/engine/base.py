@@ -69,6 +69,14 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     specials: Mapping[str, int]
     """Special tokens as they are spelled out."""
+    most: int | None
+    """Tokens of the longest prompt that is served, where an engine has said so."""
+
+    def measure(self, text: str) -> None:
+        """Raise `PromptTooLong` if `text` has more than twice as many tokens as a prompt may have.
+
+        Only a part of it is tokenized then, and their number is an estimate. Whatever tokenizes does this first.
+        """
 
     def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:
         """Return the token ids of `text`; no special tokens are added. With `inside`, it follows another text.

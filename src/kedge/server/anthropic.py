@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from kedge.errors import PromptTooLong
 from kedge.hints.values import cache_marks
 from kedge.server.http import (
     BODY_ERRORS,
@@ -21,6 +22,7 @@ from kedge.server.http import (
     accepted,
     answers,
     read_as,
+    sent_as,
 )
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import DROPPED, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
@@ -34,6 +36,14 @@ Block = dict[str, Any]
 Blocks = Annotated[str | list[Block], accepted("a string or a list of content blocks (objects)")]
 NO_EFFECT = ("thinking", "service_tier", "container", "context_management", "mcp_servers", "betas")
 """Fields that neither a chat has nor a hint is"""
+
+SENT = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+"""Field of a chat -> the field that it is read from"""
 
 
 class TurnMessage(Body):
@@ -55,6 +65,7 @@ class OfferedTool(Body):
 class MessagesBody(Body):
     """Body of `/v1/messages`. Fields that it does not list are those of a chat, or hints."""
 
+    model: str | None = None
     messages: list[TurnMessage]
     max_tokens: Count | None = None
     system: Blocks | None = None
@@ -87,6 +98,7 @@ class MessagesBody(Body):
             ChatBody,
             {
                 **others,
+                "model": self.model,
                 "cache_control": marks or None,
                 "messages": messages,
                 "max_completion_tokens": self.max_tokens,
@@ -164,16 +176,17 @@ class MessagesWriter(AnswerWriter):
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model
         self._blocks = self._calls = 0
         self._in_text = False
+        self._counts: dict[str, int] = {}
 
     def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
         self._calls += len(parsed.calls)
         text = [{"type": "text", "text": parsed.content}] if parsed.content or not parsed.calls else []
         content = [*text, *({**_tool_use(call), "input": read_json(call.arguments)} for call in parsed.calls)]
-        return {**self._message(content, usage_of(completion)), "stop_reason": self._stop_reason(completion)}
+        return {**self._message(content, usage_of(completion)), **self._stop_fields(completion)}
 
     def begin(self, request: GenerateRequest) -> Iterator[AnswerEvent]:
-        counts = {"input_tokens": request.prompt_tokens, "output_tokens": 0}
-        yield _event("message_start", message=self._message([], counts))
+        self._counts = {"input_tokens": request.prompt_tokens, "output_tokens": 0}
+        yield _event("message_start", message=self._message([], self._counts))
 
     def add(self, parsed: ParsedText) -> Iterator[AnswerEvent]:
         if parsed.content:
@@ -190,8 +203,9 @@ class MessagesWriter(AnswerWriter):
 
     def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[AnswerEvent]:
         yield from self._stop_text()
-        delta = {"stop_reason": self._stop_reason(completion), "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage=usage_of(completion), kedge=kedge)
+        # what was in the cache is not known before, and clients add up the counts of both events
+        counts = {**self._counts, "output_tokens": len(completion.tokens)}
+        yield _event("message_delta", delta=self._stop_fields(completion), usage=counts, kedge=kedge)
         yield _event("message_stop")
 
     def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
@@ -216,10 +230,14 @@ class MessagesWriter(AnswerWriter):
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": counts}
 
-    def _stop_reason(self, completion: Completion) -> str:
+    def _stop_fields(self, completion: Completion) -> dict[str, str | None]:
         if completion.finish_reason is FinishReason.LENGTH:
-            return "max_tokens"
-        return "tool_use" if self._calls else "end_turn"
+            reason = "max_tokens"
+        elif self.stopped_by is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if self._calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": self.stopped_by}
 
 
 def usage_of(completion: Completion) -> dict[str, int]:
@@ -250,16 +268,22 @@ async def messages(
     body: MessagesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a conversation."""
-    return await answer(body.chat(), MessagesWriter(service.model_name), request, service, workflows, tenant)
+    with sent_as(SENT):
+        chat = await service.threads.work(body.chat)
+        return await answer(chat, MessagesWriter(service.model_name), request, service, workflows, tenant)
 
 
 @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(200) | BODY_ERRORS)
 async def count_tokens(body: MessagesBody, service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001
     """Return how many tokens a conversation's prompt has."""
-    chat = body.chat()
-    service.check_model(chat.model)
+    service.check_model(body.model)
 
     def count() -> int:
-        return sum(len(one.tokens) for one in prompts.of_chat(service.engine.tokenizer, chat))
+        chat = body.chat()
+        try:
+            return sum(len(one.tokens) for one in prompts.of_chat(service.engine.tokenizer, chat))
+        except PromptTooLong as error:
+            return error.tokens
 
-    return JSONAnswer({"input_tokens": await service.threads.work(count)})
+    with sent_as(SENT):
+        return JSONAnswer({"input_tokens": await service.threads.work(count)})

@@ -63,7 +63,7 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         why = f"Host={', '.join(given)!r}: is not a name of this server (kedge serve --allowed-host NAME adds one)"
-        await refusal(421, why, "untrusted_host", param="Host")(scope, receive, send)
+        await refusal(scope["path"], 421, why, "untrusted_host", param="Host")(scope, receive, send)
 
 
 MAX_DRAINED = 16
@@ -111,7 +111,7 @@ class BodySizeLimit:
 async def _refuse(status: int, reason: str, code: str, scope: Scope, receive: Receive, send: Send) -> None:
     route = f"{scope['method']} {scope['path']}"
     scope["app"].state.service.report_failure(None, CallFailure(status, code, reason, route))
-    await refusal(status, reason, code)(scope, receive, send)
+    await refusal(scope["path"], status, reason, code)(scope, receive, send)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

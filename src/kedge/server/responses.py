@@ -13,7 +13,19 @@ from fastapi import APIRouter, Request, Response
 
 from kedge.checks import brief
 from kedge.errors import RequestError
-from kedge.server.http import BODY_ERRORS, ERRORS, EVENTS, JSON, Body, TypedRoute, accepted, answers, read_as, usage
+from kedge.server.http import (
+    BODY_ERRORS,
+    ERRORS,
+    EVENTS,
+    JSON,
+    Body,
+    TypedRoute,
+    accepted,
+    answers,
+    read_as,
+    sent_as,
+    usage,
+)
 from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Count, Function, Tool
 from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
 from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
@@ -26,6 +38,14 @@ NO_EFFECT = (
     "text", "instructions", "input", "max_output_tokens", "tools", "tool_choice", "previous_response_id",
 )  # fmt: skip
 """Fields that a chat does not have; all others are passed on."""
+SENT = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Field of a chat -> the field that it is read from"""
 Input = Annotated[str | list[dict[str, Any]], accepted("a string or a list of items (objects)")]
 
 
@@ -330,5 +350,6 @@ async def responses(
     body: ResponsesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
-    writer = ResponsesWriter(body, service.model_name)
-    return await answer(body.chat(), writer, request, service, workflows, tenant)
+    with sent_as(SENT):
+        chat, writer = await service.threads.work(lambda: (body.chat(), ResponsesWriter(body, service.model_name)))
+        return await answer(chat, writer, request, service, workflows, tenant)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kedge.errors import ModelNotFound
+from kedge.errors import ModelNotFound, PromptTooLong
 from kedge.types import Tokens
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -79,6 +79,7 @@ class HFTokenizer:
     def __init__(self, inner: PreTrainedTokenizerBase) -> None:
         self.inner = inner
         self.eos_token_id: int | None = inner.eos_token_id
+        self.most: int | None = None
         self._raw = raw = inner.backend_tokenizer
         raw.no_truncation()
         raw.no_padding()
@@ -141,11 +142,22 @@ class HFTokenizer:
         return _Encoded(tuple(tokens), token_ends), [end - bisect_left(marks, end) for end in ends]
 
     def _encoded(self, text: str, *, plain: bool = False, inside: bool = False) -> _Encoded:
+        self.measure(text)
         raw = self._plain if plain else self._raw
         if inside and self._marks_beginnings:
             return self._behind(raw, text)
         encoded = raw.encode(text, add_special_tokens=False)
         return _Encoded(tuple(encoded.ids), [end for _, end in encoded.offsets])
+
+    def measure(self, text: str) -> None:
+        if self.most is None:
+            return
+        size = 2 * self.most
+        while size < len(text):
+            count = len(self._raw.encode(text[:size], add_special_tokens=False).ids)
+            if count > 2 * self.most:
+                raise PromptTooLong.of("prompt_tokens", count * len(text) // size, self.most)
+            size *= 2
 
     def _behind(self, raw: Tokenizer, text: str) -> _Encoded:
         """Return the tokens of `text` behind another text; as it is by itself where no other text keeps apart."""

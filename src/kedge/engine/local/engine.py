@@ -264,6 +264,7 @@ class LocalEngine(Engine):
         parts = partial(build.EngineParts, runner, self.config, policy, self._mailbox.wake, components)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity = self._core.parts.capacity
+        self.tokenizer.most = self._core.parts.longest
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
@@ -330,7 +331,8 @@ class LocalEngine(Engine):
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self.runner.vocab_size)
         if (longest := self._core.parts.longest) <= request.prompt_tokens:
-            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
+            why = f"must be less than {longest}"
+            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, longest - 1, why)
 
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""

@@ -11,7 +11,7 @@ from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
-from kedge.server.openai.tool_calls import TOOL_MARKS, grammar_of
+from kedge.server.openai.tool_calls import TOOL_MARKS
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.client_runs import ClientRun, values_for
@@ -91,7 +91,9 @@ class GenerationJob:
         if isinstance(error, InvalidGrammar):
             return InvalidGrammar(self.body.grammar_field, error.value, error.why)
         value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
-        return type(error)("kedge.bindings" if self.step else field, value, error.why)
+        named = type(error)("kedge.bindings" if self.step else field, value, error.why)
+        vars(named).update({name: value for name, value in vars(error).items() if name in ("tokens", "most")})
+        return named
 
     def _requests(self) -> list[GenerateRequest]:
         hints, seed, namespace = self.context.hints, self.sampling.seed, self.context.namespace
@@ -157,8 +159,9 @@ class GenerationJob:
 PromptBuilder = Callable[[], Sequence[Sequence[Segment]]]
 
 
-def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
+def chat_job(context: CallContext, body: ChatBody, grammar: str) -> GenerationJob:
     """Return the job of a conversation or, where the hints have bindings, of a registered agent's filled template.
+    `grammar` is the answer's.
 
     Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
     """
@@ -167,7 +170,6 @@ def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
         raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
     if tools and context.hints.bindings is not None:
         raise RequestError("tools", tools, "with kedge.bindings the agent's template is the prompt")
-    grammar = grammar_of(body, context.service.settings.tool_call_parser)
     if context.hints.bindings is not None:
         return _agent_job(context, body, grammar)
     tokenizer = context.service.engine.tokenizer

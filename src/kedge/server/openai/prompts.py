@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kedge.checks import is_unicode, require_text
 from kedge.engine.base import Tokenizer
-from kedge.errors import EmptyPrompt, RequestError
+from kedge.errors import EmptyPrompt, PromptTooLong, RequestError
 from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Tool
 from kedge.server.openai.tool_calls import read_json
 from kedge.types import Segment
@@ -74,6 +74,8 @@ def of_conversation(
     """
     if not messages:
         raise RequestError("messages", [], "must have at least one message")
+    if tokenizer.most is not None and len(messages) > tokenizer.most:  # each has a token, at least
+        raise PromptTooLong.of("prompt_tokens", len(messages), tokenizer.most)
     given = [_for_template(one) for one in messages], [one.model_dump(exclude_none=True) for one in tools], options
     plain = PlainTexts(tokenizer.specials, given)
     said, offered, variables = plain(given)

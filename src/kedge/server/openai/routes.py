@@ -25,10 +25,10 @@ from kedge.server.http import (
     problem_of,
     usage,
 )
-from kedge.server.openai.generation import CallContext, GenerationJob, chat_job, completion_job
+from kedge.server.openai.generation import CallContext, GenerationJob, completion_job
 from kedge.server.openai.protocol import ChatBody, CompletionBody
 from kedge.server.openai.responses import ChatFormat, Choice, ChunkEncoder, CompletionFormat, Format, Writer
-from kedge.server.openai.single import CLIENT_GONE, read_call, reader_of, unless_gone
+from kedge.server.openai.single import CLIENT_GONE, chat_call, read_call, reader_of, unless_gone
 from kedge.server.service import GenerationCall, Service, TheService, TheTenant
 from kedge.server.workflows.server_runs import TheWorkflows
 from kedge.types import Completion, TokenDelta
@@ -42,8 +42,7 @@ async def chat_completions(
     body: ChatBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
-    hints = read_call(body, request, service, tenant)
-    job = chat_job(CallContext(service, workflows, tenant, hints), body)
+    job = await chat_call(body, request, service, workflows, tenant)
     form = ChatFormat(service.model_name, service.engine.tokenizer, reader=partial(reader_of, service, body))
     return await _answer(job, form, request)
 
@@ -53,7 +52,7 @@ async def completions(
     body: CompletionBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Continue texts or token ids."""
-    hints = read_call(body, request, service, tenant)
+    hints = await service.threads.work(partial(read_call, body, request, service, tenant))
     job = completion_job(CallContext(service, workflows, tenant, hints), body)
     form = CompletionFormat(service.model_name, service.engine.tokenizer, echo=bool(body.echo))
     return await _answer(job, form, request)

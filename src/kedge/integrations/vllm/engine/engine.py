@@ -142,6 +142,7 @@ class VLLMEngine(Engine):
         self._tails = self._plugged and tails_refusal(config, self.config.vllm.max_lanes) is None
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
+        self.tokenizer.most = self._max_model_len
         self._vocab_size: int = model.get_vocab_size()
         self._max_logprobs: int = model.max_logprobs
         eos = self.tokenizer.eos_token_id
@@ -240,7 +241,7 @@ class VLLMEngine(Engine):
         require_sensible(request, self._vocab_size)
         if request.prompt_tokens >= self._max_model_len:
             why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
-            raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
+            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, self._max_model_len - 1, why)
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._max_logprobs >= 0:
                 raise RequestError(
