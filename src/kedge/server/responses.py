@@ -98,26 +98,26 @@ class ResponsesBody(Body):
         return chat.skip(skipped)
 
     @property
-    def offered(self) -> list[OfferedTool]:
+    def offered(self) -> list[NamedTool]:
         """The tools, with those in a namespace each by itself. Raises `RequestError`."""
-        offered: list[OfferedTool] = []
+        offered: list[NamedTool] = []
         for tool in self.tools or ():
             is_space = tool.get("type") == "namespace" and isinstance(tool.get("tools"), list)
             space = str(tool.get("name", "")) if is_space else ""
             for one in tool["tools"] if is_space else (tool,):
                 kind = one.get("type") if isinstance(one, dict) else None
                 if kind not in ("function", "custom"):
-                    offered.append(OfferedTool(str(brief(kind)), ""))
+                    offered.append(NamedTool(str(brief(kind)), ""))
                     continue
                 name = str(one.get("name", ""))
                 is_taken = bool(space) and any(one.name == name for one in offered)
                 function = read_as(Function, _function(one, f"{space}__{name}" if is_taken else name), "tools")
-                offered.append(OfferedTool(kind, name, space, Tool(type="function", function=function)))
+                offered.append(NamedTool(kind, name, space, Tool(type="function", function=function)))
         return offered
 
 
 @dataclass(frozen=True)
-class OfferedTool:
+class NamedTool:
     """A tool that a body offers; `tool` is how a chat has it, None where it has none like it."""
 
     kind: str
@@ -146,7 +146,7 @@ def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**fields, **given, "name": name}
 
 
-def _choice(choice: Any, offered: Sequence[OfferedTool]) -> Any:
+def _choice(choice: Any, offered: Sequence[NamedTool]) -> Any:
     """Return a choice of a tool as chats have it; None for one that is left out."""
     if not isinstance(choice, dict):
         return choice if any(one.is_function for one in offered) or choice == "none" else None
@@ -164,7 +164,7 @@ def _format(given: Any) -> Any:
     return given
 
 
-def _add(messages: list[ChatMessage], item: dict[str, Any], place: str, offered: Sequence[OfferedTool]) -> bool:
+def _add(messages: list[ChatMessage], item: dict[str, Any], place: str, offered: Sequence[NamedTool]) -> bool:
     """Add an item to a conversation; calls belong to the message before them, if that is the assistant's.
 
     Returns whether it is one that a chat can have.
@@ -267,7 +267,7 @@ class ResponsesWriter(AnswerWriter):
             yield self._item_event("done", message)
 
     def _call(self, call: ToolCall) -> Iterator[AnswerEvent]:
-        tool = self._tools.get(call.name) or OfferedTool("function", call.name)
+        tool = self._tools.get(call.name) or NamedTool("function", call.name)
         field, kind, given = "arguments", "function_call", call.arguments
         if tool.kind == "custom":
             field, kind = "input", "custom_tool_call"

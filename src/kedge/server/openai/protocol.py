@@ -64,7 +64,7 @@ DROPPED = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_te
 """Types of parts of earlier answers that are not read again"""
 
 
-class Part(Body):
+class MessagePart(Body):
     """Part of a message. The engine reads text; of any other part it reads that it was there."""
 
     type: Annotated[str, Field(min_length=1)]
@@ -93,7 +93,8 @@ class Part(Body):
 
 
 Content = Annotated[
-    str | list[Part], accepted("a string or a list of parts (objects with a `type`, and `text` where that is a text)")
+    str | list[MessagePart],
+    accepted("a string or a list of parts (objects with a `type`, and `text` where that is a text)"),
 ]
 
 
@@ -107,7 +108,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MessagePart]:
         """The parts of its content, where that has some."""
         return [] if isinstance(self.content, str) else self.content or []
 
