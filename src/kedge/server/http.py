@@ -371,13 +371,14 @@ def error_body(error: KedgeError) -> dict[str, Any]:
 
 def install_errors(app: FastAPI) -> None:
     """Answer every error of `app` in this format."""
-    app.add_exception_handler(KedgeError, _kedge_error)
+    app.add_exception_handler(KedgeError, answer_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
 
 
-async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
+async def answer_error(request: Request, error: Exception) -> JSONAnswer:
+    """Return the answer to a call that ended in a `KedgeError`."""
     assert isinstance(error, KedgeError)
     status = problem_of(error).status
     if status == INTERNAL.status:
