@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common.grammars import GrammarState
+from kedge.errors import InvalidGrammar
 from kedge.types import SamplingParams, Tokens
 
 Draw = Callable[[Tensor], int]
@@ -104,7 +105,7 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
         if sampler.grammar is not None and not isinstance(token, Exception):
             try:
                 sampler.grammar.take(token)
-            except ValueError as error:  # it is not allowed
+            except InvalidGrammar as error:  # it is not allowed
                 drawn[row] = error
     return drawn
 
@@ -116,7 +117,7 @@ def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]
         if sampler.grammar is not None:
             try:
                 allowed = _bits(sampler.grammar.allowed(), logits.shape[-1])
-            except ValueError as error:
+            except InvalidGrammar as error:
                 failed[row] = error
             else:
                 logits[row].masked_fill_(~allowed.to(logits.device), -torch.inf)

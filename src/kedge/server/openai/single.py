@@ -18,11 +18,11 @@ from kedge.hints import Hints
 from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, kedge_field, problem_of
 from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
 from kedge.server.openai.protocol import ChatBody, GenerationBody
-from kedge.server.openai.tool_calls import AnswerReader, ParsedText, grammar_of
+from kedge.server.openai.tool_calls import AnswerReader, ParsedText, grammar_of, unkept
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.server_runs import Workflows
-from kedge.types import Completion, FinishReason, GenerateRequest
+from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta
 
 CLIENT_GONE = 499
 """Status of an answer whose client has disconnected, as in nginx."""
@@ -62,6 +62,19 @@ class AnswerWriter(ABC):
         """Return the event of an error in the middle of a stream; `error` is as in OpenAI's answers."""
 
 
+def unkept_of(body: GenerationBody) -> Iterable[str]:
+    """Yield what of a body's schemas the answer may not conform to."""
+    if isinstance(body, ChatBody) and body.response_format and body.response_format.json_schema:
+        yield from (f"response_format.{name}" for name in unkept(body.response_format.json_schema.get("schema")))
+    if isinstance(body, ChatBody) and (body.must_call or body.response_format):
+        schemas = (tool.function.parameters for tool in body.tools_to_use if tool.function)
+        yield from (f"tools.{name}" for schema in schemas for name in unkept(schema))
+
+
+def _end_of(delta: TokenDelta) -> FinishReason | None:
+    return delta.completion.finish_reason if delta.completion else None
+
+
 def stop_of(tokenizer: Tokenizer, request: GenerateRequest, completion: Completion) -> str | None:
     """Return the stop string that ended an answer; None where something else has."""
     stops = request.sampling.stop if completion.finish_reason is FinishReason.STOP else ()
@@ -96,7 +109,7 @@ def read_call(body: GenerationBody, request: Request, service: Service, tenant: 
     service.check_model(body.model)
     body.refuse_unsupported()
     hints = service.hints(tenant, body.hints, request.headers)
-    ignored = dict.fromkeys((*hints.ignored, *body.left_out))
+    ignored = dict.fromkeys((*hints.ignored, *body.left_out, *unkept_of(body)))
     request.state.hints = replace(hints, ignored=tuple(str(brief(one)) for one in islice(ignored, 64)))
     return request.state.hints
 
@@ -120,7 +133,7 @@ async def answer(
         return Response(status_code=CLIENT_GONE)
     (completion,) = finished
     writer.stopped_by = stop_of(service.engine.tokenizer, call.requests[0], completion)
-    whole = writer.whole(reader.push(completion.text, last=True), completion)
+    whole = writer.whole(reader.push(completion.text, completion.finish_reason), completion)
     return JSONAnswer({**whole, "kedge": kedge_field(job.context.hints, finished)})
 
 
@@ -131,7 +144,7 @@ async def _events(
     try:
         async for batch in call.batches():
             for _, delta in batch:
-                yield _bytes(writer.add(reader.push(delta.text, last=delta.completion is not None)))
+                yield _bytes(writer.add(reader.push(delta.text, _end_of(delta))))
                 if delta.completion:
                     tokenizer = job.context.service.engine.tokenizer
                     writer.stopped_by = stop_of(tokenizer, call.requests[0], delta.completion)
