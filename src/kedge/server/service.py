@@ -28,6 +28,7 @@ from kedge.types import (
     Namespace,
     RequestId,
     ReuseMode,
+    SamplingParams,
     TenantId,
     TokenDelta,
     TurnHints,
@@ -57,6 +58,7 @@ class Service:
         self.threads = Threads(engine, settings.max_in_flight)
         self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
         self.started = int(time.time())
+        self._sampling: Mapping[str, Any] = engine.inspect().get("sampling", {})
         self.is_hung = False
         """Whether the engine has not answered for a minute, with work to do"""
         self._meters: dict[TenantId, Meter] = {}
@@ -138,6 +140,10 @@ class Service:
     async def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Pass on what a client says of its sessions between requests. Returns what becomes of each hint."""
         return await asyncio.wrap_future(self.threads.wait(partial(self.engine.advise, namespace, hints)))
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """Return the sampling where a request sets nothing: the model's own, or else that of OpenAI's API."""
+        return SamplingParams(max_tokens, **{"temperature": 1.0, **self._sampling})
 
     def default_mode(self, plain: ReuseMode) -> ReuseMode:
         """Return the reuse mode of the settings, or `plain` if they have none."""

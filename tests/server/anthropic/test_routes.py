@@ -126,7 +126,7 @@ def test_a_key_in_anthropics_header_is_a_key() -> None:
         {"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]},
         {"max_tokens": 0},
         {"temperature": "hot"},
-        {"top_k": 5},
+        {"top_k": -5},
         {"n": 2},
     ],
 )

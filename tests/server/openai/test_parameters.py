@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kedge.engine.echo import EchoEngine
+from kedge.types import model_sampling
+from tests.server.conftest import serving
 from tests.server.talking import MODEL, Talking, talking
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -90,3 +93,22 @@ def test_variables_of_the_template_are_set(told: Talking, http: httpx.Client) ->
 def test_an_error_names_the_field_that_was_sent(http: httpx.Client, path: str, more: Any, param: str) -> None:
     answer = http.post(path, json={**BODIES[path], **more})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_the_models_own_sampling_is_the_default_and_a_request_may_change_it() -> None:
+    class Own(EchoEngine):
+        def inspect(self) -> dict[str, Any]:
+            config = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": None, "do_sample": True}
+            return {"sampling": model_sampling(config)}
+
+    with Own() as engine, serving(engine) as running, running.http() as http:
+        for path, body in BODIES.items():
+            assert http.post(path, json=body).status_code == 200
+            sampling = engine.requests[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.95)
+            more = {"temperature": 0.0, "top_k": -1, "min_p": 0.1, "presence_penalty": 1.5, "repetition_penalty": 1.1}
+            assert http.post(path, json={**body, **more}).status_code == 200
+            sampling = engine.requests[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.0, 0, 0.1)
+            assert (sampling.presence_penalty, sampling.repetition_penalty, sampling.top_p) == (1.5, 1.1, 0.95)
+            assert http.post(path, json={**body, "top_k": -2}).json()["error"]["param"] == "top_k"

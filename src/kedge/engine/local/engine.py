@@ -304,7 +304,7 @@ class LocalEngine(Engine):
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id, self._mailbox.leave),
-            sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar)),
+            sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar), tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
         )
@@ -375,7 +375,7 @@ class LocalEngine(Engine):
 
     def inspect(self) -> dict[str, object]:
         """Return figures of the cache, the anchors and the guard, taken between two steps."""
-        return {**self.query(build.EngineParts.stats), "guard": self._guard.stats()}
+        return {**self.query(build.EngineParts.stats), "guard": self._guard.stats(), "sampling": self.runner.sampling}
 
     def query(self, question: Callable[[build.EngineParts], T]) -> T:
         """Return the result of `question`, called with the engine's parts by its thread, between two steps.

@@ -173,7 +173,9 @@ def chat_job(context: CallContext, body: ChatBody, grammar: str) -> GenerationJo
     if context.hints.bindings is not None:
         return _agent_job(context, body, grammar)
     tokenizer = context.service.engine.tokenizer
-    sampling = body.sampling(replace(_api_sampling(context.service.settings.default_max_tokens), grammar=grammar))
+    sampling = body.sampling(
+        replace(context.service.sampling(context.service.settings.default_max_tokens), grammar=grammar)
+    )
 
     def build() -> list[Sequence[Segment]]:
         return [prompts.of_chat(tokenizer, body)]
@@ -186,17 +188,12 @@ def completion_job(context: CallContext, body: CompletionBody) -> GenerationJob:
     if context.hints.bindings is not None:
         raise RequestError("kedge.bindings", "…", "templates are filled in /v1/chat/completions")
     given, tokenizer = body.prompts, context.service.engine.tokenizer
-    sampling = body.sampling(_api_sampling(COMPLETION_MAX_TOKENS))
+    sampling = body.sampling(context.service.sampling(COMPLETION_MAX_TOKENS))
 
     def build() -> list[Sequence[Segment]]:
         return [prompts.of_prompt(tokenizer, one) for one in given]
 
     return _plain_job(context, body, build, len(given), sampling)
-
-
-def _api_sampling(max_tokens: int) -> SamplingParams:
-    """Return the sampling of OpenAI's API where a request sets nothing."""
-    return SamplingParams(max_tokens, temperature=1.0)
 
 
 def _plain_job(

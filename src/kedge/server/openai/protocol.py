@@ -120,7 +120,7 @@ class ChatMessage(Body):
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("echo", "use_beam_search", "return_token_ids"), (False,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("top_logprobs", "min_tokens"), (0,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
     **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids", "add_special_tokens"), (False,)),
     **dict.fromkeys(("early_stopping", "return_hidden_states", "no_stop_trim"), (False,)),
@@ -135,8 +135,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "logit_bias": ({},),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
@@ -172,6 +170,9 @@ Count = Annotated[int, Field(ge=1, le=1 << 20)]
 TopCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class GenerationBody(Body):
     """Fields that both kinds of completion share."""
 
@@ -180,6 +181,11 @@ class GenerationBody(Body):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -239,6 +245,11 @@ class GenerationBody(Body):
             "max_tokens": self.answer_limit,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "seed": self.seed,
             "stop": None if self.stop is None else _stops(self.stop),
             "ignore_eos": self.ignore_eos,
