@@ -220,12 +220,12 @@ class SamplingParams:
         if isinstance(self.top_p, float) and 0 < self.top_p < MIN_TOP_P:
             object.__setattr__(self, "top_p", MIN_TOP_P)
 
-
-def model_sampling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a model's generation config sets."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: config[name] for name in names if config.get(name) is not None}
-    return {**found, "top_k": max(0, found["top_k"])} if "top_k" in found else found
+    @staticmethod
+    def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that a model's generation config sets."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found = {name: config[name] for name in names if config.get(name) is not None}
+        return {**found, "top_k": max(0, found["top_k"])} if "top_k" in found else found
 
 
 @dataclass(frozen=True, slots=True)

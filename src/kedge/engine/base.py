@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
     def measure(self, text: str) -> None:
         """Raise `PromptTooLong` if `text` has more than twice as many tokens as a prompt may have.
 
-        Only a part of it is tokenized then, and their number is an estimate. Whatever tokenizes does this first.
+        Only a part of it is tokenized then, and their number is an estimate. For texts of strangers, first of all.
         """
 
     def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:
@@ -88,7 +88,8 @@ class Tokenizer(Protocol):
     def encode_cut(self, text: str, ends: Sequence[int], mark: str) -> list[Tokens]:
         """Return the token ids of the whole `text`, cut into the pieces that end at these characters.
 
-        `mark` breaks special tokens that clients have spelled out: they are plain text, and the mark is left out.
+        The text is measured first. `mark` breaks special tokens that clients have spelled out: they are plain text, and
+        the mark is left out.
         """
 
     def decode(self, tokens: Tokens) -> str:

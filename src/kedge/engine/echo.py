@@ -56,7 +56,6 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:  # noqa: ARG002
         """Return token ids of `text`; specials that are spelled out become one token where `special`."""
-        self.measure(text)
         if not special:
             return tuple(text.encode())
         parts = self._special.split(text)

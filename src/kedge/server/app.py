@@ -45,7 +45,7 @@ from kedge.types import RequestId
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
 
-READY_SECONDS, LAST_SNAPSHOT_SECONDS = 5.0, 20.0
+READY_SECONDS = 5.0
 
 
 def create_app(
@@ -92,7 +92,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.workflows.server_runs.cancel_all()
     await asyncio.to_thread(service.threads.shut)
     if snapshots and not service.is_hung:
-        await asyncio.wait([in_own_thread(snapshots.end, "kedge-last-snapshot")], timeout=LAST_SNAPSHOT_SECONDS)
+        await asyncio.wait([in_own_thread(snapshots.end, "kedge-last-snapshot")], timeout=20)
 
 
 _router = APIRouter(tags=["Operation"], responses=ERRORS)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.types import model_sampling
+from kedge.types import SamplingParams
 from tests.server.conftest import serving
 from tests.server.talking import MODEL, Talking, talking
 
@@ -99,7 +99,7 @@ def test_the_models_own_sampling_is_the_default_and_a_request_may_change_it() ->
     class Own(EchoEngine):
         def inspect(self) -> dict[str, Any]:
             config = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": None, "do_sample": True}
-            return {"sampling": model_sampling(config)}
+            return {"sampling": SamplingParams.of_model(config)}
 
     with Own() as engine, serving(engine) as running, running.http() as http:
         for path, body in BODIES.items():

@@ -107,6 +107,7 @@ class HFTokenizer:
         return self._encoded(text, plain=True, inside=inside).tokens
 
     def encode_cut(self, text: str, ends: Sequence[int], mark: str) -> list[Tokens]:
+        self.measure(text)
         encoded = self._encoded(text)
         if mark in text:
             encoded, ends = self._without_marks(text, encoded, ends, mark)
@@ -142,7 +143,6 @@ class HFTokenizer:
         return _Encoded(tuple(tokens), token_ends), [end - bisect_left(marks, end) for end in ends]
 
     def _encoded(self, text: str, *, plain: bool = False, inside: bool = False) -> _Encoded:
-        self.measure(text)
         raw = self._plain if plain else self._raw
         if inside and self._marks_beginnings:
             return self._behind(raw, text)

@@ -76,7 +76,7 @@ class GenerationJob:
             if run and self.step:
                 run.give_back(self.step)
             if isinstance(error, EmptyPrompt | InvalidGrammar | InvalidToken | PromptTooLong):
-                raise self._name_field(error) from error
+                raise self.named(error) from error
             raise
         if run and self.step and self.registered:
             runs.lookahead.called(run, self.registered, self.step, call.requests[0], hints.reuse)
@@ -84,7 +84,7 @@ class GenerationJob:
             runs.moved(run, hints.agent, has_ended=False)
         return call
 
-    def _name_field(self, error: RequestError) -> RequestError:
+    def named(self, error: RequestError) -> RequestError:
         """Return an engine's error about the prompt or the grammar with the name of the field that the client sent."""
         if error.key in (field := self.body.prompt_field, "kedge.bindings"):
             return error

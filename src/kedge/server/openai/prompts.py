@@ -266,6 +266,7 @@ def of_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[Segmen
     """
     if isinstance(prompt, str):
         require_text("prompt", prompt, may_be_empty=True)
+        tokenizer.measure(prompt)
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     if not tokens:
         raise EmptyPrompt("prompt", prompt, "has no tokens")

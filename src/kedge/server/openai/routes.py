@@ -7,7 +7,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from kedge.errors import KedgeError
+from kedge.errors import InvalidGrammar, KedgeError
 from kedge.server.http import (
     BODY_ERRORS,
     DONE,
@@ -81,6 +81,8 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
         return EventStream(_chunks(job, call, form, request), call.end)
     try:
         finished = await unless_gone(call, request)
+    except InvalidGrammar as error:
+        raise job.named(error) from error
     finally:
         call.end()
     if finished is None:

@@ -13,7 +13,7 @@ from fastapi import Request, Response
 
 from kedge.checks import brief
 from kedge.engine.base import Tokenizer
-from kedge.errors import KedgeError, RequestError
+from kedge.errors import InvalidGrammar, KedgeError, RequestError
 from kedge.hints import Hints
 from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, kedge_field, problem_of
 from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
@@ -127,6 +127,8 @@ async def answer(
         return EventStream(_events(job, call, reader, writer, request), call.end)
     try:
         finished = await unless_gone(call, request)
+    except InvalidGrammar as error:
+        raise job.named(error) from error
     finally:
         call.end()
     if finished is None:

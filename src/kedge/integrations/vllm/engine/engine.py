@@ -67,7 +67,6 @@ from kedge.types import (
     TenantId,
     Tokens,
     TurnHints,
-    model_sampling,
 )
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -286,7 +285,7 @@ class VLLMEngine(Engine):
 
     def inspect(self) -> dict[str, object]:
         """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
-        sampling = model_sampling(self._driver.llm.model_config.get_diff_sampling_param())
+        sampling = SamplingParams.of_model(self._driver.llm.model_config.get_diff_sampling_param())
         return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats(), "sampling": sampling}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
