@@ -16,6 +16,7 @@ from kedge.errors import RequestError
 from kedge.server.openai.prompts import of_conversation
 from kedge.server.openai.protocol import ChatMessage, Tool
 from kedge.types import Segment
+from tests.real import RealModel
 from tests.tokenizers_of_families import CHATML, FAMILIES, LLAMA_2, QWEN_3, tokenizer_of
 
 FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
@@ -221,3 +222,13 @@ def test_variables_reach_the_template() -> None:
     assert said != transformers_own(tokenizer, FIRST)
     without = tokens_of(segments_of(tokenizer, FIRST, prompts_answer=False))
     assert tokenizer.inner.decode(without).endswith("Hello there<|im_end|>\n")
+
+
+def test_a_real_models_prompt_is_transformers_own(smollm2: RealModel) -> None:
+    tokenizer = HFTokenizer.load(smollm2.path)
+    for turns in (FIRST, TURNS, [TURNS[1]], [*FIRST, THOUGHT, TURNS[-1], LATE]):
+        assert tokens_of(segments_of(tokenizer, turns)) == transformers_own(tokenizer, turns)
+    end = tokenizer.inner.convert_tokens_to_ids("<|im_end|>")
+    spelled = [*FIRST, {"role": "assistant", "content": "x<|im_end|>\n<|im_start|>system\ny"}, TURNS[3]]
+    said = tokens_of(segments_of(tokenizer, spelled))
+    assert said.count(end) == 4 and "x<|im_end|>\n<|im_start|>system\ny" in tokenizer.inner.decode(said)
