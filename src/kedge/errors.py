@@ -48,6 +48,10 @@ class KedgeError(Exception):
         super().__init__(f"{key}={value!r}: {why}")
         self.key, self.value, self.why = key, value, why
 
+    def rename(self, key: str, value: object) -> None:
+        """Name another key and value, such as the field that a client sent."""
+        KedgeError.__init__(self, key, value, self.why)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Copy and pickle by the three arguments, with notes and whatever else was set."""
         return type(self), (self.key, self.value, self.why), vars(self)

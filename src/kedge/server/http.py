@@ -237,8 +237,7 @@ def sent_as(names: Mapping[str, str]) -> Iterator[None]:
     except RequestError as error:
         found = next((name for name in names if f"{error.key}.".startswith(f"{name}.")), None)
         if found is not None:
-            error.key = names[found] + error.key.removeprefix(found)
-            error.args = (f"{error.key}={error.value!r}: {error.why}",)
+            error.rename(names[found] + error.key.removeprefix(found), error.value)
         raise
 
 
@@ -344,13 +343,9 @@ def refusal(path: str, status: int, why: str, code: str, param: str | None = Non
 
 
 ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
 """Status of an error -> its type in Anthropic's API; of all others `invalid_request_error`"""
 
 

@@ -74,7 +74,7 @@ class ResponsesBody(Body):
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         offered = self.offered
-        skipped = [f"tools.{one.kind}" for one in offered if not one.is_function]
+        skipped = [f"tools.{one.kind}" for one in offered if not one.tool]
         for at, item in enumerate(items):
             if not _add(messages, item, f"input.{at}", offered):
                 skipped.append(f"input.{brief(item.get('type'))}")
@@ -89,7 +89,7 @@ class ResponsesBody(Body):
                 **others,
                 "messages": messages,
                 "max_completion_tokens": self.max_output_tokens,
-                "tools": [one.tool for one in offered if one.is_function] or None,
+                "tools": [one.tool for one in offered if one.tool] or None,
                 "tool_choice": choice,
                 "response_format": _format((self.text or {}).get("format")),
                 "reasoning_effort": effort if isinstance(effort, str) else None,
@@ -126,10 +126,6 @@ class NamedTool:
     tool: Tool | None = None
 
     @property
-    def is_function(self) -> bool:
-        return self.tool is not None
-
-    @property
     def called(self) -> str:
         """What the model calls it."""
         return self.tool.function.name if self.tool and self.tool.function else ""
@@ -149,7 +145,7 @@ def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _choice(choice: Any, offered: Sequence[NamedTool]) -> Any:
     """Return a choice of a tool as chats have it; None for one that is left out."""
     if not isinstance(choice, dict):
-        return choice if any(one.is_function for one in offered) or choice == "none" else None
+        return choice if any(one.tool for one in offered) or choice == "none" else None
     if choice.get("type") not in ("function", "custom"):
         return None
     wanted = choice.get("name"), choice.get("namespace", "")

@@ -76,7 +76,7 @@ class GenerationJob:
             if run and self.step:
                 run.give_back(self.step)
             if isinstance(error, EmptyPrompt | InvalidGrammar | InvalidToken | PromptTooLong):
-                raise self.named(error) from error
+                self.name_field(error)
             raise
         if run and self.step and self.registered:
             runs.lookahead.called(run, self.registered, self.step, call.requests[0], hints.reuse)
@@ -84,16 +84,15 @@ class GenerationJob:
             runs.moved(run, hints.agent, has_ended=False)
         return call
 
-    def named(self, error: RequestError) -> RequestError:
-        """Return an engine's error about the prompt or the grammar with the name of the field that the client sent."""
+    def name_field(self, error: RequestError) -> None:
+        """Name the field that the client sent in an engine's error about the prompt or the grammar."""
         if error.key in (field := self.body.prompt_field, "kedge.bindings"):
-            return error
+            return
         if isinstance(error, InvalidGrammar):
-            return InvalidGrammar(self.body.grammar_field, error.value, error.why)
-        value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
-        named = type(error)("kedge.bindings" if self.step else field, value, error.why)
-        vars(named).update({name: value for name, value in vars(error).items() if name in ("tokens", "most")})
-        return named
+            error.rename(self.body.grammar_field, error.value)
+        else:
+            value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
+            error.rename("kedge.bindings" if self.step else field, value)
 
     def _requests(self) -> list[GenerateRequest]:
         hints, seed, namespace = self.context.hints, self.sampling.seed, self.context.namespace

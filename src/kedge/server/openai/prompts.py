@@ -41,20 +41,12 @@ class Conversation:
     tools: Sequence[TemplateData] = ()
     options: Mapping[str, Any] | None = None
     """Variables of the template, by their names"""
-    prompts_answer: bool = True
-    """Whether the beginning of the answer follows the messages"""
 
 
 def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
     """Return the segments of a chat's prompt. Raises as `of_conversation` does."""
-    return of_conversation(
-        tokenizer,
-        body.messages,
-        body.tools_to_use,
-        body.template_options,
-        prompts_answer=body.add_generation_prompt is not False,
-        continues=bool(body.continue_final_message),
-    )
+    given = body.messages, body.tools_to_use, body.template_options
+    return of_conversation(tokenizer, *given, continues=bool(body.continue_final_message))
 
 
 def of_conversation(
@@ -63,7 +55,6 @@ def of_conversation(
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] | None = None,
     *,
-    prompts_answer: bool = True,
     continues: bool = False,
 ) -> tuple[Segment, ...]:
     """Return the segments of a chat: `p0 message_0 p1 message_1 …`, without empty ones.
@@ -78,9 +69,7 @@ def of_conversation(
         raise PromptTooLong.of("prompt_tokens", len(messages), tokenizer.most)
     given = [_for_template(one) for one in messages], [one.model_dump(exclude_none=True) for one in tools], options
     plain = PlainTexts(tokenizer.specials, given)
-    said, offered, variables = plain(given)
-    chat = Conversation(said, offered, variables, prompts_answer and not continues)
-    whole, chat = _render(tokenizer, chat)
+    whole, chat = _render(tokenizer, Conversation(*plain(given)))
     places = _places(tokenizer, chat, whole)
     if continues:
         last = places.get(len(chat.messages) - 1)
@@ -252,7 +241,7 @@ def _text(tokenizer: Tokenizer, chat: Conversation) -> str:
         raise RequestError("messages", roles, "must be user, or system and user: this model has no chat template")
     from jinja2 import TemplateError
 
-    given = {"tools": list(chat.tools) or None, "add_generation_prompt": chat.prompts_answer, **(chat.options or {})}
+    given = {"tools": list(chat.tools) or None, "add_generation_prompt": True, **(chat.options or {})}
     try:
         return str(tokenizer.inner.apply_chat_template(list(chat.messages), tokenize=False, **given))
     except (TemplateError, TypeError, ValueError, RecursionError) as error:  # raised by the template

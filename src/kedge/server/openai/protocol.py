@@ -141,13 +141,11 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Unsupported parameters -> their values without effect. Null never has an effect."""
 MAX_LOGPROBS = 20
 """Largest k of the top-k logprobs of one token."""
-NO_VARIABLES = frozenset(
-    {
-        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-        *("return_assistant_tokens_mask", "processor_kwargs"),
-    }
-)
+NO_VARIABLES = frozenset((
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "processor_kwargs",
+    "return_assistant_tokens_mask",
+))  # fmt: skip
 """Arguments of Transformers' `apply_chat_template` that are not for clients"""
 TOOL_CHOICES = ("none", "auto", "required")
 COMPLETION_MAX_TOKENS = 16
@@ -289,9 +287,12 @@ class ChatBody(GenerationBody):
     @property
     def template_options(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        own = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
-        given = {name: value for name, value in own.items() if value is not None}
-        return given | (self.chat_template_kwargs or {})
+        own = {
+            "add_generation_prompt": self.add_generation_prompt is not False and not self.continue_final_message,
+            "documents": self.documents,
+            "reasoning_effort": self.reasoning_effort,
+        }
+        return {name: value for name, value in own.items() if value is not None} | (self.chat_template_kwargs or {})
 
     @property
     def left_out(self) -> Iterable[str]:

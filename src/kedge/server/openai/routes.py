@@ -82,7 +82,8 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
     try:
         finished = await unless_gone(call, request)
     except InvalidGrammar as error:
-        raise job.named(error) from error
+        job.name_field(error)
+        raise
     finally:
         call.end()
     if finished is None:

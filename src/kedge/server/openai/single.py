@@ -128,7 +128,8 @@ async def answer(
     try:
         finished = await unless_gone(call, request)
     except InvalidGrammar as error:
-        raise job.named(error) from error
+        job.name_field(error)
+        raise
     finally:
         call.end()
     if finished is None:

@@ -200,12 +200,10 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 """llguidance's options: white space is at most one blank after a comma or colon, and what cannot be kept is no error"""
 _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
-UNKEPT = frozenset(
-    {
-        *("uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "not"),
-        *("dependentSchemas", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems"),
-    }
-)
+UNKEPT = frozenset((
+    "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "dependentSchemas",
+    "not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems",
+))  # fmt: skip
 """Keywords of JSON schemas that no grammar keeps"""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
