@@ -96,10 +96,11 @@ class PlainTexts:
             text = json.dumps(data, ensure_ascii=False)
         except RecursionError:
             raise RequestError("messages", "…", "nests too deeply") from None
-        self._spelled = re.compile("|".join(map(re.escape, specials)) or r"(?!)", re.IGNORECASE)
+        self._names, self._sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
+        self._first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
         private = map(chr, range(0xE000, 0xF900))
         self.mark = next((one for one in private if one not in text), "\uf8ff")
-        self._changes = bool(self._spelled.search(text)) or not is_unicode(text)
+        self._changes = self._broken(text) != text or not is_unicode(text)
 
     def __call__(self, data: Any) -> Any:
         """Return texts, or data with texts in it, as a template may get them. Halves of surrogate pairs are replaced:
@@ -109,10 +110,19 @@ class PlainTexts:
             return data
         if isinstance(data, str):
             text = data if is_unicode(data) else data.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._spelled.sub(lambda found: found[0][0] + self.mark + found[0][1:], text)
+            return self._broken(text)
         if isinstance(data, Mapping):
             return {self(key): self(value) for key, value in data.items()}
         return [self(one) for one in data] if isinstance(data, list | tuple) else data
+
+    def _broken(self, text: str) -> str:
+        """Return a text with a mark behind the first character of each special token; there may be thousands."""
+
+        def marked(found: re.Match[str]) -> str:
+            names = (text[found.start() : found.start() + size].lower() for size in self._sizes)
+            return found[0] + self.mark if any(name in self._names for name in names) else found[0]
+
+        return self._first.sub(marked, text)
 
 
 def _for_template(message: ChatMessage) -> TemplateData:
