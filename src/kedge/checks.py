@@ -34,6 +34,12 @@ def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
         raise RequestError("temperature", brief(sampling.temperature), f"must be from 0 to {MAX_TEMPERATURE}")
     if not (is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
         raise RequestError("top_p", brief(sampling.top_p), "must be more than 0 and at most 1")
+    require_integer("top_k", sampling.top_k, 0, MAX_COUNT)
+    for name, least, most in (
+        ("min_p", 0, 1), ("repetition_penalty", 0.01, 10), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)
+    ):  # fmt: skip
+        if not (is_number(value := getattr(sampling, name)) and least <= value <= most):
+            raise RequestError(name, brief(value), f"must be from {least} to {most}")
     if sampling.seed is not None:
         require_integer("seed", sampling.seed, -_SEED, _SEED - 1)
     if not isinstance(sampling.ignore_eos, bool):

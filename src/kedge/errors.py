@@ -49,6 +49,10 @@ class KedgeError(Exception):
         super().__init__(f"{key}={value!r}: {why}")
         self.key, self.value, self.why = key, value, why
 
+    def rename(self, key: str, value: object) -> None:
+        """Name another key and value, such as the field that a client sent."""
+        KedgeError.__init__(self, key, value, self.why)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Copy and pickle by the three arguments, with notes and whatever else was set."""
         return type(self), (self.key, self.value, self.why), vars(self)
@@ -96,6 +100,15 @@ class RequestError(KedgeError):
 
 class PromptTooLong(RequestError):
     """Longer than the model or the cache allows."""
+
+    tokens = most = 0
+
+    @classmethod
+    def of(cls, key: str, tokens: int, most: int, why: str = "") -> PromptTooLong:
+        """Return the error of a prompt of so many tokens, where there may be at most so many."""
+        error = cls(key, tokens, why or f"at most {most} are served")
+        error.tokens, error.most = tokens, most
+        return error
 
 
 class EmptyPrompt(RequestError):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple, NewType
+from typing import Any, Final, NamedTuple, NewType
 
 from kedge.guard import FidelityNote, GuardNote, GuardOrders
 
@@ -212,12 +212,29 @@ class SamplingParams:
     ignore_eos: bool = False
     grammar: str = ""
     """What the answer conforms to: a grammar in llguidance's variant of Lark, as `start: %json {"type": "object"}`."""
+    top_k: int = 0
+    """How many of the likeliest tokens are drawn from; 0: all."""
+    min_p: float = 0.0
+    """How likely a token must be that is drawn, as a share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """What logits of tokens in the prompt and the answer are divided by, or multiplied with where they are negative."""
+    presence_penalty: float = 0.0
+    """What is taken off logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """The same for each time that they are in it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, float) and 0 < self.temperature < GREEDY_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if isinstance(self.top_p, float) and 0 < self.top_p < MIN_TOP_P:
             object.__setattr__(self, "top_p", MIN_TOP_P)
+
+    @staticmethod
+    def of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that a model's generation config sets."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found = {name: config[name] for name in names if config.get(name) is not None}
+        return {**found, "top_k": max(0, found["top_k"])} if "top_k" in found else found
 
 
 @dataclass(frozen=True, slots=True)

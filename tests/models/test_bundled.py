@@ -13,7 +13,7 @@ from benchmarks.lab.methods import METHODS, fitting_model
 from benchmarks.workloads.catalog import load
 from kedge.engine.common.model_folder import model_path
 from kedge.errors import ModelNotFound
-from kedge.models import BUNDLED, NANO, NANO_BOTH, bundled, default_model
+from kedge.models import BUNDLED, NANO, NANO_BOTH, bundled, default_model, find_model
 from kedge.workloads.miniature import ALL_TASKS, TASKS, TOOLS
 
 
@@ -60,3 +60,22 @@ def test_agents_decide_between_calls_and_prose_in_both_orders() -> None:
         summary = done.summary()
         assert (summary.accuracy, summary.flips) == (1, 0), method
         assert set(summary.agents.values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
+        ("pytorch_model.bin", "name its folder"),
+        ("model.safetensors", "name its folder"),
+        ("absent.gguf", "no such folder"),
+    ],
+)
+def test_what_is_no_folder_says_what_to_do(
+    name: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "/" not in name and "absent" not in name:
+        Path(name).write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match=advice):
+        find_model(name)

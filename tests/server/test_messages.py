@@ -20,10 +20,15 @@ HI = [{"role": "user", "content": "hi"}]
 ASK = {"user_question": "?"}
 PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 STOP = "stop: Input should be a string or a list of strings"
-PARTS = 'messages.0.content: Input should be a string or a list of text parts (objects with `type: "text"` and `text`)'
+PARTS = (
+    "messages.0.content: Input should be a string or a list of parts (objects with a `type`, and `text` where that "
+    "is a text)"
+)
 MODES = "'off', 'exact' or 'translate'"
 REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
 MODES = "must be one of off, exact, translate"
+SHORT_NAME = "must be a printable text of 1 to 256 characters"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 HALF = "must be valid Unicode, without lone surrogates"
 
 WRONG: list[tuple[str, object, str | None, str]] = [
@@ -43,7 +48,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (TEXT, [1], None, "body: Input should be an object"),
     (CHAT, {"messages": [5]}, "messages", "messages.0: Input should be an object"),
     (CHAT, {"messages": "hi"}, "messages", "messages: Input should be a valid list"),
-    *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "image"}])),
+    *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "text"}])),
     (CHAT, {"messages": [{**HI[0], "content": "x" * 9000}]}, "messages",
      "messages='9018 tokens': at most 8192 are served"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages",
@@ -52,6 +57,19 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (CHAT, {"messages": HI, "tools": [{}]}, "tools", "tools.0.type: Field required"),
     (CHAT, {"messages": HI, "kedge": {"reuse": 5}}, "kedge.reuse", f"kedge.reuse=5: {MODES}"),
     (HINTS, 5, None, "body: Input should be an object"),
+    *((path, {**body, name: bad}, name, f"{name}={bad!r}: {SHORT_NAME}") for path, body, name, bad in (
+        *((CHAT, {"messages": HI}, name, bad) for name in ("cache_salt", "extra_key") for bad in (7, "", {}, [], 0.5)),
+        (CHAT, {"messages": HI}, "extra_key", ["a", 7]),
+        (TEXT, {"prompt": "x"}, "cache_salt", "a\nb"),
+        (MESSAGES, {"messages": HI, "max_tokens": 5}, "cache_salt", 7),
+        (RESPONSES, {"input": "x"}, "cache_salt", 0),
+        (HINTS, {}, "cache_salt", 7),
+        (CHAT, {"messages": HI}, "session_id", 7),
+        (CHAT, {"messages": HI}, "prompt_cache_key", ["k"]),
+        (RESPONSES, {"input": "x"}, "prompt_cache_key", True),
+        (TEXT, {"prompt": "x"}, "user", 5),
+        (TEXT, {"prompt": "x"}, "request_id", {}),
+    )),
     (RUNS, {"inputs": 5}, "inputs", "inputs: Input should be an object"),
     *((RUNS, {"inputs": ASK, "reuse": bad}, "reuse", REUSE) for bad in (5, "fast", {"first": "fast"}, [])),
     (FLOWS, {"name": "x", "agents": [{"id": "a", "user": "x"}], "topology": 5}, "workflow: topology",
@@ -66,6 +84,14 @@ def http() -> Iterator[httpx.Client]:
         yield opened
         running.wait_quiet()
         assert not engine.requests, "nothing of all this came to the engine"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, HINTS])
+def test_a_long_name_that_separates_caches_is_refused(http: httpx.Client, path: str) -> None:
+    asked = {RESPONSES: {"input": "x"}, HINTS: {}}.get(path, {"messages": HI, "max_tokens": 5})
+    for name, bad in (("cache_salt", "x" * 5000), ("extra_key", ["x" * 257]), ("session_id", "x" * 257)):
+        error = error_of(post(http, path, {**asked, name: bad}))
+        assert error.get("param") == name and SHORT_NAME in error["message"] and len(error["message"]) < 200
 
 
 def post(http: httpx.Client, path: str, body: object) -> httpx.Response:

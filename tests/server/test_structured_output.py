@@ -222,3 +222,70 @@ def _try(client: openai.OpenAI, wanted: Any) -> None:
         client.chat.completions.create(model=MODEL, messages=ASK, response_format=wanted, max_tokens=50)
     except openai.APIStatusError as error:
         assert error.status_code in (400, 500)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"allOf": [{"$ref": "#"}]},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"a": {"type": "string"}},
+         "required": ["a"]},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_no_answer_fits_is_a_bad_request(running: Served, schema: Any, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": ASK, "response_format": form, "max_tokens": 30, "stream": stream}
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format"), answer.text
+    assert "Parser" not in answer.text and "<state>" not in answer.text
+
+
+KEPT = {"type": "object", "properties": {"not": {"type": "integer", "maximum": 3}}, "required": ["not"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "ignored"),
+    [
+        ({}, []),
+        ({"properties": {"not": {"type": "string", "format": "password", "maxLength": 3}}}, []),
+        ({"properties": {"not": {"type": "string", "format": "uri-reference", "maxLength": 3}}}, []),
+        ({"if": {"properties": {}}, "then": {}}, ["if", "then"]),
+        ({"properties": {"not": {"enum": [{"uniqueItems": 1}]}}}, []),
+        ({"properties": {"not": {"type": "array", "uniqueItems": True, "maxItems": 1, "items": {"const": 1}}}},
+         ["uniqueItems"]),
+    ],
+)  # fmt: skip
+def test_what_a_grammar_cannot_keep_is_named(running: Served, more: Any, ignored: list[str]) -> None:
+    schema = {**KEPT, "additionalProperties": False, **more}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": ASK, "response_format": form, "max_tokens": 60, "temperature": 0}
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["kedge"].get("ignored", []) == [f"response_format.{one}" for one in ignored]
+        assert "not" in json.loads(answer.json()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"properties": {"x": {"const": "a</tool_call>b"}}, "required": ["x"]}, None]
+)
+def test_the_arguments_of_a_call_are_an_object_whatever_its_schema_says(running: Served, parameters: Any) -> None:
+    given = {} if parameters is None else {"parameters": {**parameters, "additionalProperties": False}}
+    tool = {"type": "function", "function": {"name": "f", **given}}
+    for _ in range(3):
+        answer = running.client().chat.completions.create(
+            model=MODEL, messages=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=120
+        )
+        if answer.choices[0].finish_reason != "length":
+            (call,) = answer.choices[0].message.tool_calls
+            assert isinstance(json.loads(call.function.arguments), dict)
+
+
+def test_arguments_that_are_no_object_are_refused(running: Served) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+    with pytest.raises(openai.BadRequestError, match="parameters must be object"):
+        running.client().chat.completions.create(model=MODEL, messages=ASK, tools=[tool], tool_choice="required")

@@ -18,7 +18,7 @@ FOUR = ValueLengths(input=4 * BLOCK, answer=4 * BLOCK)
 class Characters:
     """Encodes characters, and wraps messages in nothing."""
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, inside: bool = False) -> tuple[int, ...]:  # noqa: ARG002
         return tuple(map(ord, text))
 
     def chat(self, system: str | None, user: str) -> str:

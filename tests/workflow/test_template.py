@@ -30,7 +30,7 @@ class Characters:
     def __init__(self) -> None:
         self.encoded: list[str] = []
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, inside: bool = False) -> tuple[int, ...]:  # noqa: ARG002
         self.encoded.append(text)
         return tuple(map(ord, text))
 

@@ -67,12 +67,29 @@ class Tokenizer(Protocol):
     """The tokenizer interface that Kedge needs."""
 
     eos_token_id: int | None
+    specials: Mapping[str, int]
+    """Special tokens as they are spelled out."""
+    most: int | None
+    """Tokens of the longest prompt that is served, where an engine has said so."""
 
-    def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Return the token ids of `text` by itself; no special tokens are added.
+    def measure(self, text: str) -> None:
+        """Raise `PromptTooLong` if `text` has more than twice as many tokens as a prompt may have.
+
+        Only a part of it is tokenized then, and their number is an estimate. For texts of strangers, first of all.
+        """
+
+    def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:
+        """Return the token ids of `text`; no special tokens are added. With `inside`, it follows another text.
 
         Special tokens that are spelled out in `text` are recognised if `special` is true, as for templates. In text
         that a user or a tool wrote they stay plain text, so that a value cannot end a turn.
+        """
+
+    def encode_cut(self, text: str, ends: Sequence[int], mark: str) -> list[Tokens]:
+        """Return the token ids of the whole `text`, cut into the pieces that end at these characters.
+
+        The text is measured first. `mark` breaks special tokens that clients have spelled out: they are plain text, and
+        the mark is left out.
         """
 
     def decode(self, tokens: Tokens) -> str:

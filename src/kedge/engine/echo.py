@@ -12,7 +12,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -49,17 +49,30 @@ class ByteTokenizer:
 
     specials: Mapping[str, int] = {"<|bos|>": 256, "<|eos|>": 257, "<|turn|>": 258}
     eos_token_id: int | None = 257
+    most: int | None = None
     vocab_size = 259
     _spelled: Mapping[int, bytes] = {token: text.encode() for text, token in specials.items()}
     _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
 
-    def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Return token ids of `text` by itself; specials that are spelled out become one token where `special`."""
+    def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:  # noqa: ARG002
+        """Return token ids of `text`; specials that are spelled out become one token where `special`."""
         if not special:
             return tuple(text.encode())
         parts = self._special.split(text)
         ids = ((self.specials[part],) if part in self.specials else part.encode() for part in parts)
         return tuple(itertools.chain.from_iterable(ids))
+
+    def measure(self, text: str) -> None:
+        """Raise `PromptTooLong` for a text that has more than twice as many tokens as a prompt may have."""
+        if self.most is not None and len(text) > 2 * self.most:
+            raise PromptTooLong.of("prompt_tokens", len(text), self.most)
+
+    def encode_cut(self, text: str, ends: Sequence[int], mark: str) -> list[Tokens]:
+        """Return token ids of the pieces that end at these characters, without the marks."""
+        self.measure(text)
+        pieces = (text[begin:end] for begin, end in itertools.pairwise((0, *ends)))
+        each = ((self.encode(part) for part in piece.split(mark)) for piece in pieces)
+        return [tuple(itertools.chain.from_iterable(parts)) for parts in each]
 
     def decode(self, tokens: Tokens) -> str:
         """Return text without specials; bytes that are not UTF-8 become U+FFFD."""
@@ -141,6 +154,7 @@ class EchoEngine(Engine):
         self, script: Script | None = None, *, delay_s: float = 0.0, max_prompt: int = 8192, capacity: int = 65536
     ) -> None:
         self.tokenizer = ByteTokenizer()
+        self.tokenizer.most = max_prompt
         self.cache = CacheManager(capacity, block_size=1)
         self.requests: list[GenerateRequest] = []
         self.forecasts: list[tuple[Changes, Mapping[AgentKey, Tokens]]] = []
@@ -220,9 +234,10 @@ class EchoEngine(Engine):
         require_sensible(request, self.tokenizer.vocab_size)
         prompt, more = request.prompt_tokens, request.sampling.max_tokens
         if prompt > self._max_prompt:
-            raise PromptTooLong("prompt_tokens", prompt, f"at most {self._max_prompt} are served")
+            raise PromptTooLong.of("prompt_tokens", prompt, self._max_prompt)
         if prompt + more > self.cache.num_blocks:
-            raise PromptTooLong("prompt_tokens", prompt, f"with {more} more it exceeds the cache")
+            why = f"with {more} more it exceeds the cache"
+            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more, why)
 
     def _answer(self, request: GenerateRequest) -> Tokens:
         if callable(self._script):

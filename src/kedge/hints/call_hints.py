@@ -14,11 +14,13 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
+from kedge.checks import brief
 from kedge.errors import RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.values import (
     MAX_HINT_AGENTS,
+    MAX_NAME_LENGTH,
     cache_marks,
     kept_for,
     longest,
@@ -96,9 +98,11 @@ def _id(value: Any) -> str:
     return read_text(value.get("id") if isinstance(value, Mapping) else value)
 
 
-def _joined(value: Any) -> str:
-    """Return SGLang's `extra_key`, which may be a list, as one text."""
-    return "\x1f".join(read_text(one) for one in value) if isinstance(value, list) else read_text(value)
+def _salt(value: Any) -> str:
+    """Return what separates caches; SGLang's `extra_key` may be a list. An empty one would separate nothing."""
+    if not (parts := value if isinstance(value, list) else [value]) or not all(parts):
+        raise ValueError
+    return "\x1f".join(map(read_text, parts))
 
 
 KEDGE = tuple(
@@ -124,6 +128,7 @@ KEDGE = tuple(
 BODY = (
     Rule("openai", ("safety_identifier",), "end_user", read_text),
     Rule("openai", ("user",), "end_user", read_text),
+    Rule("openai", ("prompt_cache_key",), "cache_key", read_text),
     Rule("langgraph", ("metadata", "langgraph_node"), "agent", read_text),
     Rule("langgraph", ("metadata", "thread_id"), "run", read_text),
     Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", read_text),
@@ -132,9 +137,9 @@ BODY = (
     Rule("vllm", ("session_id",), "session", read_text),
     Rule("openai", ("conversation",), "session", _id),
     Rule("vllm", ("request_id",), "request_id", read_text),
-    Rule("vllm", ("cache_salt",), "salt", read_text),
+    Rule("vllm", ("cache_salt",), "salt", _salt),
     Rule("sglang", ("rid",), "request_id", read_text),
-    Rule("sglang", ("extra_key",), "salt", _joined),
+    Rule("sglang", ("extra_key",), "salt", _salt),
     Rule("dynamo", ("nvext", "agent_hints", "priority"), "priority", _number),
     Rule("vllm", ("priority",), "priority", _negated),
     Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", read_whole),
@@ -166,11 +171,14 @@ RULES = (*KEDGE, *BODY, *HEADERS)
 
 CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
 """Pass-through fields of other servers, which may contain the `kedge` field, with their dialects."""
+NAMING = {"salt", "session", "request_id", "end_user", "cache_key"}
+"""What separates or names: a client that sends it as a field of its own relies on it, so it must be valid"""
+ACCEPTED_NAME = f"must be a printable text of 1 to {MAX_NAME_LENGTH} characters"
 STRICT = {"reuse", "guard", "fidelity", "bindings"}
 """Fields of `kedge` that must be valid."""
 NO_HINTS = {
     *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
-    *("prompt_cache_key", "previous_response_id"),
+    "previous_response_id",
 }
 """Known fields without an effect here: one engine has one cache, and nothing is stored."""
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, frozenset[str]]] = {
@@ -229,6 +237,8 @@ class Hints:
     """Other sessions -> seconds until they are needed; infinite: not any more"""
     actions: tuple[ActionOutcome, ...] = ()
     """What became of the actions that the client asked for"""
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that mean nothing here"""
 
     @property
     def turn(self) -> TurnHints:
@@ -238,7 +248,7 @@ class Hints:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the hints for the answer, without the bindings and without the salt, which may be a secret."""
-        hidden = {"salt", "bindings", "actions"}
+        hidden = {"salt", "bindings", "actions", "ignored"}
         data = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
         for name in ("steps", "expects"):
             data[name] = data[name] and without_infinity(data[name])
@@ -271,8 +281,12 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
         try:
             parsed = rule.read(value)
         except ValueError:
+            if rule in BODY and len(rule.path) == 1 and rule.field in NAMING:
+                raise RequestError(rule.path[0], brief(value), ACCEPTED_NAME) from None
             ignored[rule.dialect, IgnoredReason.BAD_VALUE] += 1
         else:
+            if rule.field == "salt" and "salt" in given:  # both dialects' count: less would be shared than asked for
+                parsed = f"{given.pop('salt')}\x1e{parsed}"
             given.setdefault(rule.field, parsed)
     if "kv_hints" in body:  # what its actions ask for, except where other hints say it
         wishes = read_actions(body["kv_hints"])
@@ -288,7 +302,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)
-    _count_unknown(body, ignored)
+    unknown = _count_unknown(body, ignored)
     kedge = body["kedge"]
     reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)
     fidelity = _budget(kedge.get("fidelity"))
@@ -296,7 +310,8 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
     if bindings is not None and not is_read:
         raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
-    return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, **given), ignored
+    given.pop("cache_key", None)  # one engine has one cache: it only has to be valid
+    return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, ignored=unknown, **given), ignored
 
 
 def _complete(given: dict[str, Any], headers: Mapping[str, str], *, ends_run: bool) -> None:
@@ -342,9 +357,11 @@ def _budget(value: object) -> float | None:
         raise RequestError("kedge.fidelity", value, str(error)) from None
 
 
-def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
+def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> tuple[str, ...]:
+    """Count what is unknown. Returns the names of the body's own fields among it."""
     known = {rule.path[0] for rule in (*KEDGE, *BODY)} | {name for name, _ in CARRIERS} | NO_HINTS
-    ignored["body", IgnoredReason.UNKNOWN] += sum(name not in known | {"kv_hints", "cache_control"} for name in body)
+    unknown = tuple(name for name in body if name not in known | {"kv_hints", "cache_control"})
+    ignored["body", IgnoredReason.UNKNOWN] += len(unknown)
     ignored["kedge", IgnoredReason.UNKNOWN] += len(body["kedge"].keys() - {rule.path[1] for rule in KEDGE} - STRICT)
     for name, dialect in CARRIERS:
         if name in body:
@@ -354,6 +371,7 @@ def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> None:
         effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
         ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
         ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
+    return unknown
 
 
 def _at(path: tuple[str, ...], data: Any) -> Any:

@@ -48,6 +48,8 @@ def find_model(model: str | Path | None) -> Path:
     if str(model) == SMOLLM2 and not path.exists():
         path = _smollm2()
     if path.is_file():
+        if path.suffix in (".bin", ".safetensors", ".pt", ".pth", ".json"):
+            raise ModelNotFound("model", str(path), "is one file of a model: name its folder, with config.json in it")
         return _whole(path)
     if (path / "config.json").is_file():
         return path
@@ -55,6 +57,8 @@ def find_model(model: str | Path | None) -> Path:
     if not files:
         names = ", ".join(BUNDLED)
         why = f"no such folder, or no config.json in it; known by name are {names} and {SMOLLM2}"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not path.parent.exists():
+            why = f"no such folder; nothing is downloaded: `hf download {model} --local-dir FOLDER` does, name FOLDER"
         raise ModelNotFound("model", str(model), why)
     if len(files) > 1 and not all(map(_PART.search, map(str, files))):
         raise ModelNotFound("model", str(path), f"several GGUF files are in it, name one: {files[0].name}, ...")

@@ -242,7 +242,7 @@ class RunLoop:
 
     def _remember(self, sample: SampleId, text: str) -> None:
         """Remember a value that is a text and not an answer: answers are never tokenized again."""
-        tokens = self.engine.tokenizer.encode(text, special=False) if text else ()
+        tokens = self.engine.tokenizer.encode(text, special=False, inside=True) if text else ()
         self.memory.put(sample, Value(tokens, sample), text)
 
     def _notify(self, event: RunEvent) -> None:

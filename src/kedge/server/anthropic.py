@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from kedge.errors import RequestError
+from kedge.errors import PromptTooLong
 from kedge.hints.values import cache_marks
 from kedge.server.http import (
     BODY_ERRORS,
@@ -23,9 +22,10 @@ from kedge.server.http import (
     accepted,
     answers,
     read_as,
+    sent_as,
 )
 from kedge.server.openai import prompts
-from kedge.server.openai.protocol import CalledFunction, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
+from kedge.server.openai.protocol import DROPPED, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
 from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
 from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
 from kedge.server.service import TheService, TheTenant
@@ -34,10 +34,16 @@ from kedge.types import Completion, FinishReason, GenerateRequest
 
 Block = dict[str, Any]
 Blocks = Annotated[str | list[Block], accepted("a string or a list of content blocks (objects)")]
-DROPPED = ("thinking", "redacted_thinking")
-"""Blocks of earlier answers that are not read again"""
 NO_EFFECT = ("thinking", "service_tier", "container", "context_management", "mcp_servers", "betas")
 """Fields that neither a chat has nor a hint is"""
+
+SENT = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+"""Field of a chat -> the field that it is read from"""
 
 
 class TurnMessage(Body):
@@ -59,6 +65,7 @@ class OfferedTool(Body):
 class MessagesBody(Body):
     """Body of `/v1/messages`. Fields that it does not list are those of a chat, or hints."""
 
+    model: str | None = None
     messages: list[TurnMessage]
     max_tokens: Count | None = None
     system: Blocks | None = None
@@ -81,25 +88,34 @@ class MessagesBody(Body):
         )
         messages = []
         if self.system is not None:
-            messages.append(ChatMessage(role="system", content=_text_of(self.system, "system")))
+            messages.append(_message("system", self.system, "system"))
         for at, one in enumerate(self.messages):
             messages += _chat_messages(one, f"messages.{at}.content")
         choice = self.tool_choice or {}
         wanted = (self.output_config or {}).get("format")
-        return read_as(
+        own = [one for one in self.tools or () if one.type in (None, "custom")]
+        chat = read_as(
             ChatBody,
             {
                 **others,
+                "model": self.model,
                 "cache_control": marks or None,
                 "messages": messages,
                 "max_completion_tokens": self.max_tokens,
                 "stop": self.stop_sequences or None,
-                "tools": [_tool(one) for one in self.tools or ()] or None,
-                "tool_choice": _choice(choice),
+                "tools": [_tool(one) for one in own] or None,
+                "tool_choice": _choice(choice) if own or choice.get("type") == "tool" else None,
                 "response_format": {"type": "json_schema", "json_schema": wanted} if wanted else None,
                 "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+                "continue_final_message": messages[-1:] != [] and _is_begun(messages[-1]) or None,
             },
         )
+        return chat.skip(f"tools.{one.type}" for one in self.tools or () if one not in own)
+
+
+def _is_begun(message: ChatMessage) -> bool:
+    """Return whether a message is the beginning of the answer."""
+    return message.role == "assistant" and not message.tool_calls and bool(message.text.strip())
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
@@ -115,46 +131,42 @@ def _chat_messages(message: TurnMessage, place: str) -> list[ChatMessage]:
         return [ChatMessage(role=message.role, content=message.content)]
     results = [_result(one, place) for one in message.content if one.get("type") == "tool_result"]
     calls = [_call(one, place) for one in message.content if one.get("type") == "tool_use"]
-    skipped = ("tool_result", "tool_use", *DROPPED)
-    texts = [one for one in message.content if one.get("type") not in skipped]
-    if not texts and not calls:
+    rest = [one for one in message.content if one.get("type") not in ("tool_result", "tool_use", *DROPPED)]
+    if not rest and not calls:
         return results
-    text = _text_of(texts, place) if texts else None
-    return [*results, ChatMessage(role=message.role, content=text, tool_calls=calls or None)]
+    return [*results, _message(message.role, [_part(one) for one in rest], place, tool_calls=calls or None)]
+
+
+def _message(role: str, content: str | Sequence[Block], place: str, **more: Any) -> ChatMessage:
+    return read_as(ChatMessage, {"role": role, "content": content, **more}, place)
+
+
+def _part(block: Block) -> Block:
+    """Return a block as a part of a message; a document may be a text."""
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "text" and "text" not in block:
+        return {**block, "text": source.get("data")}
+    return block
 
 
 def _call(block: Block, place: str) -> CalledTool:
-    if not isinstance(block.get("name"), str) or not isinstance(block.get("input"), dict):
-        raise RequestError(place, "tool_use", "must have a `name` and an object `input`")
-    arguments = json.dumps(block["input"], ensure_ascii=False)
-    return CalledTool(id=str(block.get("id", "")), function=CalledFunction(name=block["name"], arguments=arguments))
+    fields = {"name": block.get("name"), "arguments": block.get("input")}
+    return read_as(CalledTool, {"id": str(block.get("id", "")), "function": fields}, f"{place}.tool_use")
 
 
 def _result(block: Block, place: str) -> ChatMessage:
-    content = _text_of(block.get("content") or "", f"{place}.content")
-    return ChatMessage(role="tool", content=content, tool_call_id=str(block.get("tool_use_id", "")))
+    content = block.get("content") or ""
+    parts = [_part(one) for one in content] if isinstance(content, list) and all(map(_is_block, content)) else content
+    return _message("tool", parts, f"{place}.tool_result", tool_call_id=str(block.get("tool_use_id", "")))
 
 
-def _text_of(content: str | Sequence[Any], place: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(_text(block, place) for block in content)
-
-
-def _text(block: Any, place: str) -> str:
-    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-    if not isinstance(text, str):
-        kind = block.get("type") if isinstance(block, dict) else block
-        raise RequestError(place, kind, "must be text: this server reads text only")
-    return text
+def _is_block(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _tool(tool: OfferedTool) -> Tool:
-    if tool.type not in (None, "custom"):
-        raise RequestError("tools.type", tool.type, "must be custom: this server runs no tools itself")
-    return Tool(
-        type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
-    )
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)
 
 
 class MessagesWriter(AnswerWriter):
@@ -164,16 +176,17 @@ class MessagesWriter(AnswerWriter):
         self._id, self._model = f"msg_{uuid.uuid4().hex}", model
         self._blocks = self._calls = 0
         self._in_text = False
+        self._counts: dict[str, int] = {}
 
     def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
         self._calls += len(parsed.calls)
         text = [{"type": "text", "text": parsed.content}] if parsed.content or not parsed.calls else []
         content = [*text, *({**_tool_use(call), "input": read_json(call.arguments)} for call in parsed.calls)]
-        return {**self._message(content, usage_of(completion)), "stop_reason": self._stop_reason(completion)}
+        return {**self._message(content, usage_of(completion)), **self._stop_fields(completion)}
 
     def begin(self, request: GenerateRequest) -> Iterator[AnswerEvent]:
-        counts = {"input_tokens": request.prompt_tokens, "output_tokens": 0}
-        yield _event("message_start", message=self._message([], counts))
+        self._counts = {"input_tokens": request.prompt_tokens, "output_tokens": 0}
+        yield _event("message_start", message=self._message([], self._counts))
 
     def add(self, parsed: ParsedText) -> Iterator[AnswerEvent]:
         if parsed.content:
@@ -190,8 +203,9 @@ class MessagesWriter(AnswerWriter):
 
     def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[AnswerEvent]:
         yield from self._stop_text()
-        delta = {"stop_reason": self._stop_reason(completion), "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage=usage_of(completion), kedge=kedge)
+        # what was in the cache is not known before, and clients add up the counts of both events
+        counts = {**self._counts, "output_tokens": len(completion.tokens)}
+        yield _event("message_delta", delta=self._stop_fields(completion), usage=counts, kedge=kedge)
         yield _event("message_stop")
 
     def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
@@ -216,10 +230,14 @@ class MessagesWriter(AnswerWriter):
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": counts}
 
-    def _stop_reason(self, completion: Completion) -> str:
+    def _stop_fields(self, completion: Completion) -> dict[str, str | None]:
         if completion.finish_reason is FinishReason.LENGTH:
-            return "max_tokens"
-        return "tool_use" if self._calls else "end_turn"
+            reason = "max_tokens"
+        elif self.stopped_by is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if self._calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": self.stopped_by}
 
 
 def usage_of(completion: Completion) -> dict[str, int]:
@@ -250,17 +268,22 @@ async def messages(
     body: MessagesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a conversation."""
-    return await answer(body.chat(), MessagesWriter(service.model_name), request, service, workflows, tenant)
+    with sent_as(SENT):
+        chat = await service.threads.work(body.chat)
+        return await answer(chat, MessagesWriter(service.model_name), request, service, workflows, tenant)
 
 
 @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(200) | BODY_ERRORS)
 async def count_tokens(body: MessagesBody, service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001
     """Return how many tokens a conversation's prompt has."""
-    chat = body.chat()
-    service.check_model(chat.model)
+    service.check_model(body.model)
 
     def count() -> int:
-        segments = prompts.of_conversation(service.engine.tokenizer, chat.messages, chat.tools_to_use)
-        return sum(len(one.tokens) for one in segments)
+        chat = body.chat()
+        try:
+            return sum(len(one.tokens) for one in prompts.of_chat(service.engine.tokenizer, chat))
+        except PromptTooLong as error:
+            return error.tokens
 
-    return JSONAnswer({"input_tokens": await service.threads.work(count)})
+    with sent_as(SENT):
+        return JSONAnswer({"input_tokens": await service.threads.work(count)})

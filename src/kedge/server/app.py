@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from kedge.engine.base import Engine
 from kedge.errors import ConfigError, EngineClosed, StateRefused
 from kedge.server import anthropic as anthropic_api
 from kedge.server import responses as responses_api
+from kedge.server.connections import BoundedConnection
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.history import text_policy
 from kedge.server.dashboard.routes import Dashboard
@@ -33,6 +35,7 @@ from kedge.server.middleware import BodySizeLimit, HostCheck, TrustedHosts
 from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.tenancy import KeyRing, apply_quotas
+from kedge.server.threads import in_own_thread
 from kedge.server.tracing import Tracing
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
@@ -71,8 +74,8 @@ def create_app(
         app.include_router(api.router)
     app.include_router(_router)
     install_errors(app)
-    app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))
     app.add_middleware(BodySizeLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))
     app.add_middleware(AccessLogMiddleware, tracing=tracing)
     return app
 
@@ -83,11 +86,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     snapshots: Snapshots | None = app.state.snapshots
     if snapshots:
         snapshots.start()
+    watching = asyncio.create_task(service.watch())
     yield
+    watching.cancel()
     app.state.workflows.server_runs.cancel_all()
     await asyncio.to_thread(service.threads.shut)
-    if snapshots:
-        await asyncio.to_thread(snapshots.end)
+    if snapshots and not service.is_hung:
+        await asyncio.wait([in_own_thread(snapshots.end, "kedge-last-snapshot")], timeout=20)
 
 
 _router = APIRouter(tags=["Operation"], responses=ERRORS)
@@ -95,8 +100,10 @@ _router = APIRouter(tags=["Operation"], responses=ERRORS)
 
 @_router.get("/health", response_model=None)
 async def health(service: TheService) -> Response:
-    """Return 200 while the engine runs; after a 503 the process must be restarted."""
+    """Return 200 while the engine runs and takes steps; after a 503 the process must be restarted."""
     service.require_engine()
+    if service.is_hung:
+        raise EngineClosed("engine", "hung", "has taken no step for a minute, with work to do")
     return JSONAnswer({"status": "ok"})
 
 
@@ -217,7 +224,8 @@ class GracefulServer(uvicorn.Server):
         self._service: Service = app.state.service
         self._runs: ServerRuns = app.state.workflows.server_runs
         patience = math.ceil(self._service.settings.grace) + MARGIN_SECONDS
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=patience, **options))
+        options = {"http": BoundedConnection, "timeout_graceful_shutdown": patience, **options}
+        super().__init__(uvicorn.Config(app, **options))
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
@@ -241,7 +249,8 @@ class GracefulServer(uvicorn.Server):
             self._service.fail_all(error)
 
         failing = asyncio.create_task(fail_after_grace())
-        while self._runs.any_running:
-            await asyncio.sleep(POLL_SECONDS)
+        last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
+        while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
+            await asyncio.sleep(POLL_SECONDS)  # and answer new calls: they are told that the server is ending
         await super().shutdown(sockets)
         failing.cancel()

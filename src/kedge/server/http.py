@@ -8,21 +8,32 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import DictSchema, ListSchema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kedge.checks import brief
 from kedge.errors import (
     EngineClosed,
     KedgeError,
@@ -36,6 +47,7 @@ from kedge.errors import (
     WorkflowError,
 )
 from kedge.hints import Hints
+from kedge.server.threads import Threads
 from kedge.types import Completion, Source
 
 MAX_REASON = 300
@@ -133,13 +145,14 @@ YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
 class TypedRoute(APIRoute):
-    """Route that answers 415 to a body in a media type that it does not declare, or without a type.
+    """Route that answers 415 to a body in a media type that it does not declare, or without a type, and reads long
+    bodies off the event loop.
 
     This keeps out web pages of other sites: a browser lets them send forms and plain text freely, but makes a preflight
     request before JSON or YAML, which this server does not grant.
     """
 
-    def get_route_handler(self) -> Handler:
+    def get_route_handler(self, long_body: int = 1 << 16) -> Handler:
         body = (self.openapi_extra or {}).get("requestBody", {})
         declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
         handle = super().get_route_handler()
@@ -147,9 +160,24 @@ class TypedRoute(APIRoute):
         async def handle_declared(request: Request) -> Response:
             if declared:
                 require_type(request, declared)
+            if self.body_field and len(content := await request.body()) > long_body:
+                threads: Threads = request.app.state.service.threads
+                request._json = await threads.work(partial(_checked, self.body_field, content))
             return await handle(request)
 
         return handle_declared
+
+
+def _checked(field: Any, content: bytes) -> Any:
+    """Return a route's body as its handler gets it. Raises `RequestValidationError`."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        raise RequestValidationError([{"type": "json_invalid", "loc": ("body",), "msg": "", "input": ""}]) from None
+    value, errors = field.validate(data, {}, loc=("body",))
+    if errors:
+        raise RequestValidationError(errors)
+    return value
 
 
 def require_type(request: Request, declared: tuple[str, ...]) -> None:
@@ -161,23 +189,56 @@ def require_type(request: Request, declared: tuple[str, ...]) -> None:
         raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")
 
 
+def _fail_fast(schema: Any, kinds: Any = (("list", ListSchema), ("dict", DictSchema))) -> None:
+    """Let all lists and objects of a schema end at their first wrong item: a body may have millions of them."""
+    if isinstance(schema, dict):
+        kind = next((one for name, one in kinds if schema.get("type") == name), None)
+        if kind and "fail_fast" in kind.__annotations__:  # older versions have it for lists only
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Body(BaseModel):
     """JSON object of a request. Types are strict; fields that it does not list are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_as(model: type[Model], fields: Mapping[str, Any]) -> Model:
-    """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value."""
+def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "") -> Model:
+    """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value, with its
+    place behind `at`.
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RequestError(place, first["input"], first["msg"]) from None
+        place = ".".join(map(str, (at, *first["loc"]) if at else first["loc"]))
+        raise RequestError(place, brief(first["input"]), first["msg"]) from None
+
+
+@contextmanager
+def sent_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Name fields in errors as the client sent them: another protocol's field -> the one that it was read from."""
+    try:
+        yield
+    except RequestError as error:
+        found = next((name for name in names if f"{error.key}.".startswith(f"{name}.")), None)
+        if found is not None:
+            error.rename(names[found] + error.key.removeprefix(found), error.value)
+        raise
 
 
 def accepted(what: str) -> WrapValidator:
@@ -274,9 +335,25 @@ def problem_body(message: str, problem: Problem, param: str | None = None) -> di
     return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
 
 
-def refusal(status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
+def refusal(path: str, status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
     """Return the answer to a call that is refused before it reaches its route."""
-    return JSONAnswer(problem_body(why, Problem(status, INVALID_REQUEST, code), param), status)
+    return JSONAnswer(
+        in_dialect(path, problem_body(why, Problem(status, INVALID_REQUEST, code), param), status), status
+    )
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Status of an error -> its type in Anthropic's API; of all others `invalid_request_error`"""
+
+
+def in_dialect(path: str, body: dict[str, Any], status: int) -> dict[str, Any]:
+    """Return the body of an error as clients of this path read it."""
+    if not path.startswith("/v1/messages"):
+        return body
+    return {"type": "error", "error": {**body["error"], "type": ANTHROPIC_TYPES.get(status, INVALID_REQUEST)}}
 
 
 def error_body(error: KedgeError) -> dict[str, Any]:
@@ -289,13 +366,14 @@ def error_body(error: KedgeError) -> dict[str, Any]:
 
 def install_errors(app: FastAPI) -> None:
     """Answer every error of `app` in this format."""
-    app.add_exception_handler(KedgeError, _kedge_error)
+    app.add_exception_handler(KedgeError, answer_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
 
 
-async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
+async def answer_error(request: Request, error: Exception) -> JSONAnswer:
+    """Return the answer to a call that ended in a `KedgeError`."""
     assert isinstance(error, KedgeError)
     status = problem_of(error).status
     if status == INTERNAL.status:
@@ -303,7 +381,10 @@ async def _kedge_error(request: Request, error: Exception) -> JSONAnswer:
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
     if isinstance(error, LimitReached):
         headers = {"Retry-After": str(math.ceil(error.retry_after))}
-    return _answer(request, error_body(error), status, headers)
+    body = error_body(error)
+    if isinstance(error, PromptTooLong) and request.url.path.startswith("/v1/messages"):  # which clients look for
+        body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+    return _answer(request, body, status, headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
@@ -339,8 +420,7 @@ def _answer(
         service.failed(owner, failure_of(request, body, status))
     else:
         service.metrics.failed(owner or "", status)
-    in_dialect = {"type": "error", **body} if path.startswith("/v1/messages") else body
-    return JSONAnswer(in_dialect, status, headers=headers)
+    return JSONAnswer(in_dialect(path, body, status), status, headers=headers)
 
 
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
@@ -374,11 +454,13 @@ def receipt(completion: Completion) -> dict[str, Any]:
 
 
 def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, and what
-    became of each of the client's actions.
+    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, what became
+    of each of the client's actions, and what of the body was not read.
     """
-    field = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
-    return {**field, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else field
+    field: dict[str, Any] = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
+    if hints.actions:
+        field["actions"] = [one.to_dict() for one in hints.actions]
+    return {**field, "ignored": list(hints.ignored)} if hints.ignored else field
 
 
 def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:

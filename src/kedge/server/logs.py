@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kedge.server.tracing import Tracing
+from kedge.structures.bounded import BoundedDict
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the call that is being answered; empty outside of calls and in the engine's threads."""
@@ -28,6 +29,21 @@ class WithCall(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()
+        return True
+
+
+class Seldom(logging.Filter):
+    """Filter that passes a warning on once a minute: strangers can cause thousands of them."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        super().__init__()
+        self._seconds, self._last = seconds, BoundedDict[str, float](64)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key, last = str(record.msg)[:40], self._last.get(str(record.msg)[:40])
+        if record.levelno < logging.WARNING or (last is not None and record.created - last < self._seconds):
+            return record.levelno < logging.WARNING
+        self._last[key] = record.created
         return True
 
 
@@ -68,11 +84,14 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "filters": {"call": {"()": WithCall}},
+            "filters": {"call": {"()": WithCall}, "seldom": {"()": Seldom}},
             "formatters": {"line": {"()": formatter}},
             "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["call"]}},
             "root": {"level": level, "handlers": ["stderr"]},
-            "loggers": {"httpx": {"level": "WARNING"}},
+            "loggers": {
+                "httpx": {"level": "WARNING"},
+                **{name: {"filters": ["seldom"]} for name in ("asyncio", "uvicorn.error")},
+            },
         }
     )
 

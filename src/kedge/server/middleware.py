@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kedge.checks import parse_host
-from kedge.server.http import CallFailure, refusal
+from kedge.errors import Unauthenticated
+from kedge.server.http import CallFailure, answer_error, refusal
 
 ANY = "*"
 PROBES = frozenset({"/health", "/ready"})
@@ -63,7 +65,7 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         why = f"Host={', '.join(given)!r}: is not a name of this server (kedge serve --allowed-host NAME adds one)"
-        await refusal(421, why, "untrusted_host", param="Host")(scope, receive, send)
+        await refusal(scope["path"], 421, why, "untrusted_host", param="Host")(scope, receive, send)
 
 
 MAX_DRAINED = 16
@@ -72,14 +74,26 @@ BODY_SECONDS = 60.0
 
 
 class BodySizeLimit:
-    """Middleware that refuses bodies that are too large (413) or too slow (408)."""
+    """Middleware that reads the bodies of callers who are known, and refuses those that are too large (413), too slow
+    (408) or of two lengths (400).
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app, self._max_bytes = app, max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            await self._app(scope, receive, send)
+            is_head = scope.get("method") == "HEAD"  # the server leaves the body out
+            await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            scope["app"].state.service.keys.of_headers(headers)
+        except Unauthenticated as error:
+            await (await answer_error(Request(scope), error))(scope, receive, send)
+            return
+        if "transfer-encoding" in headers and "content-length" in headers:
+            await _refuse(400, "has two lengths", "invalid_request", scope, receive, send)
             return
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -111,7 +125,7 @@ class BodySizeLimit:
 async def _refuse(status: int, reason: str, code: str, scope: Scope, receive: Receive, send: Send) -> None:
     route = f"{scope['method']} {scope['path']}"
     scope["app"].state.service.report_failure(None, CallFailure(status, code, reason, route))
-    await refusal(status, reason, code)(scope, receive, send)
+    await refusal(scope["path"], status, reason, code)(scope, receive, send)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

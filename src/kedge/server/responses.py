@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
+from kedge.checks import brief
 from kedge.errors import RequestError
-from kedge.server.http import BODY_ERRORS, ERRORS, EVENTS, JSON, Body, TypedRoute, accepted, answers, read_as, usage
-from kedge.server.openai.protocol import CalledFunction, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
+from kedge.server.http import (
+    BODY_ERRORS,
+    ERRORS,
+    EVENTS,
+    JSON,
+    Body,
+    TypedRoute,
+    accepted,
+    answers,
+    read_as,
+    sent_as,
+    usage,
+)
+from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Count, Function, Tool
 from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
-from kedge.server.openai.tool_calls import ParsedText, ToolCall
+from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
 from kedge.server.service import TheService, TheTenant
 from kedge.server.workflows.server_runs import TheWorkflows
 from kedge.types import Completion, FinishReason, GenerateRequest
 
-TEXTS = frozenset({"input_text", "output_text", "text"})
-"""Types of parts that are text"""
 NO_EFFECT = (
     "store", "include", "reasoning", "truncation", "service_tier", "background", "stream_options", "max_tool_calls",
     "text", "instructions", "input", "max_output_tokens", "tools", "tool_choice", "previous_response_id",
 )  # fmt: skip
 """Fields that a chat does not have; all others are passed on."""
+SENT = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Field of a chat -> the field that it is read from"""
 Input = Annotated[str | list[dict[str, Any]], accepted("a string or a list of items (objects)")]
 
 
@@ -37,6 +58,7 @@ class ResponsesBody(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
 
@@ -51,29 +73,84 @@ class ResponsesBody(Body):
             raise RequestError("background", self.background, "this server stores no responses")
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        offered = self.offered
+        skipped = [f"tools.{one.kind}" for one in offered if not one.tool]
         for at, item in enumerate(items):
-            _add(messages, item, f"input.{at}")
+            if not _add(messages, item, f"input.{at}", offered):
+                skipped.append(f"input.{brief(item.get('type'))}")
+        choice = _choice(self.tool_choice, offered)
+        if choice is None and self.tool_choice is not None:
+            skipped.append("tool_choice")
         others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
-        return read_as(
+        effort = (self.reasoning or {}).get("effort")
+        chat = read_as(
             ChatBody,
             {
                 **others,
                 "messages": messages,
                 "max_completion_tokens": self.max_output_tokens,
-                "tools": [_tool(one) for one in self.tools or ()] or None,
-                "tool_choice": _choice(self.tool_choice),
+                "tools": [one.tool for one in offered if one.tool] or None,
+                "tool_choice": choice,
                 "response_format": _format((self.text or {}).get("format")),
+                "reasoning_effort": effort if isinstance(effort, str) else None,
             },
         )
+        return chat.skip(skipped)
+
+    @property
+    def offered(self) -> list[NamedTool]:
+        """The tools, with those in a namespace each by itself. Raises `RequestError`."""
+        offered: list[NamedTool] = []
+        for tool in self.tools or ():
+            is_space = tool.get("type") == "namespace" and isinstance(tool.get("tools"), list)
+            space = str(tool.get("name", "")) if is_space else ""
+            for one in tool["tools"] if is_space else (tool,):
+                kind = one.get("type") if isinstance(one, dict) else None
+                if kind not in ("function", "custom"):
+                    offered.append(NamedTool(str(brief(kind)), ""))
+                    continue
+                name = str(one.get("name", ""))
+                is_taken = bool(space) and any(one.name == name for one in offered)
+                function = read_as(Function, _function(one, f"{space}__{name}" if is_taken else name), "tools")
+                offered.append(NamedTool(kind, name, space, Tool(type="function", function=function)))
+        return offered
 
 
-def _choice(choice: Any) -> Any:
-    """Return a choice of a tool as chats have it; they have a function's name one level deeper."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(choice, dict):
-        raise RequestError("tool_choice.type", choice.get("type"), "must be function")
-    return choice
+@dataclass(frozen=True)
+class NamedTool:
+    """A tool that a body offers; `tool` is how a chat has it, None where it has none like it."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+    tool: Tool | None = None
+
+    @property
+    def called(self) -> str:
+        """What the model calls it."""
+        return self.tool.function.name if self.tool and self.tool.function else ""
+
+
+CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Parameters of the function that stands for a custom tool, whose input is a text"""
+
+
+def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a function or a custom tool as the function that a chat offers."""
+    given = {"parameters": CUSTOM} if tool["type"] == "custom" else {}
+    fields = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+    return {**fields, **given, "name": name}
+
+
+def _choice(choice: Any, offered: Sequence[NamedTool]) -> Any:
+    """Return a choice of a tool as chats have it; None for one that is left out."""
+    if not isinstance(choice, dict):
+        return choice if any(one.tool for one in offered) or choice == "none" else None
+    if choice.get("type") not in ("function", "custom"):
+        return None
+    wanted = choice.get("name"), choice.get("namespace", "")
+    named = (one.called for one in offered if wanted == (one.name, choice.get("namespace", one.namespace)))
+    return {"type": "function", "function": {"name": next(named, choice.get("name"))}}
 
 
 def _format(given: Any) -> Any:
@@ -83,59 +160,43 @@ def _format(given: Any) -> Any:
     return given
 
 
-def _add(messages: list[ChatMessage], item: dict[str, Any], place: str) -> None:
-    """Add an item to a conversation; calls belong to the message before them, if that is the assistant's."""
+def _add(messages: list[ChatMessage], item: dict[str, Any], place: str, offered: Sequence[NamedTool]) -> bool:
+    """Add an item to a conversation; calls belong to the message before them, if that is the assistant's.
+
+    Returns whether it is one that a chat can have.
+    """
     match item.get("type", "message"):
         case "message":
-            role: Any = item.get("role")
-            if role not in ("system", "developer", "user", "assistant"):
-                raise RequestError(f"{place}.role", role, "must be system, developer, user or assistant")
-            messages.append(ChatMessage(role=role, content=_content(item.get("content"), f"{place}.content")))
-        case "function_call":
-            call_id, name = _text(item, "call_id", place), _text(item, "name", place)
-            function = CalledFunction(name=name, arguments=_text(item, "arguments", place))
-            call = CalledTool(id=call_id, function=function)
+            if "content" not in item:
+                raise RequestError(f"{place}.content", None, "must be a string or a list of parts")
+            fields = {"role": item.get("role"), "content": item["content"]}
+            messages.append(read_as(ChatMessage, fields, place))
+        case "function_call" | "custom_tool_call" as kind:
+            name, space = _text(item, "name", place), item.get("namespace")
+            named = (one.called for one in offered if (one.name, one.namespace) == (name, space))
+            given: Any = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+            function = {"name": next(named, name), "arguments": given}
+            call = read_as(CalledTool, {"id": _text(item, "call_id", place), "function": function}, place)
             if messages and messages[-1].role == "assistant":
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
             else:
                 messages.append(ChatMessage(role="assistant", tool_calls=[call]))
-        case "function_call_output":
-            output = _content(item.get("output"), f"{place}.output")
-            messages.append(ChatMessage(role="tool", content=output, tool_call_id=_text(item, "call_id", place)))
+        case "function_call_output" | "custom_tool_call_output":
+            output = item.get("output") or ""
+            fields = {"role": "tool", "content": output, "tool_call_id": _text(item, "call_id", place)}
+            messages.append(read_as(ChatMessage, fields, place))
         case "reasoning":
             pass
-        case other:
-            why = "must be message, function_call, function_call_output or reasoning"
-            raise RequestError(f"{place}.type", other, why)
-
-
-def _content(content: Any, place: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(place, content, "must be a string or a list of text parts")
-    text = ""
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or kind not in TEXTS:
-            why = f"must be {', '.join(sorted(TEXTS))}: this server reads text only"
-            raise RequestError(f"{place}.{at}.type", kind, why)
-        text += _text(part, "text", f"{place}.{at}")
-    return text
+        case _:
+            return False
+    return True
 
 
 def _text(item: dict[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"{place}.{name}", value, "must be a string")
+        raise RequestError(f"{place}.{name}", brief(value), "must be a string")
     return value
-
-
-def _tool(tool: dict[str, Any]) -> Tool:
-    if tool.get("type") != "function":
-        raise RequestError("tools.type", tool.get("type"), "must be function: this server runs no tools itself")
-    fields = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return Tool(type="function", function=read_as(Function, fields))
 
 
 Item = dict[str, Any]
@@ -147,6 +208,7 @@ class ResponsesWriter(AnswerWriter):
     def __init__(self, body: ResponsesBody, model: str) -> None:
         self._id, self._created = _new_id("resp"), int(time.time())
         self._body, self._model = body, model
+        self._tools = {one.called: one for one in body.offered}
         self._items: list[Item] = []
         self._message: Item | None = None
         self._events = 0
@@ -201,12 +263,20 @@ class ResponsesWriter(AnswerWriter):
             yield self._item_event("done", message)
 
     def _call(self, call: ToolCall) -> Iterator[AnswerEvent]:
-        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.name}
-        self._items.append({**item, "arguments": call.arguments, "status": "completed"})
+        tool = self._tools.get(call.name) or NamedTool("function", call.name)
+        field, kind, given = "arguments", "function_call", call.arguments
+        if tool.kind == "custom":
+            field, kind = "input", "custom_tool_call"
+            text = read_json(call.arguments).get("input", "")
+            given = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        item = {"type": kind, "id": _new_id("fc"), "call_id": call.id, "name": tool.name}
+        item |= {"namespace": tool.namespace} if tool.namespace else {}
+        self._items.append({**item, field: given, "status": "completed"})
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, arguments=call.arguments, name=call.name)
+        event = f"response.{kind}_{field}"
+        yield self._item_event("added", {**item, field: "", "status": "in_progress"})
+        yield self._event(f"{event}.delta", **place, delta=given)
+        yield self._event(f"{event}.done", **place, **{field: given}, name=tool.name)
         yield self._item_event("done", self._items[-1])
 
     def _place(self) -> dict[str, Any]:
@@ -276,5 +346,6 @@ async def responses(
     body: ResponsesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
-    writer = ResponsesWriter(body, service.model_name)
-    return await answer(body.chat(), writer, request, service, workflows, tenant)
+    with sent_as(SENT):
+        chat, writer = await service.threads.work(lambda: (body.chat(), ResponsesWriter(body, service.model_name)))
+        return await answer(chat, writer, request, service, workflows, tenant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,10 +18,21 @@ from kedge.hints import ActionOutcome, Hints, read_hints
 from kedge.server.http import CallFailure
 from kedge.server.metrics import CacheMetrics, InFlight, ServerMetrics
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
-from kedge.server.threads import Threads
+from kedge.server.threads import Threads, in_own_thread
 from kedge.server.tracing import CallSpan, Tracing
 from kedge.settings import ServerSettings
-from kedge.types import Completion, FinishReason, GenerateRequest, Namespace, ReuseMode, TenantId, TokenDelta, TurnHints
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    SamplingParams,
+    TenantId,
+    TokenDelta,
+    TurnHints,
+)
 
 BUNDLED_MODEL = "kedge-nano"
 """The model's name for clients where the settings have none."""
@@ -46,6 +58,9 @@ class Service:
         self.threads = Threads(engine, settings.max_in_flight)
         self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
         self.started = int(time.time())
+        self._sampling: Mapping[str, Any] = engine.inspect().get("sampling", {})
+        self.is_hung = False
+        """Whether the engine has not answered for a minute, with work to do"""
         self._meters: dict[TenantId, Meter] = {}
         self.calls: set[GenerationCall] = set()
 
@@ -64,6 +79,21 @@ class Service:
             ticket.release()
             raise Overloaded("max_in_flight", self.settings.max_in_flight, "the server has no room now")
         return ticket
+
+    async def watch(self, every: float = 15.0, patience: float = 60.0) -> None:
+        """Ask the engine for a sign of life while there is work. It answers between two steps."""
+        while True:
+            await asyncio.sleep(every)
+            if self.in_flight and self.engine.failure is None:
+                asking = in_own_thread(self._ask, "kedge-watch")
+                await asyncio.wait([asking], timeout=patience - every)
+                self.is_hung = not asking.done()
+                await asking
+                self.is_hung = False
+
+    def _ask(self) -> None:
+        with suppress(KedgeError):
+            self.engine.cancel(RequestId("alive?"))
 
     @property
     def is_quiet(self) -> bool:
@@ -110,6 +140,10 @@ class Service:
     async def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Pass on what a client says of its sessions between requests. Returns what becomes of each hint."""
         return await asyncio.wrap_future(self.threads.wait(partial(self.engine.advise, namespace, hints)))
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """Return the sampling where a request sets nothing: the model's own, or else that of OpenAI's API."""
+        return SamplingParams(max_tokens, **{"temperature": 1.0, **self._sampling})
 
     def default_mode(self, plain: ReuseMode) -> ReuseMode:
         """Return the reuse mode of the settings, or `plain` if they have none."""
@@ -279,9 +313,7 @@ async def _service(request: Request) -> Service:
 
 
 async def _authenticated(request: Request, service: Annotated[Service, Depends(_service)]) -> Tenant:
-    given, key = request.headers.get("authorization"), request.headers.get("x-api-key")
-    tenant = service.keys.authenticate(given if given or not key else f"Bearer {key}")
-    request.state.tenant = tenant
+    tenant = request.state.tenant = service.keys.of_headers(request.headers)
     return tenant
 
 

@@ -94,6 +94,11 @@ class KeyRing:
         """Whether callers need no key."""
         return not self._tenants
 
+    def of_headers(self, headers: Mapping[str, str]) -> Tenant:
+        """Return the tenant whose key is in a call's headers. Raises `Unauthenticated`."""
+        given, key = headers.get("authorization"), headers.get("x-api-key")
+        return self.authenticate(given if given or not key else f"Bearer {key}")
+
     def authenticate(self, authorization: str | None) -> Tenant:
         """Return the tenant of an `Authorization` header. Raises `Unauthenticated`.
 

@@ -22,6 +22,26 @@ WORK_THREADS = 4
 T = TypeVar("T")
 
 
+def in_own_thread(task: Callable[[], object], name: str) -> asyncio.Future[None]:
+    """Run a task that may hang, in a thread that no end of the process waits for. Returns its end."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def call() -> None:
+        try:
+            task()
+        finally:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return ended
+
+
 class Threads:
     """Thread pools of a server: a few threads for short work, and one for each call in flight that waits.
 
@@ -81,9 +101,9 @@ class Threads:
         except EngineClosed:
             logger.debug("request %s ended with the engine", request_id)
 
-    def shut(self) -> None:
-        """Wait for all running tasks and refuse new ones."""
+    def shut(self, patience: float = 10.0) -> None:
+        """Wait for all running tasks and refuse new ones. Those of an engine that hangs end when it is killed."""
         with self._all_ended:
-            self._all_ended.wait_for(lambda: not self._followed)
-        self._wait.shutdown()
-        self._work.shutdown()
+            has_ended = self._all_ended.wait_for(lambda: not self._followed, patience)
+        self._wait.shutdown(wait=has_ended)
+        self._work.shutdown(wait=has_ended)

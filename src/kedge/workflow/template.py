@@ -104,7 +104,7 @@ def after_last_placeholder(text: str) -> int:
 class ChatTokenizer(Protocol):
     """The part of a tokenizer that compiling needs; `kedge.engine.base.Tokenizer` has it."""
 
-    def encode(self, text: str) -> Tokens: ...
+    def encode(self, text: str, *, inside: bool = False) -> Tokens: ...
 
     def chat(self, system: str | None, user: str) -> str: ...
 
@@ -186,7 +186,7 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
             prefixes,
             found,
             tuple(contexts[placeholder] for placeholder in found),
-            tuple(tokenizer.encode(f"{{{placeholder.name}}}") for placeholder in found),
+            tuple(tokenizer.encode(f"{{{placeholder.name}}}", inside=True) for placeholder in found),
             tuple(trails[_trailed(placeholder)] for placeholder in found),
             trails.get((ValueKind.AGENT, agent), ()),
         )
@@ -228,7 +228,7 @@ def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     order = [int(number) for number in pieces[1::2]]
     if sorted(order) != list(range(len(known))):
         raise WorkflowError(f"agent {agent.id}", [p.name for p in known], "the chat template loses or repeats some")
-    prefixes = tuple(tokenizer.encode(text) if text else () for text in pieces[::2])
+    prefixes = tuple(tokenizer.encode(text, inside=at > 0) if text else () for at, text in enumerate(pieces[::2]))
     return prefixes, tuple(known[number] for number in order)
 
 

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from kedge.checks import require_sampling
 from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local.sampler import Draw, Sampler, draw_tokens
+from kedge.errors import RequestError
 from kedge.types import SamplingParams
 from tests.engine.local.conftest import tiny_tokenizer
 
@@ -218,3 +226,65 @@ def test_characters_of_several_tokens_come_whole() -> None:
     pieces = [stream.push(token) for token in tokenizer.encode("ein ∆ und ü")]
     assert "".join(pieces) == "ein ∆ und ü"
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+# penalties and other cuts ---------------------------------------------------------------------------------------------
+
+LOGITS = torch.linspace(3.0, -3.0, 12)
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+        ({"top_k": 4, "top_p": 0.7}, [TopKLogitsWarper(4), TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.1, "top_k": 5, "top_p": 0.8}, [MinPLogitsWarper(0.1), TopKLogitsWarper(5), TopPLogitsWarper(0.8)]),
+    ],
+)
+def test_the_tokens_that_are_drawn_from_are_those_of_transformers(params: dict[str, Any], warpers: list[Any]) -> None:
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=0, **params))
+    scores = LOGITS[None]
+    for warper in warpers:
+        scores = warper(None, scores)
+    assert {sampler(LOGITS.clone()) for _ in range(600)} == set(scores[0].isfinite().nonzero().flatten().tolist())
+
+
+def test_repeated_tokens_are_as_likely_as_with_transformers() -> None:
+    prompt = (0, 11, 11)
+    sampler = Sampler(SamplingParams(repetition_penalty=1.7), prompt=prompt)
+    said: list[int] = []
+    for _ in range(6):
+        scores = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[*prompt, *said]]), LOGITS[None].clone())
+        said.append(sampler(LOGITS.clone()))
+        assert said[-1] == int(scores.argmax())
+    assert len(set(said)) > 2
+
+
+def test_presence_and_frequency_count_in_answers_alone() -> None:
+    flat = torch.tensor([1.0, 0.9, 0.0])
+    assert [Sampler(SamplingParams(presence_penalty=1.0), prompt=(0,))(flat.clone()) for _ in range(3)] == [0, 0, 0]
+    once = Sampler(SamplingParams(presence_penalty=0.5))
+    assert [once(flat.clone()) for _ in range(4)] == [0, 1, 0, 0]
+    each = Sampler(SamplingParams(frequency_penalty=0.5))
+    assert [each(flat.clone()) for _ in range(6)] == [0, 1, 0, 1, 0, 2]
+
+
+def test_requests_beside_each_other_keep_their_own_counts() -> None:
+    asked = [{"presence_penalty": 2.0}, {}, {"repetition_penalty": 3.0, "temperature": 1.0, "top_k": 2, "seed": 1}]
+    alone = [Sampler(SamplingParams(**one)) for one in asked]
+    together = [Sampler(SamplingParams(**one)) for one in asked]
+    for _ in range(8):
+        assert draw_tokens(LOGITS.repeat(3, 1), together) == [sampler(LOGITS.clone()) for sampler in alone]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("top_k", -1), ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", math.nan),
+        ("frequency_penalty", -3),
+    ],
+)  # fmt: skip
+def test_impossible_penalties_are_refused(name: str, bad: float) -> None:
+    with pytest.raises(RequestError, match=name):
+        require_sampling(SamplingParams(**{name: bad}))

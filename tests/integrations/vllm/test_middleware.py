@@ -159,6 +159,30 @@ def test_a_body_that_is_too_long_is_passed_on_as_it_comes(monkeypatch: pytest.Mo
     assert [passed(body, pieces=pieces).body for pieces in (1, 9)] == [body, body]
 
 
+@pytest.mark.parametrize(
+    "given", [{"extra_key": "k"}, {"extra_key": ["k", "l"]}, {"extra_key": "k", "cache_salt": "s"}]
+)
+def test_what_separates_caches_reaches_vllms_own_field(given: dict[str, Any]) -> None:
+    salt = json.loads(passed(json.dumps({"prompt": "x", **given}).encode()).body)["cache_salt"]
+    assert all(part in salt for part in ("k", *given.get("cache_salt", "")))
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("bad", [7, "", [], {}, "x" * 5000])
+def test_what_cannot_separate_caches_is_refused(name: str, bad: object) -> None:
+    sent, body = [], json.dumps({"prompt": "x", name: bad}).encode()
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    asyncio.run(KedgeMiddleware(None)(scope, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 400 and json.loads(sent[1]["body"])["error"]["param"] == name
+
+
 def test_other_protocols_are_left_alone() -> None:
     seen = []
 

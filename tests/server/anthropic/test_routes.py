@@ -41,7 +41,7 @@ def test_a_message_is_answered(told: Talking, client: anthropic.Anthropic) -> No
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     answer = client.messages.create(model=MODEL, max_tokens=50, messages=ASK, system=system)
     assert (answer.content[0].text, answer.stop_reason, answer.role) == ("It rains.", "end_turn", "assistant")
-    assert told.prompt() == "system\nBe brief.user\nHow is the weather?assistant\n"
+    assert told.prompt() == "system\nBe brief.user\nHow is the weather?assistant:"
     again = client.messages.create(model=MODEL, max_tokens=50, messages=ASK, system=system)
     assert again.usage.cache_read_input_tokens > 0
     whole = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
@@ -118,16 +118,15 @@ def test_a_key_in_anthropics_header_is_a_key() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
-        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": 5}]}]}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]},
         {"messages": [{"role": "robot", "content": ""}]},
         {"messages": []},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]},
         {"max_tokens": 0},
         {"temperature": "hot"},
-        {"top_k": 5},
+        {"top_k": -5},
         {"n": 2},
     ],
 )

@@ -155,10 +155,10 @@ def test_without_tools_nothing_is_read(says: Any) -> None:
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
 
 
-def test_a_call_that_was_cut_is_text(says: Any) -> None:
+def test_nobody_reads_a_call_that_was_cut(says: Any) -> None:
     asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "max_tokens": 20}
     answer = says(CALL).chat.completions.create(**asked)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL[:20], "length")
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "length")
 
 
 @pytest.mark.parametrize(
@@ -166,18 +166,12 @@ def test_a_call_that_was_cut_is_text(says: Any) -> None:
     [
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "description": "<|eos|>"}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools"),
         ({"tools": [WEATHER], "response_format": {"type": "xml"}}, "response_format"),
         ({"tools": [WEATHER], "functions": [{"name": "x"}]}, "functions"),
         ({"tools": [WEATHER], "kedge": {"bindings": {}}, "messages": []}, "tools"),
         ({"messages": [*ASK, called("{}", type="retrieval")]}, "messages"),
-        *(
-            ({"messages": [*ASK, called(bad)]}, "messages")
-            for bad in ("{", "[]", "5", '{"a": NaN}', '{"a": "<|eos|>"}', "[" * 5000, '{"a": "\ud800"}')
-        ),
+        ({"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_named(served: Served, body: dict[str, Any], param: str) -> None:
@@ -226,6 +220,9 @@ def read(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
 A, B = '{"name": "a", "arguments": {"x": [1, "</"]}}', '{"name": "b"}'
 
 
+MARKED = r'{"name": "m", "arguments": {"x": "a</tool_call>\"b"}}'
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -239,6 +236,13 @@ A, B = '{"name": "a", "arguments": {"x": [1, "</"]}}', '{"name": "b"}'
         ("a < b <tool", "a < b <tool", []),
         ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
         ('<tool_call>{"name": "x", "arguments": "y"}', '<tool_call>{"name": "x", "arguments": "y"}', []),
+        (f"<tool_call>{MARKED}</tool_call>", "", [("m", {"x": 'a</tool_call>"b'})]),
+        (
+            f"<tool_call>{MARKED}</tool_call> <tool_call>{B}</tool_call>",
+            "",
+            [("m", {"x": 'a</tool_call>"b'}), ("b", {})],
+        ),
+        (f'<tool_call>don"t</tool_call> <tool_call>{B}</tool_call>', '<tool_call>don"t</tool_call>', [("b", {})]),
         (f"<tool_call>{'[' * 3000}</tool_call>", f"<tool_call>{'[' * 3000}</tool_call>", []),
     ],
 )
@@ -269,7 +273,8 @@ def test_llama3_json(text: str, content: str, calls: list[Any]) -> None:
 
 
 PIECES = st.lists(
-    st.sampled_from(["<tool_call>", "</tool_call>", A, B, C, D, "<", "<tool_", "call>", " ", "\n", "x", "{", "}", ";"]),
+    st.sampled_from(["<tool_call>", "</tool_call>", '"', MARKED, A,
+                     B, C, D, "<", "<tool_", "call>", " ", "\n", "x", "{", "}", ";"]),
     max_size=9,
 ).map("".join)  # fmt: skip
 
@@ -291,6 +296,15 @@ def test_it_does_not_matter_where_the_pieces_are_cut(name: str, text: str, cuts:
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
     assert read(PARSERS[name](), *text) == (text, [])
+
+
+@pytest.mark.parametrize("size", range(len(CALL)))
+@pytest.mark.parametrize("name", PARSERS)
+def test_what_was_cut_off_within_a_call_is_no_text(name: str, size: int) -> None:
+    text = {"hermes": f"So: {CALL}", "llama3_json": C}[name][: size + 4]
+    said = PARSERS[name]().push(text, last=True, cut=True)
+    assert "name" not in said.content or said.calls == ()
+    assert name == "llama3_json" or said.content.partition("<")[0].strip() in ("So:", "So")
 
 
 def test_text_is_not_held_back_longer_than_it_must_be() -> None:

@@ -34,7 +34,7 @@ def test_a_text_is_answered(told: Talking, client: openai.OpenAI) -> None:
     told.text = "It rains."
     answer = client.responses.create(model=MODEL, input="How is the weather?", instructions="Be brief.")
     assert (answer.output_text, answer.status, answer.object) == ("It rains.", "completed", "response")
-    assert told.prompt() == "system\nBe brief.user\nHow is the weather?assistant\n"
+    assert told.prompt() == "system\nBe brief.user\nHow is the weather?assistant:"
     assert answer.usage.output_tokens == len("It rains.") and answer.usage.total_tokens > answer.usage.output_tokens
     again = client.responses.create(model=MODEL, input="How is the weather?", instructions="Be brief.")
     assert again.usage.input_tokens_details.cached_tokens > 0 and again.id != answer.id
@@ -99,9 +99,9 @@ def test_hints_and_sampling_reach_the_engine(told: Talking, client: openai.OpenA
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools.type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools.name"),
+        ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, "tools.name"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content"),
         ({"input": [{"role": "robot", "content": ""}]}, "input.0.role"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),

@@ -82,7 +82,7 @@ class NanoTokenizer:
 
         self._inner = Tokenizer.from_file(str(NANO / "tokenizer.json"))
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, inside: bool = False) -> tuple[int, ...]:  # noqa: ARG002
         return tuple(self._inner.encode(text, add_special_tokens=False).ids)
 
     def chat(self, system: str | None, user: str) -> str:

@@ -35,10 +35,15 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more may come."""
+        return bool(self._matcher.is_stopped())
+
     def allowed(self) -> bytes:
         """Return which tokens may come next: one bit per token of the vocabulary, lowest bit first.
 
-        After the grammar's end these are the tokens that end an answer. Raises `ValueError` where the grammar has
+        After the grammar's end these are the tokens that end an answer. Raises `InvalidGrammar` where the grammar has
         become too complex to go on.
         """
         mask = bytes(self._matcher.compute_bitmask())
@@ -46,13 +51,14 @@ class GrammarState:
         return mask
 
     def take(self, token: int) -> None:
-        """Go on by a token. Raises `ValueError` for one that is not allowed."""
+        """Go on by a token. Raises `InvalidGrammar` for one that is not allowed."""
         self._matcher.consume_token(token)
         self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"its grammar cannot go on: {self._matcher.get_error()}")
+            why = self._matcher.get_error().partition("\n")[0][:MAX_REASON]  # without llguidance's inner state
+            raise InvalidGrammar(KEY, "…", f"cannot go on, as where a schema refers to itself without an end: {why}")
 
 
 class Grammars:
@@ -86,7 +92,15 @@ class Grammars:
             # llguidance's text without the excerpt of the grammar that follows it
             reason = " ".join(EXCERPT.split(matcher.get_error())[0].split())[:MAX_REASON]
             raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {reason}")
+        self._try(GrammarState(matcher.deep_copy()))
         return matcher
+
+    def _try(self, state: GrammarState, steps: int = 4) -> None:
+        """Raise `InvalidGrammar` for a grammar of which no answer has an end, as its first tokens show."""
+        while steps and not state.is_over:
+            steps -= 1
+            bits = int.from_bytes(state.allowed(), "little")
+            state.take((bits & -bits).bit_length() - 1)
 
     def _wrap(self) -> LLTokenizer:
         """Return the tokenizer as llguidance reads it; made once, as that takes up to a second."""

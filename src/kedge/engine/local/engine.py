@@ -293,6 +293,7 @@ class LocalEngine(Engine):
         parts = partial(build.EngineParts, runner, self.config, policy, self._mailbox.wake, components)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity = self._core.parts.capacity
+        self.tokenizer.most = self._core.parts.longest
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
@@ -334,7 +335,7 @@ class LocalEngine(Engine):
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id, self._mailbox.leave),
-            sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar)),
+            sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar), tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
         )
@@ -361,7 +362,8 @@ class LocalEngine(Engine):
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self.runner.vocab_size)
         if (longest := self._core.parts.longest) <= request.prompt_tokens:
-            raise PromptTooLong("prompt_tokens", request.prompt_tokens, f"must be less than {longest}")
+            why = f"must be less than {longest}"
+            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, longest - 1, why)
 
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
@@ -404,7 +406,7 @@ class LocalEngine(Engine):
 
     def inspect(self) -> dict[str, object]:
         """Return figures of the cache, the anchors and the guard, taken between two steps."""
-        return {**self.query(build.EngineParts.stats), "guard": self._guard.stats()}
+        return {**self.query(build.EngineParts.stats), "guard": self._guard.stats(), "sampling": self.runner.sampling}
 
     def query(self, question: Callable[[build.EngineParts], T]) -> T:
         """Return the result of `question`, called with the engine's parts by its thread, between two steps.

@@ -23,7 +23,7 @@ from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.engine.local.sessions import stop_reason
-from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks
+from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import TurnEnd
 from kedge.types import FinishReason, RequestId, ReuseMode
@@ -246,6 +246,8 @@ class Requests:
         try:
             yield
         except Exception as error:
+            if isinstance(error, RequestError):  # the request itself is wrong, as its answer has shown
+                return self.end(sequence, error)
             logger.exception("request %s ends: an error was raised when %s", sequence.request.request_id, when)
             self.end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common.grammars import GrammarState
+from kedge.errors import InvalidGrammar
 from kedge.types import SamplingParams, Tokens
 
 Draw = Callable[[Tensor], int]
@@ -53,6 +54,9 @@ class Sampler:
     """Replaces `params`: it gets all logits and may force an answer."""
     grammar: GrammarState | None = None
     """What the answer conforms to, and how far it has come"""
+    prompt: Sequence[int] = ()
+    answer: list[int] = field(default_factory=list)
+    """The tokens drawn so far, where penalties need them"""
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +66,12 @@ class Sampler:
                 self.generator.seed()
             else:
                 self.generator.manual_seed(self.params.seed)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that occurred are less likely to come again."""
+        one = self.params
+        return self.draw is None and (one.repetition_penalty, one.presence_penalty, one.frequency_penalty) != (1, 0, 0)
 
     @property
     def is_greedy(self) -> bool:
@@ -87,6 +97,7 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
     An entry is an error if a request's own `draw` or its grammar raised, it returned no valid token, or its logits are
     not finite.
     """
+    _penalise(logits, samplers)
     failed = _forbid(logits, samplers)
     best, tokens = logits.max(-1)
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
@@ -104,9 +115,32 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
         if sampler.grammar is not None and not isinstance(token, Exception):
             try:
                 sampler.grammar.take(token)
-            except ValueError as error:  # it is not allowed
+            except InvalidGrammar as error:  # it is not allowed
                 drawn[row] = error
+        if sampler.penalises and not isinstance(token, Exception):
+            sampler.answer.append(token)
     return drawn
+
+
+def _penalise(logits: Tensor, samplers: Sequence[Sampler]) -> None:
+    """Lower the logits of tokens that occurred, as their requests ask for: one operation for all of them."""
+    rows = [row for row, sampler in enumerate(samplers) if sampler.penalises]
+    if not rows:
+        return
+    chosen, asked = logits[rows], [samplers[row] for row in rows]
+    said, times = torch.zeros_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
+    for row, sampler in enumerate(asked):
+        answer = torch.tensor(sampler.answer, dtype=torch.long, device=logits.device)
+        times[row].index_add_(0, answer, torch.ones_like(answer, dtype=times.dtype))
+        said[row, torch.tensor(sampler.prompt, dtype=torch.long, device=logits.device)] = True
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([[getattr(one.params, name)] for one in asked], device=logits.device, dtype=chosen.dtype)
+
+    factor = column("repetition_penalty")
+    repeated = torch.where(chosen > 0, chosen / factor, chosen * factor)
+    chosen = torch.where(said | (times > 0), repeated, chosen)
+    logits[rows] = chosen - column("frequency_penalty") * times - column("presence_penalty") * (times > 0)
 
 
 def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]:
@@ -116,7 +150,7 @@ def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]
         if sampler.grammar is not None:
             try:
                 allowed = _bits(sampler.grammar.allowed(), logits.shape[-1])
-            except ValueError as error:
+            except InvalidGrammar as error:
                 failed[row] = error
             else:
                 logits[row].masked_fill_(~allowed.to(logits.device), -torch.inf)
@@ -133,10 +167,15 @@ def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """Draw tokens [requests] by inverting the cumulative distribution of each row at a random number of its own."""
     temperature = torch.tensor([s.params.temperature for s in samplers], dtype=torch.float64, device=logits.device)
     weights = torch.softmax((logits.double() - logits.amax(-1, keepdim=True)) / temperature[:, None], dim=-1)
-    if any(sampler.params.top_p < 1 for sampler in samplers):
-        top_p = torch.tensor([s.params.top_p for s in samplers], dtype=torch.float64, device=logits.device)
+    if any((s.params.top_p, s.params.top_k, s.params.min_p) != (1, 0, 0) for s in samplers):
+        many = logits.shape[-1]
+        limits = [(s.params.top_p, s.params.top_k or many, s.params.min_p) for s in samplers]
+        top_p, top_k, min_p = torch.tensor(limits, dtype=torch.float64, device=logits.device).T[:, :, None]
         ordered, order = weights.sort(descending=True)
-        dropped = ordered.cumsum(-1) - ordered >= top_p[:, None]  # all but the fewest that sum to it
+        ordered[ordered < min_p * ordered[:, :1]] = 0.0
+        ordered[torch.arange(many, device=logits.device) >= top_k] = 0.0
+        before = (ordered.cumsum(-1) - ordered) / ordered.sum(-1, keepdim=True)
+        dropped = before >= top_p  # all but the fewest that sum to it
         dropped[:, 0] = False
         weights = weights.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
     cumulative = weights.cumsum(-1)

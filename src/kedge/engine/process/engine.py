@@ -33,7 +33,7 @@ from kedge.workflow.forecast import AgentKey, Changes
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
 
-ENDING = 60.0
+ENDING = 30.0
 """Seconds that the process may take to end before it is killed."""
 
 
@@ -168,8 +168,9 @@ class ProcessEngine(Engine):
         """Cancel what runs and end the process. Idempotent."""
         with self._lock:
             is_first, self._closing = not self._closing, True
-        if is_first:
-            self._write(pickle.dumps(Call(None, "close")))
+        if is_first:  # a process that was stopped reads nothing
+            data = pickle.dumps(Call(None, "close"))
+            threading.Thread(target=self._write, args=(data,), daemon=True).start()
         self._reader.join(ENDING)
         if self._reader.is_alive():
             self._process.kill()

@@ -44,6 +44,8 @@ FIELDS = (
 )
 """Hints that have the same name and form in the plug-in"""
 
+SEPARATING = ("cache_salt", "extra_key")
+"""Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH = "/v1/hints"
 CONNECTOR = "KedgeConnector"
 MAX_HINT_BYTES = 1 << 20
@@ -77,7 +79,11 @@ class KedgeMiddleware:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(PATHS):
             headers = _headers(scope)
             if "json" in headers.get("content-type", "json") and "content-encoding" not in headers:
-                scope, receive = await _with_hints(scope, receive)
+                try:
+                    scope, receive = await _with_hints(scope, receive)
+                except RequestError as error:
+                    await _send(*_failed(error), send)
+                    return
         await self._app(scope, receive, send)
 
 
@@ -129,14 +135,22 @@ def _replayed(messages: list[Message], receive: Receive) -> Receive:
 def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
     """Return a JSON body with the hints in it and in `headers`, whose names are in lower case.
 
-    None where it has none, or is no JSON object that could take them: then vLLM gets it as it is.
+    None where it has none, or is no JSON object that could take them: then vLLM gets it as it is. What a cache is to be
+    kept apart by goes into vLLM's own field; raises `RequestError` where it cannot be read.
     """
     try:
         fields = json.loads(body)
-        hints = plugin_hints(read_hints(fields, headers)[0]) if isinstance(fields, dict) else {}
-    except (ValueError, RecursionError, RequestError):
+        found = read_hints(fields, headers)[0] if isinstance(fields, dict) else Hints()
+    except (ValueError, RecursionError, RequestError) as error:
+        if isinstance(error, RequestError) and error.key in SEPARATING:
+            raise
         return None
-    given = fields.get("kv_transfer_params") or {} if hints else None
+    hints = plugin_hints(found)
+    if found.salt and "extra_key" in fields:
+        fields["cache_salt"] = found.salt
+    elif not hints:
+        return None
+    given = fields.get("kv_transfer_params") or {}
     if not isinstance(given, dict) or not isinstance(own := given.get("kedge", {}), dict):
         return None
     return json.dumps({**fields, "kv_transfer_params": {**given, "kedge": {**hints, **own}}}).encode()
@@ -169,13 +183,23 @@ async def _answer_hints(app: App, scope: MutableMapping[str, Any], receive: Rece
         try:
             status, data = 200, await _taken(scope, await _body(receive))
         except KedgeError as error:
-            status = STATUSES.get(type(error), 500)
-            data = {"error": {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}}
-        headers = [(b"content-type", b"application/json")]
-        begin = {"type": "http.response.start", "status": status, "headers": headers}
-        messages = [begin, {"type": "http.response.body", "body": json.dumps(data).encode()}]
+            status, data = _failed(error)
+        await _send(status, data, send)
+        return
     for message in messages:
         await send(message)
+
+
+def _failed(error: KedgeError) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error."""
+    status = STATUSES.get(type(error), 500)
+    return status, {"error": {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}}
+
+
+async def _send(status: int, data: Mapping[str, Any], send: Send) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(data).encode()})
 
 
 async def _body(receive: Receive) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
-from kedge.server.openai.tool_calls import TOOL_MARKS, grammar_of
+from kedge.server.openai.tool_calls import TOOL_MARKS
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.client_runs import ClientRun, values_for
@@ -76,7 +76,7 @@ class GenerationJob:
             if run and self.step:
                 run.give_back(self.step)
             if isinstance(error, EmptyPrompt | InvalidGrammar | InvalidToken | PromptTooLong):
-                raise self._name_field(error) from error
+                self.name_field(error)
             raise
         if run and self.step and self.registered:
             runs.lookahead.called(run, self.registered, self.step, call.requests[0], hints.reuse)
@@ -84,14 +84,15 @@ class GenerationJob:
             runs.moved(run, hints.agent, has_ended=False)
         return call
 
-    def _name_field(self, error: RequestError) -> RequestError:
-        """Return an engine's error about the prompt or the grammar with the name of the field that the client sent."""
+    def name_field(self, error: RequestError) -> None:
+        """Name the field that the client sent in an engine's error about the prompt or the grammar."""
         if error.key in (field := self.body.prompt_field, "kedge.bindings"):
-            return error
+            return
         if isinstance(error, InvalidGrammar):
-            return InvalidGrammar(self.body.grammar_field, error.value, error.why)
-        value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
-        return type(error)("kedge.bindings" if self.step else field, value, error.why)
+            error.rename(self.body.grammar_field, error.value)
+        else:
+            value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)
+            error.rename("kedge.bindings" if self.step else field, value)
 
     def _requests(self) -> list[GenerateRequest]:
         hints, seed, namespace = self.context.hints, self.sampling.seed, self.context.namespace
@@ -157,8 +158,9 @@ class GenerationJob:
 PromptBuilder = Callable[[], Sequence[Sequence[Segment]]]
 
 
-def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
+def chat_job(context: CallContext, body: ChatBody, grammar: str) -> GenerationJob:
     """Return the job of a conversation or, where the hints have bindings, of a registered agent's filled template.
+    `grammar` is the answer's.
 
     Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
     """
@@ -167,14 +169,15 @@ def chat_job(context: CallContext, body: ChatBody) -> GenerationJob:
         raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
     if tools and context.hints.bindings is not None:
         raise RequestError("tools", tools, "with kedge.bindings the agent's template is the prompt")
-    grammar = grammar_of(body, context.service.settings.tool_call_parser)
     if context.hints.bindings is not None:
         return _agent_job(context, body, grammar)
     tokenizer = context.service.engine.tokenizer
-    sampling = body.sampling(replace(_api_sampling(context.service.settings.default_max_tokens), grammar=grammar))
+    sampling = body.sampling(
+        replace(context.service.sampling(context.service.settings.default_max_tokens), grammar=grammar)
+    )
 
     def build() -> list[Sequence[Segment]]:
-        return [prompts.of_conversation(tokenizer, body.messages, body.tools_to_use)]
+        return [prompts.of_chat(tokenizer, body)]
 
     return _plain_job(context, body, build, 1, sampling)
 
@@ -184,17 +187,12 @@ def completion_job(context: CallContext, body: CompletionBody) -> GenerationJob:
     if context.hints.bindings is not None:
         raise RequestError("kedge.bindings", "…", "templates are filled in /v1/chat/completions")
     given, tokenizer = body.prompts, context.service.engine.tokenizer
-    sampling = body.sampling(_api_sampling(COMPLETION_MAX_TOKENS))
+    sampling = body.sampling(context.service.sampling(COMPLETION_MAX_TOKENS))
 
     def build() -> list[Sequence[Segment]]:
         return [prompts.of_prompt(tokenizer, one) for one in given]
 
     return _plain_job(context, body, build, len(given), sampling)
-
-
-def _api_sampling(max_tokens: int) -> SamplingParams:
-    """Return the sampling of OpenAI's API where a request sets nothing."""
-    return SamplingParams(max_tokens, temperature=1.0)
 
 
 def _plain_job(

@@ -1,6 +1,7 @@
 """Segments of the prompts of conversations, texts and token ids.
 
-Contents of messages are tokenized as plain text: a special token that is spelled out in one does not end its turn.
+A chat template gets the real texts, since it may trim them or cut thoughts out of them. What clients wrote stays plain
+text wherever the template puts it: a special token that is spelled out there does not end its turn.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
-from kedge.checks import require_text
+from kedge.checks import is_unicode, require_text
 from kedge.engine.base import Tokenizer
-from kedge.errors import EmptyPrompt, RequestError
-from kedge.server.openai.protocol import CalledTool, ChatMessage, Tool
+from kedge.errors import EmptyPrompt, PromptTooLong, RequestError
+from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Tool
 from kedge.server.openai.tool_calls import read_json
 from kedge.types import Segment
 
@@ -31,38 +33,101 @@ class HasChatTemplate(Protocol):
     def inner(self) -> Any: ...
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders."""
+
+    messages: Sequence[TemplateData]
+    tools: Sequence[TemplateData] = ()
+    options: Mapping[str, Any] | None = None
+    """Variables of the template, by their names"""
+
+
+def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
+    """Return the segments of a chat's prompt. Raises as `of_conversation` does."""
+    given = body.messages, body.tools_to_use, body.template_options
+    return of_conversation(tokenizer, *given, continues=bool(body.continue_final_message))
+
+
 def of_conversation(
-    tokenizer: Tokenizer, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] | None = None,
+    *,
+    continues: bool = False,
 ) -> tuple[Segment, ...]:
     """Return the segments of a chat: `p0 message_0 p1 message_1 …`, without empty ones.
 
-    Raises `RequestError` for a conversation that the chat template refuses or shortens, and for tools that it ignores.
+    The tokens are those of the whole text. A message whose place in it cannot be found is no segment of its own. With
+    `continues` the prompt ends with the last message. Raises `RequestError` for a conversation that the chat template
+    refuses or loses messages of, and for tools that it ignores.
     """
     if not messages:
         raise RequestError("messages", [], "must have at least one message")
-    texts = {at: one.text for at, one in enumerate(messages) if one.text or not one.tool_calls}
-    for text in texts.values():
-        require_text("messages", text, may_be_empty=True)
-    mark = hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:24]
-    rendered = [_for_template(one, f"<{mark}:{at}>" if at in texts else "") for at, one in enumerate(messages)]
-    offered = [tool.model_dump(exclude_none=True) for tool in tools]
-    beside = [{key: value for key, value in one.items() if key not in ("role", "content")} for one in rendered]
-    _refuse_specials(tokenizer, "messages", beside)
-    _refuse_specials(tokenizer, "tools", offered)
-    pieces = re.split(f"<{mark}:(\\d+)>", _render(tokenizer, rendered, offered))
-    if [int(number) for number in pieces[1::2]] != list(texts):
-        raise RequestError("messages", len(messages), "the model's chat template loses or repeats some of them")
-    segments = [Segment(tokenizer.encode(pieces[0]), "p0")]
-    for (at, text), after in zip(texts.items(), pieces[2::2], strict=True):
-        content = tokenizer.encode(text, special=False) if text else ()
-        segments.append(Segment(content, f"message_{at}"))
-        segments.append(Segment(tokenizer.encode(after) if after else (), f"p{at + 1}"))
-    return tuple(segment for segment in segments if segment.tokens)
+    if tokenizer.most is not None and len(messages) > tokenizer.most:  # each has a token, at least
+        raise PromptTooLong.of("prompt_tokens", len(messages), tokenizer.most)
+    given = [_for_template(one) for one in messages], [one.model_dump(exclude_none=True) for one in tools], options
+    plain = PlainTexts(tokenizer.specials, given)
+    whole, chat = _render(tokenizer, Conversation(*plain(given)))
+    places = _places(tokenizer, chat, whole)
+    if continues:
+        last = places.get(len(chat.messages) - 1)
+        if last is None:
+            raise RequestError("messages", len(messages), "the last message cannot be continued with this template")
+        whole = whole[: last[1]]
+    ends: list[int] = []
+    names: list[str] = []
+    for at, (begin, end) in sorted(places.items(), key=lambda one: one[1]):
+        if begin >= (ends[-1] if ends else 0):
+            ends += [begin, end]
+            names += [f"message_{at}", f"p{at + 1}"]
+    pieces = tokenizer.encode_cut(whole, [*ends, len(whole)], plain.mark)
+    named = zip(("p0", *names), pieces, strict=True)
+    return tuple(Segment(tokens, name) for name, tokens in named if tokens)
 
 
-def _for_template(message: ChatMessage, content: str) -> TemplateData:
-    """Return a message as chat templates read it, with `content` for its text."""
-    data: TemplateData = {"role": "system" if message.role == "developer" else message.role, "content": content}
+class PlainTexts:
+    """Breaks the special tokens that are spelled out in texts of clients, with a character that is in none of them."""
+
+    def __init__(self, specials: Collection[str], data: Any) -> None:
+        """Raises `RequestError` for data that nests too deeply."""
+        try:
+            text = json.dumps(data, ensure_ascii=False)
+        except RecursionError:
+            raise RequestError("messages", "…", "nests too deeply") from None
+        self._names, self._sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
+        self._first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
+        private = map(chr, range(0xE000, 0xF900))
+        self.mark = next((one for one in private if one not in text), "\uf8ff")
+        self._changes = self._broken(text) != text or not is_unicode(text)
+
+    def __call__(self, data: Any) -> Any:
+        """Return texts, or data with texts in it, as a template may get them. Halves of surrogate pairs are replaced:
+        clients that cut texts leave them, and never lose them again.
+        """
+        if not self._changes:
+            return data
+        if isinstance(data, str):
+            text = data if is_unicode(data) else data.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._broken(text)
+        if isinstance(data, Mapping):
+            return {self(key): self(value) for key, value in data.items()}
+        return [self(one) for one in data] if isinstance(data, list | tuple) else data
+
+    def _broken(self, text: str) -> str:
+        """Return a text with a mark behind the first character of each special token; there may be thousands."""
+
+        def marked(found: re.Match[str]) -> str:
+            names = (text[found.start() : found.start() + size].lower() for size in self._sizes)
+            return found[0] + self.mark if any(name in self._names for name in names) else found[0]
+
+        return self._first.sub(marked, text)
+
+
+def _for_template(message: ChatMessage) -> TemplateData:
+    """Return a message as chat templates read it."""
+    data: TemplateData = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     if message.tool_calls:
         data["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
     if message.role == "tool":
@@ -71,55 +136,124 @@ def _for_template(message: ChatMessage, content: str) -> TemplateData:
 
 
 def _call_for_template(call: CalledTool) -> dict[str, Any]:
-    """Return a call with its arguments as an object. Raises `RequestError` if they are not a JSON object."""
-    try:
-        arguments = read_json(call.function.arguments)
-    except ValueError as error:
-        raise RequestError("messages", call.function.arguments[:80], f"arguments must be JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise RequestError("messages", call.function.arguments[:80], "arguments must be a JSON object")
+    """Return a call with its arguments as an object, or as a text where they are none: a model may have written them,
+    or been cut off.
+    """
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            read = read_json(arguments)
+        except ValueError:
+            read = None
+        arguments = read if isinstance(read, dict) else {} if read is None and arguments == "null" else arguments
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _refuse_specials(tokenizer: Tokenizer, key: str, data: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `RequestError` if a special token is spelled out in `data`.
+# rendering ------------------------------------------------------------------------------------------------------------
 
-    Unlike contents, this data becomes a part of the template's own text, in which special tokens are recognised.
+
+def _places(tokenizer: Tokenizer, chat: Conversation, whole: str) -> dict[int, tuple[int, int]]:
+    """Return where the content of each message is in the rendered text, without those whose place cannot be found.
+
+    They are found with marks around the contents, if without the marks the text is the same. Raises `RequestError` if
+    the template loses a message that is not the model's own.
     """
-    if not any(data):
-        return
+    texts = {at: one["content"] for at, one in enumerate(chat.messages) if one["content"].strip()}
+    name = hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:24]
+    marked = list(chat.messages)
+    for at, text in texts.items():
+        core = text.strip()
+        around = text.split(core, 1)  # what a template may trim
+        marked[at] = {**marked[at], "content": f"{around[0]}<{name}:{at}>{core}</{name}:{at}>{around[1]}"}
     try:
-        text = json.dumps(data, ensure_ascii=False)
-    except RecursionError:
-        raise RequestError(key, "…", "nests too deeply") from None
-    require_text(key, text)
-    if tokenizer.encode(text) != tokenizer.encode(text, special=False):
-        raise RequestError(key, "…", "must not contain the name of a special token")
+        text, kept, at = _text(tokenizer, replace(chat, messages=marked)), "", 0
+    except RequestError:  # of a template that looks into the contents
+        return {}
+    found: dict[tuple[int, str], list[int]] = {}
+    for mark in re.finditer(rf"<(/?){name}:(\d+)>", text):
+        kept += text[at : mark.start()]
+        at = mark.end()
+        found.setdefault((int(mark[2]), mark[1]), []).append(len(kept))
+    if kept + text[at:] != whole:
+        return {}
+    for number in texts:
+        is_lost = not (found.get((number, "")) or found.get((number, "/")))
+        if is_lost and chat.messages[number]["role"] != "assistant":
+            raise RequestError("messages", len(texts), "the model's chat template loses or repeats some of them")
+    spans = {at: (found.get((at, ""), []), found.get((at, "/"), [])) for at in texts}
+    return {at: (begin[0], end[0]) for at, (begin, end) in spans.items() if len(begin) == len(end) == 1}
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[TemplateData], tools: Sequence[TemplateData]) -> str:
-    """Return the text of a conversation up to where the answer begins."""
-    roles, contents = [one["role"] for one in messages], [one["content"] for one in messages]
-    if roles in (["user"], ["system", "user"]) and not tools:
+def _render(tokenizer: Tokenizer, chat: Conversation) -> tuple[str, Conversation]:
+    """Return the text of a conversation, with the form of it that the template takes."""
+    refusal: RequestError | None = None
+    for form in _forms(chat):
+        try:
+            rendered = _text(tokenizer, form)
+        except RequestError as error:
+            refusal = refusal or error
+            continue
+        if form.tools and rendered == _text(tokenizer, replace(form, tools=())):
+            raise RequestError("tools", len(form.tools), "the model's chat template ignores them")
+        silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in form.messages]
+        if silent != form.messages and rendered == _text(tokenizer, replace(form, messages=silent)):
+            raise RequestError("messages", len(silent), "the model's chat template ignores tool calls")
+        return rendered, form
+    assert refusal is not None
+    raise refusal
+
+
+def _forms(chat: Conversation) -> Iterator[Conversation]:
+    """Yield a conversation as it is, and then in forms that templates take that refuse it: with one system message at
+    the beginning and roles that take turns, without a system message, and with objects for arguments that are a text.
+    """
+    yield chat
+    merged = _merged(chat.messages)
+    yield replace(chat, messages=merged)
+    as_user = [{**one, "role": "user"} if one["role"] == "system" else one for one in merged]
+    yield replace(chat, messages=_merged(as_user))
+    yield replace(chat, messages=[_with_objects(one) for one in merged])
+
+
+def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
+    """Return messages in which none but the first is the system's, and no two of one person follow each other."""
+    merged: list[TemplateData] = []
+    for one in messages:
+        is_late = one["role"] == "system" and any(before["role"] != "system" for before in merged)
+        message = {**one, "role": "user"} if is_late else one
+        before = merged[-1] if merged else {}
+        if message["role"] != "tool" and message["role"] == before.get("role") and "tool_calls" not in before:
+            texts = [text for text in (before["content"], message["content"]) if text]
+            message = {**message, "content": "\n\n".join(texts)}
+            merged.pop()
+        merged.append(message)
+    return merged
+
+
+def _with_objects(message: TemplateData) -> TemplateData:
+    """Return a message whose calls all have objects for arguments."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if all(isinstance(call["arguments"], Mapping) for call in calls):
+        return message
+    given = ({"text": call["arguments"]} if isinstance(call["arguments"], str) else call["arguments"] for call in calls)
+    functions = [{**call, "arguments": arguments} for call, arguments in zip(calls, given, strict=True)]
+    both = zip(message["tool_calls"], functions, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in both]}
+
+
+def _text(tokenizer: Tokenizer, chat: Conversation) -> str:
+    """Return the text of a conversation, up to where the answer begins. Raises `RequestError` for a refused one."""
+    roles, contents = [one["role"] for one in chat.messages], [one["content"] for one in chat.messages]
+    has_template = isinstance(tokenizer, HasChatTemplate) and tokenizer.inner.chat_template is not None
+    if roles in (["user"], ["system", "user"]) and not chat.tools and not has_template:
         return tokenizer.chat(contents[0] if len(roles) == 2 else None, contents[-1])
-    rendered = _apply_template(tokenizer, messages, tools)
-    if tools and rendered == _apply_template(tokenizer, messages, ()):
-        raise RequestError("tools", len(tools), "the model's chat template ignores them")
-    silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
-    if silent != messages and rendered == _apply_template(tokenizer, silent, tools):
-        raise RequestError("messages", len(messages), "the model's chat template ignores tool calls")
-    return rendered
-
-
-def _apply_template(tokenizer: Tokenizer, messages: Sequence[TemplateData], tools: Sequence[TemplateData]) -> str:
-    roles = [one["role"] for one in messages]
-    if not isinstance(tokenizer, HasChatTemplate) or tokenizer.inner.chat_template is None:
+    if not isinstance(tokenizer, HasChatTemplate) or not has_template:
         raise RequestError("messages", roles, "must be user, or system and user: this model has no chat template")
     from jinja2 import TemplateError
 
-    apply = tokenizer.inner.apply_chat_template
+    given = {"tools": list(chat.tools) or None, "add_generation_prompt": True, **(chat.options or {})}
     try:
-        return str(apply(list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.inner.apply_chat_template(list(chat.messages), tokenize=False, **given))
     except (TemplateError, TypeError, ValueError, RecursionError) as error:  # raised by the template
         raise RequestError("messages", roles, f"the model's chat template refuses them: {error}") from error
 
@@ -131,6 +265,7 @@ def of_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[Segmen
     """
     if isinstance(prompt, str):
         require_text("prompt", prompt, may_be_empty=True)
+        tokenizer.measure(prompt)
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     if not tokens:
         raise EmptyPrompt("prompt", prompt, "has no tokens")

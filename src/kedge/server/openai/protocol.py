@@ -7,13 +7,14 @@ is refused in chats, `tools` in text completions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
 
-from kedge.checks import MAX_STOPS
+from kedge.checks import MAX_STOPS, brief
 from kedge.errors import RequestError
 from kedge.hints.values import cache_marks
 from kedge.server.http import Body, accepted
@@ -29,18 +30,24 @@ class Function(Body):
 
 
 class Tool(Body):
-    """Tool that the model may call; functions are the only type."""
+    """Tool that the model may call; those that are no functions are left out."""
 
-    type: Literal["function"]
-    function: Function
+    type: str
+    function: Function | None = None
+
+    @model_validator(mode="after")
+    def _has_function(self) -> Self:
+        if self.type == "function" and self.function is None:
+            raise PydanticCustomError("missing", "a function needs the field function")
+        return self
 
 
 class CalledFunction(Body):
     """Function that the model called."""
 
     name: str
-    arguments: str = "{}"
-    """JSON text of an object."""
+    arguments: Annotated[str | dict[str, Any] | None, accepted("a string or an object")] = None
+    """JSON text of an object, as a rule"""
 
 
 class CalledTool(Body):
@@ -51,15 +58,43 @@ class CalledTool(Body):
     function: CalledFunction
 
 
-class TextPart(Body):
-    """Part of a message; text is the only type that the engine reads."""
+TEXTS = frozenset({"text", "input_text", "output_text"})
+"""Types of parts that are text"""
+DROPPED = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_text"})
+"""Types of parts of earlier answers that are not read again"""
 
-    type: Literal["text"]
-    text: str
+
+class MessagePart(Body):
+    """Part of a message. The engine reads text; of any other part it reads that it was there."""
+
+    type: Annotated[str, Field(min_length=1)]
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        if self.type in TEXTS and self.text is None:
+            raise PydanticCustomError("missing", "a part of this type needs the field text")
+        return self
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the model reads it."""
+        return self.text is not None or self.refusal is not None or self.type in DROPPED
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        if self.type in DROPPED:
+            return ""
+        return (
+            self.text or self.refusal or ("" if self.is_read else f"[{brief(self.type)}: this model reads text only]")
+        )
 
 
 Content = Annotated[
-    str | list[TextPart], accepted('a string or a list of text parts (objects with `type: "text"` and `text`)')
+    str | list[MessagePart],
+    accepted("a string or a list of parts (objects with a `type`, and `text` where that is a text)"),
 ]
 
 
@@ -73,36 +108,45 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     @property
-    def marked_parts(self) -> list[dict[str, Any]]:
-        """What its parts have besides their text, such as `cache_control`."""
-        return [] if isinstance(self.content, str) else [part.model_extra or {} for part in self.content or ()]
+    def parts(self) -> list[MessagePart]:
+        """The parts of its content, where that has some."""
+        return [] if isinstance(self.content, str) else self.content or []
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.shown for part in self.parts)
 
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("echo", "use_beam_search", "return_token_ids"), (False,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("top_logprobs", "min_tokens"), (0,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("early_stopping", "return_hidden_states", "no_stop_trim"), (False,)),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "max_new_tokens", "logits_processors"), ()),
+    **dict.fromkeys(("chat_template", "custom_logit_processor", "mm_processor_kwargs", "ebnf", "lora_path"), ()),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), (True,)),
+    **dict.fromkeys(("min_new_tokens",), (0,)),
+    **dict.fromkeys(("length_penalty",), (1,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("prompt_logprobs", "audio", "prediction", "web_search_options", "structured_outputs"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex"), ()),
     "suffix": ("",),
     "best_of": (1,),
     "logit_bias": ({},),
-    "repetition_penalty": (1,),
-    "top_k": (0, -1),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 """Unsupported parameters -> their values without effect. Null never has an effect."""
 MAX_LOGPROBS = 20
 """Largest k of the top-k logprobs of one token."""
+NO_VARIABLES = frozenset((
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "processor_kwargs",
+    "return_assistant_tokens_mask",
+))  # fmt: skip
+"""Arguments of Transformers' `apply_chat_template` that are not for clients"""
 TOOL_CHOICES = ("none", "auto", "required")
 COMPLETION_MAX_TOKENS = 16
 """Default of OpenAI's text completions."""
@@ -124,6 +168,9 @@ Count = Annotated[int, Field(ge=1, le=1 << 20)]
 TopCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class GenerationBody(Body):
     """Fields that both kinds of completion share."""
 
@@ -132,6 +179,11 @@ class GenerationBody(Body):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -166,6 +218,11 @@ class GenerationBody(Body):
         return None
 
     @property
+    def left_out(self) -> Iterable[str]:
+        """What of the body the model does not get, by its place in the body."""
+        return ()
+
+    @property
     def hints(self) -> dict[str, Any]:
         """Fields that may be hints."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if name not in UNSUPPORTED}
@@ -186,6 +243,11 @@ class GenerationBody(Body):
             "max_tokens": self.answer_limit,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "seed": self.seed,
             "stop": None if self.stop is None else _stops(self.stop),
             "ignore_eos": self.ignore_eos,
@@ -214,6 +276,34 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    _skipped: list[str] = PrivateAttr(default_factory=list)
+    """What another protocol's body had besides"""
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        own = {
+            "add_generation_prompt": self.add_generation_prompt is not False and not self.continue_final_message,
+            "documents": self.documents,
+            "reasoning_effort": self.reasoning_effort,
+        }
+        return {name: value for name, value in own.items() if value is not None} | (self.chat_template_kwargs or {})
+
+    @property
+    def left_out(self) -> Iterable[str]:
+        parts = (part.type for message in self.messages for part in message.parts if not part.is_read)
+        tools = (tool.type for tool in self.tools or () if not tool.function)
+        return (*self._skipped, *(f"messages.{one}" for one in parts), *(f"tools.{one}" for one in tools))
+
+    def skip(self, names: Iterable[str]) -> Self:
+        """Note what is left out of another protocol's body. Returns the chat."""
+        self._skipped += names
+        return self
 
     @property
     def answer_limit(self) -> int | None:
@@ -226,12 +316,12 @@ class ChatBody(GenerationBody):
     @property
     def tools_to_use(self) -> list[Tool]:
         """Tools that the prompt offers to the model; none with `tool_choice: "none"`."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        return [] if self.tool_choice == "none" else [one for one in self.tools or () if one.function]
 
     @property
     def hints(self) -> dict[str, Any]:
         found = super().hints
-        content = [{"content": one.marked_parts} for one in self.messages]
+        content = [{"content": [part.model_extra for part in one.parts]} for one in self.messages]
         marks = cache_marks({**found, "messages": content, "tools": [one.model_extra for one in self.tools or ()]})
         return {**found, "cache_control": marks} if marks else found
 
@@ -255,11 +345,14 @@ class ChatBody(GenerationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        for name, value in (self.chat_template_kwargs or {}).items():
+            if name in NO_VARIABLES:
+                raise RequestError(f"chat_template_kwargs.{name}", brief(value), "is no variable of a chat template")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", self.top_logprobs, "needs `logprobs: true`")
         if isinstance(self.tool_choice, str) and self.tool_choice not in TOOL_CHOICES:
             raise RequestError("tool_choice", self.tool_choice, f"must be {', '.join(TOOL_CHOICES)} or a function")
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.function.name for tool in self.tools or () if tool.function]
         if self.must_call and (not names if self.called is None else self.called not in names):
             raise RequestError("tool_choice", self.tool_choice, "must name one of `tools`, which must not be empty")
 

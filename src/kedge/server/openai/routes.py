@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from kedge.errors import KedgeError
-from kedge.hints import Hints
+from kedge.errors import InvalidGrammar, KedgeError
 from kedge.server.http import (
     BODY_ERRORS,
     DONE,
@@ -26,12 +25,11 @@ from kedge.server.http import (
     problem_of,
     usage,
 )
-from kedge.server.openai.generation import CallContext, GenerationJob, chat_job, completion_job
-from kedge.server.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from kedge.server.openai.generation import CallContext, GenerationJob, completion_job
+from kedge.server.openai.protocol import ChatBody, CompletionBody
 from kedge.server.openai.responses import ChatFormat, Choice, ChunkEncoder, CompletionFormat, Format, Writer
-from kedge.server.openai.single import CLIENT_GONE, reader_of, unless_gone
+from kedge.server.openai.single import CLIENT_GONE, chat_call, read_call, reader_of, unless_gone
 from kedge.server.service import GenerationCall, Service, TheService, TheTenant
-from kedge.server.tenancy import Tenant
 from kedge.server.workflows.server_runs import TheWorkflows
 from kedge.types import Completion, TokenDelta
 
@@ -44,8 +42,7 @@ async def chat_completions(
     body: ChatBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
-    hints = request.state.hints = _checked_hints(service, tenant, body, request.headers)
-    job = chat_job(CallContext(service, workflows, tenant, hints), body)
+    job = await chat_call(body, request, service, workflows, tenant)
     form = ChatFormat(service.model_name, service.engine.tokenizer, reader=partial(reader_of, service, body))
     return await _answer(job, form, request)
 
@@ -55,17 +52,10 @@ async def completions(
     body: CompletionBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Continue texts or token ids."""
-    hints = request.state.hints = _checked_hints(service, tenant, body, request.headers)
+    hints = await service.threads.work(partial(read_call, body, request, service, tenant))
     job = completion_job(CallContext(service, workflows, tenant, hints), body)
     form = CompletionFormat(service.model_name, service.engine.tokenizer, echo=bool(body.echo))
     return await _answer(job, form, request)
-
-
-def _checked_hints(service: Service, tenant: Tenant, body: GenerationBody, headers: Mapping[str, str]) -> Hints:
-    """Return the hints of a body. Raises `NotFound` for another model, `RequestError` for unsupported parameters."""
-    service.check_model(body.model)
-    body.refuse_unsupported()
-    return service.hints(tenant, body.hints, headers)
 
 
 @router.get("/v1/models", response_model=None)
@@ -91,6 +81,9 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
         return EventStream(_chunks(job, call, form, request), call.end)
     try:
         finished = await unless_gone(call, request)
+    except InvalidGrammar as error:
+        job.name_field(error)
+        raise
     finally:
         call.end()
     if finished is None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
-from kedge.errors import KedgeError, RequestError
+from kedge.checks import brief
+from kedge.engine.base import Tokenizer
+from kedge.errors import InvalidGrammar, KedgeError, RequestError
+from kedge.hints import Hints
 from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, kedge_field, problem_of
 from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
-from kedge.server.openai.protocol import ChatBody
-from kedge.server.openai.tool_calls import AnswerReader, ParsedText
+from kedge.server.openai.protocol import ChatBody, GenerationBody
+from kedge.server.openai.tool_calls import AnswerReader, ParsedText, grammar_of, unkept
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.server_runs import Workflows
-from kedge.types import Completion, GenerateRequest
+from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta
 
 CLIENT_GONE = 499
 """Status of an answer whose client has disconnected, as in nginx."""
@@ -32,6 +37,9 @@ class AnswerEvent(NamedTuple):
 
 class AnswerWriter(ABC):
     """Writer of one answer, whole or as a stream's events."""
+
+    stopped_by: str | None = None
+    """The stop string that ended the answer; known when it has ended"""
 
     @abstractmethod
     def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
@@ -54,35 +62,82 @@ class AnswerWriter(ABC):
         """Return the event of an error in the middle of a stream; `error` is as in OpenAI's answers."""
 
 
+def unkept_of(body: GenerationBody) -> Iterable[str]:
+    """Yield what of a body's schemas the answer may not conform to."""
+    if isinstance(body, ChatBody) and body.response_format and body.response_format.json_schema:
+        yield from (f"response_format.{name}" for name in unkept(body.response_format.json_schema.get("schema")))
+    if isinstance(body, ChatBody) and (body.must_call or body.response_format):
+        schemas = (tool.function.parameters for tool in body.tools_to_use if tool.function)
+        yield from (f"tools.{name}" for schema in schemas for name in unkept(schema))
+
+
+def _end_of(delta: TokenDelta) -> FinishReason | None:
+    return delta.completion.finish_reason if delta.completion else None
+
+
+def stop_of(tokenizer: Tokenizer, request: GenerateRequest, completion: Completion) -> str | None:
+    """Return the stop string that ended an answer; None where something else has."""
+    stops = request.sampling.stop if completion.finish_reason is FinishReason.STOP else ()
+    said = tokenizer.decode(completion.tokens) if stops else ""
+    return next((stop for stop in stops if said.startswith(completion.text + stop)), None)
+
+
 def reader_of(service: Service, body: ChatBody) -> AnswerReader:
     """Return the reader of an answer to a chat."""
     tools = service.settings.tool_call_parser if body.tools_to_use else None
     return AnswerReader(tools, 1 if body.parallel_tool_calls is False else None)
 
 
+async def chat_call(
+    body: ChatBody, request: Request, service: Service, workflows: Workflows, tenant: Tenant
+) -> GenerationJob:
+    """Return the job of a call that is a chat. Raises as `read_call` and `chat_job` do."""
+
+    def read() -> tuple[Hints, str]:
+        hints = read_call(body, request, service, tenant)
+        return hints, grammar_of(body, service.settings.tool_call_parser)
+
+    hints, grammar = await service.threads.work(read)
+    return chat_job(CallContext(service, workflows, tenant, hints), body, grammar)
+
+
+def read_call(body: GenerationBody, request: Request, service: Service, tenant: Tenant) -> Hints:
+    """Return the hints of a call, with what of it is left out.
+
+    Raises `NotFound` for another model, and `RequestError` for parameters that are not supported.
+    """
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    hints = service.hints(tenant, body.hints, request.headers)
+    ignored = dict.fromkeys((*hints.ignored, *body.left_out, *unkept_of(body)))
+    request.state.hints = replace(hints, ignored=tuple(str(brief(one)) for one in islice(ignored, 64)))
+    return request.state.hints
+
+
 async def answer(
     body: ChatBody, writer: AnswerWriter, request: Request, service: Service, workflows: Workflows, tenant: Tenant
 ) -> Response:
     """Answer a call that was read as a chat. Raises as chat completions do."""
-    service.check_model(body.model)
-    body.refuse_unsupported()
     if body.choices_per_prompt > 1:
         raise RequestError("n", body.n, "this protocol's answers have one choice")
-    hints = request.state.hints = service.hints(tenant, body.hints, request.headers)
-    job = chat_job(CallContext(service, workflows, tenant, hints), body)
+    job = await chat_call(body, request, service, workflows, tenant)
     reader = reader_of(service, body)
     call = await job.begin()
     if body.stream:
         return EventStream(_events(job, call, reader, writer, request), call.end)
     try:
         finished = await unless_gone(call, request)
+    except InvalidGrammar as error:
+        job.name_field(error)
+        raise
     finally:
         call.end()
     if finished is None:
         return Response(status_code=CLIENT_GONE)
     (completion,) = finished
-    whole = writer.whole(reader.push(completion.text, last=True), completion)
-    return JSONAnswer({**whole, "kedge": kedge_field(hints, finished)})
+    writer.stopped_by = stop_of(service.engine.tokenizer, call.requests[0], completion)
+    whole = writer.whole(reader.push(completion.text, completion.finish_reason), completion)
+    return JSONAnswer({**whole, "kedge": kedge_field(job.context.hints, finished)})
 
 
 async def _events(
@@ -92,8 +147,10 @@ async def _events(
     try:
         async for batch in call.batches():
             for _, delta in batch:
-                yield _bytes(writer.add(reader.push(delta.text, last=delta.completion is not None)))
+                yield _bytes(writer.add(reader.push(delta.text, _end_of(delta))))
                 if delta.completion:
+                    tokenizer = job.context.service.engine.tokenizer
+                    writer.stopped_by = stop_of(tokenizer, call.requests[0], delta.completion)
                     yield _bytes(writer.end(delta.completion, kedge_field(job.context.hints, [delta.completion])))
     except KedgeError as error:
         body = error_body(error)

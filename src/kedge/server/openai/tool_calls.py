@@ -6,14 +6,17 @@ The server's settings name the format of the model; nothing is guessed. Text tha
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from kedge.checks import brief
 from kedge.errors import RequestError
 from kedge.server.openai.protocol import ChatBody, Function
 from kedge.settings.sections import ToolCallFormat
+from kedge.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,11 @@ class ParsedText(NamedTuple):
 class ToolParser(Protocol):
     """Parser of one answer, which comes in pieces that may be cut anywhere."""
 
-    def push(self, text: str, *, last: bool = False) -> ParsedText:
-        """Take the next piece and return what is certain now; after the last piece, everything left."""
+    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
+        """Take the next piece and return what is certain now; after the last piece, everything left.
+
+        What was `cut` off within a call is no text for anybody.
+        """
 
 
 class Hermes:
@@ -55,22 +61,19 @@ class Hermes:
     def __init__(self) -> None:
         self._held, self._ends_in_call = "", False
 
-    def push(self, text: str, *, last: bool = False) -> ParsedText:
+    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
         content, calls = "", []
         while self.OPEN in self._held:
             before, _, rest = self._held.partition(self.OPEN)
-            body, close, after = rest.partition(self.CLOSE)
-            if not (close or last):
+            found = self._first(rest, last=last)
+            if found is None:
                 break
-            try:
-                call = _call(read_json(body), "arguments")
-            except ValueError:
-                call = None
-            if call:
-                calls.append(call)
-            content += before.rstrip() if call else before + self.OPEN + body + close
-            self._held, self._ends_in_call = after, bool(call)
+            call, size = found
+            calls += [call] if call else []
+            is_dropped = call or (cut and self.CLOSE not in rest)
+            content += before.rstrip() if is_dropped else before + self.OPEN + rest[:size]
+            self._held, self._ends_in_call = rest[size:], bool(call)
         size = len(self._held)
         if not last:  # what may belong to a call, or to the white space before it, is held back
             at = self._held.find(self.OPEN)
@@ -82,6 +85,28 @@ class Hermes:
         self._ends_in_call = self._ends_in_call and not out.strip()
         return ParsedText(content if self._ends_in_call else content + out, tuple(calls))
 
+    def _first(self, rest: str, *, last: bool) -> tuple[ToolCall | None, int] | None:
+        """Return the call behind an opening mark, if it is one, and its length; None while more of it may come.
+
+        A closing mark within a string closes nothing.
+        """
+        ends = [found.start() for found in re.finditer(self.CLOSE, rest)]
+        for end in ends:
+            if call := self._read(rest[:end]):
+                return call, end + len(self.CLOSE)
+            if len(_QUOTE.findall(rest[:end])) % 2 == 0:
+                return None, ends[0] + len(self.CLOSE)
+        if not last:
+            return None
+        return (None, ends[0] + len(self.CLOSE)) if ends else (self._read(rest), len(rest))
+
+    @staticmethod
+    def _read(text: str) -> ToolCall | None:
+        try:
+            return _call(read_json(text), "arguments")
+        except ValueError:
+            return None
+
 
 class Llama3Json:
     """Parser of answers that are `{"name": …, "parameters": {…}}`, or several of them with semicolons (Llama 3)."""
@@ -89,14 +114,15 @@ class Llama3Json:
     def __init__(self) -> None:
         self._held, self._is_text = "", False
 
-    def push(self, text: str, *, last: bool = False) -> ParsedText:
+    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
         begin = self._held.lstrip()[:1]
         self._is_text = self._is_text or begin not in ("", "{")
         if not (self._is_text or last):
             return ParsedText()
         calls = () if self._is_text else _calls(self._held)
-        content, self._held = "" if calls else self._held, ""
+        is_begun = cut and self._held.lstrip().startswith(TOOL_MARKS["llama3_json"])
+        content, self._held = "" if calls or is_begun else self._held, ""
         return ParsedText(content, calls)
 
 
@@ -116,9 +142,10 @@ class AnswerReader:
         self._parser = PARSERS[form]() if form else None
         self._left = max_calls
 
-    def push(self, text: str, *, last: bool) -> ParsedText:
-        """Take the next piece and return what is certain now."""
-        content, calls = self._parser.push(text, last=last) if self._parser else ParsedText(text)
+    def push(self, text: str, end: FinishReason | None) -> ParsedText:
+        """Take the next piece, with the reason of the end after the last, and return what is certain now."""
+        is_cut = end is FinishReason.LENGTH
+        content, calls = self._parser.push(text, last=end is not None, cut=is_cut) if self._parser else ParsedText(text)
         if self._left is not None:
             calls = calls[: self._left]
             self._left -= len(calls)
@@ -170,8 +197,14 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""llguidance's options: white space is at most one blank after a comma or colon"""
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
+"""llguidance's options: white space is at most one blank after a comma or colon, and what cannot be kept is no error"""
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
+UNKEPT = frozenset((
+    "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "dependentSchemas",
+    "not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems",
+))  # fmt: skip
+"""Keywords of JSON schemas that no grammar keeps"""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -202,12 +235,36 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     if schema is None and not body.must_call:
         return ""
     several = body.parallel_tool_calls is not False
-    functions = [tool.function for tool in body.tools_to_use if body.called in (None, tool.function.name)]
+    offered = [tool.function for tool in body.tools_to_use if tool.function]
+    functions = [one for one in offered if body.called in (None, one.name)]
     calls = _call_rules(functions, WORDINGS[form], several=several) if form else []
     if schema is None or body.must_call:
         return "\n".join(["start: calls", *calls])
     start = "start: content | calls" if calls else "start: content"
     return "\n".join([start, f"content: {_json(schema)}", *calls])
+
+
+def unkept(schema: Any, *, has_names: bool = False) -> Iterator[str]:
+    """Yield the keywords of a schema that its grammar does not keep; with `has_names`, of an object of schemas."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from unkept(one)
+    elif isinstance(schema, dict):
+        for name, part in schema.items():
+            if not has_names and name in UNKEPT:
+                yield name
+            elif has_names or name not in ("enum", "const", "default", "examples"):
+                maps = ("properties", "patternProperties", "$defs", "definitions")
+                yield from unkept(part, has_names=not has_names and name in maps)
+
+
+def _arguments(function: Function) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments, which are an object whether it says so or not."""
+    given = function.parameters or {}
+    kind = given.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise RequestError("tools", brief(kind), "the `type` of their parameters must be object")
+    return {**given, "type": "object"}
 
 
 def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bool) -> list[str]:
@@ -220,7 +277,7 @@ def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bo
     for at, function in enumerate(functions):
         begin = f'{wording.open}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{wording.arguments}": '
         rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
-        rules.append(f"arguments_{at}: {_json(function.parameters or ANY_OBJECT)}")
+        rules.append(f"arguments_{at}: {_json(_arguments(function))}")
     return rules
 
 

@@ -334,6 +334,7 @@ def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value
     Special tokens that are spelled out in `text` are read as plain text. Raises `RequestError` for invalid Unicode.
     """
     require_text(f"kedge.bindings.{placeholder.name}", text, may_be_empty=True)
-    tokens = tokenizer.encode(text, special=False) if text else ()
+    tokenizer.measure(text)
+    tokens = tokenizer.encode(text, special=False, inside=True) if text else ()
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=12).hexdigest()
     return Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, digest))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
-from kedge.errors import RequestError, SpecError
+from kedge.engine.base import Tokenizer
+from kedge.errors import PromptTooLong, RequestError, SpecError
 from kedge.guard import GuardMode
 from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
+from kedge.runner.run import check_inputs
 from kedge.server.http import (
     BODY_ERRORS,
     ERRORS,
@@ -32,6 +34,7 @@ from kedge.server.workflows.server_runs import ServerRun, TheWorkflows
 from kedge.settings.sections import shown_fidelity
 from kedge.types import ReuseMode
 from kedge.workflow.export import export
+from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import parse_text
 
 ReuseChoice = Literal["off", "exact", "translate"]
@@ -174,11 +177,22 @@ async def start(name: str, body: RunBody, service: TheService, known: TheWorkflo
         raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
     mode = ReuseMode(body.reuse) if isinstance(body.reuse, str) else None
     modes = {agent: ReuseMode(one) for agent, one in body.reuse.items()} if isinstance(body.reuse, dict) else {}
+    await service.threads.work(lambda: _measure(found.workflow, body.inputs, service.engine.tokenizer))
     runs, guard = known.server_runs, GuardMode(body.guard) if body.guard else None
     served = runs.start(tenant, found.for_run(default, mode, modes, guard), body.inputs)
     if body.stream:
         return EventStream(_events(served, 0), lambda: runs.cancel(served))
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
+
+
+def _measure(workflow: Workflow, inputs: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    """Raise `RequestError` for inputs that a run cannot have, or that are too long."""
+    check_inputs(workflow, inputs)
+    for name, text in inputs.items():
+        try:
+            tokenizer.measure(text)
+        except PromptTooLong as error:
+            raise PromptTooLong.of(f"inputs.{name}", error.tokens, error.most) from None
 
 
 @router.get("/v1/runs", response_model=None)

@@ -12,6 +12,7 @@ from kedge.engine.local.model import layout
 from kedge.engine.local.model.graphs import StepGraphs
 from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.kv.spec import KVSpec, longest, translation_refusal
+from kedge.types import SamplingParams
 
 
 class ModelRunner:
@@ -38,6 +39,10 @@ class ModelRunner:
         self.spec, self.rotary = found.spec, found.rotary
         self.refusal = translation_refusal(model.config) or found.refusal
         """Why the model's KV cannot be translated; None if it can."""
+        self.sampling = SamplingParams.of_model(
+            model.generation_config.to_diff_dict() if model.generation_config else {}
+        )
+        """How the model is sampled by its own config, where a request says nothing"""
         eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
         self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
         model.set_attn_implementation(attention.NAME)

@@ -142,6 +142,7 @@ class VLLMEngine(Engine):
         self._tails = self._plugged and tails_refusal(config, self.config.vllm.max_lanes) is None
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
+        self.tokenizer.most = self._max_model_len
         self._vocab_size: int = model.get_vocab_size()
         self._max_logprobs: int = model.max_logprobs
         eos = self.tokenizer.eos_token_id
@@ -240,7 +241,7 @@ class VLLMEngine(Engine):
         require_sensible(request, self._vocab_size)
         if request.prompt_tokens >= self._max_model_len:
             why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
-            raise PromptTooLong("prompt_tokens", request.prompt_tokens, why)
+            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, self._max_model_len - 1, why)
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._max_logprobs >= 0:
                 raise RequestError(
@@ -284,7 +285,8 @@ class VLLMEngine(Engine):
 
     def inspect(self) -> dict[str, object]:
         """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
-        return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats()}
+        sampling = SamplingParams.of_model(self._driver.llm.model_config.get_diff_sampling_param())
+        return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats(), "sampling": sampling}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
         """Return the plug-in's last report of plain requests if all of it is the given tenants'."""

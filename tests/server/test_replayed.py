@@ -1,0 +1,293 @@
+"""Histories that clients replay: whatever a session once had in it, its next turn is answered, in every protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.settings import ServerSettings
+from tests.server.conftest import serving
+from tests.server.openai.test_tool_calls import Templated
+from tests.server.talking import CALL, MODEL, Talking, talking
+from tests.tokenizers_of_families import QWEN_3
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+ASK: Any = {"role": "user", "content": "How is it?"}
+FUNCTION: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[Talking]:
+    with talking() as running:
+        running.text = "Fine."
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(told: Talking) -> Iterator[httpx.Client]:
+    with told.served.http() as opened:
+        yield opened
+
+
+def said(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    """The answer to a call that must be answered."""
+    answer = http.post(path, json={"model": MODEL, **({"max_tokens": 50} if path == MESSAGES else {}), **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+# parts that are no text -----------------------------------------------------------------------------------------------
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+URL = {"type": "document", "source": {"type": "url", "url": "x"}}
+SEE = {"type": "text", "text": "see"}
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+SEARCH = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def assistant(*parts: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(parts)}
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [SEE, IMAGE]}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}
+UNREAD: list[tuple[str, str, dict[str, Any]]] = [
+    (MESSAGES, "image", {"messages": [user(SEE, IMAGE)]}),
+    (MESSAGES, "image", {"messages": [ASK, assistant(USE), user(RESULT)]}),
+    (MESSAGES, "document", {"messages": [user(URL)]}),
+    (MESSAGES, "server_tool_use", {"messages": [ASK, assistant(SEARCH), ASK]}),
+    (MESSAGES, "image", {"system": [IMAGE], "messages": [ASK]}),
+    (CHAT, "image_url", {"messages": [user({"type": "image_url", "image_url": {"url": "data:"}})]}),
+    (CHAT, "input_audio", {"messages": [ASK, assistant({"type": "input_audio", "input_audio": {}}), ASK]}),
+    (CHAT, "file", {"messages": [{"role": "tool", "tool_call_id": "t", "content": [{"type": "file", "file": {}}]}]}),
+    (RESPONSES, "input_image", {"input": [user({"type": "input_image", "image_url": "data:"})]}),
+    (RESPONSES, "input_file", {"input": [OUTPUT, ASK]}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), UNREAD)
+def test_the_model_reads_that_there_was_what_it_cannot_read(
+    told: Talking, http: httpx.Client, path: str, kind: str, body: dict[str, Any]
+) -> None:
+    answer = said(http, path, **body)
+    assert f"[{kind}: this model reads text only]" in told.prompt()
+    assert answer["kedge"]["ignored"] == [f"messages.{kind}"]
+
+
+def test_texts_of_other_kinds_are_read(told: Talking, http: httpx.Client) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "A whole book."}
+    content = [{"type": "document", "source": source}, {"type": "thinking", "thinking": "Hm."}]
+    answer = said(http, MESSAGES, messages=[{"role": "user", "content": content}])
+    assert "A whole book." in told.prompt() and "Hm." not in told.prompt() and "ignored" not in answer["kedge"]
+    said(http, CHAT, messages=[ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}])
+    assert "I won't." in told.prompt()
+
+
+# tools that a server does not run ------------------------------------------------------------------------------------
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": {"type": "grammar"}}
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__docs",
+    "description": "Docs.",
+    "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}}, {"type": "search"}],
+}
+FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "ignored"),
+    [
+        (RESPONSES, [{"type": "web_search"}, {"type": "computer"}], ["tools.web_search", "tools.computer"]),
+        (RESPONSES, [{"type": "web_search"}, PATCH, SPACE], ["tools.web_search", "tools.search"]),
+        (RESPONSES, [{"type": "local_shell"}, {}], ["tools.local_shell", "tools.None"]),
+        (MESSAGES, [{"type": "web_search_20250305", "name": "web_search"}], ["tools.web_search_20250305"]),
+        (MESSAGES, [{"type": "bash_20250124", "name": "bash"}, {"name": "f"}], ["tools.bash_20250124"]),
+        (CHAT, [{"type": "custom", "custom": {"name": "x"}}, FUNCTION], ["tools.custom"]),
+    ],
+)
+def test_tools_that_nobody_runs_are_left_out(
+    http: httpx.Client, path: str, tools: list[Any], ignored: list[str]
+) -> None:
+    asked = {"input": "How is it?"} if path == RESPONSES else {"messages": [ASK]}
+    assert said(http, path, **asked, tools=tools)["kedge"]["ignored"] == ignored
+
+
+def test_items_that_nobody_reads_are_left_out(told: Talking, http: httpx.Client) -> None:
+    items = [ASK, {"type": "web_search_call", "id": "w"}, {"type": "item_reference", "id": "i"}, {"type": "compaction"}]
+    answer = said(http, RESPONSES, input=[*items, {**ASK, "content": "And now?"}])
+    assert answer["kedge"]["ignored"] == ["input.web_search_call", "input.item_reference", "input.compaction"]
+    assert "How is it?" in told.prompt() and "And now?" in told.prompt()
+
+
+@pytest.mark.parametrize("choice", [{"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": []}])
+def test_a_choice_that_nobody_follows_is_left_out(http: httpx.Client, choice: Any) -> None:
+    answer = said(http, RESPONSES, input="x", tools=[FIND], tool_choice=choice)
+    assert answer["kedge"]["ignored"] == ["tool_choice"]
+
+
+def test_a_custom_tool_is_called_and_answered_with_its_text(told: Talking) -> None:
+    told.text = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
+    client = told.served.client()
+    asked: dict[str, Any] = {"model": MODEL, "input": "Patch it.", "tools": [PATCH]}
+    (call,) = client.responses.create(**asked).output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", "*** Begin")
+    with client.responses.stream(**asked) as stream:
+        kinds = [one.type for one in stream]
+        assert stream.get_final_response().output[0].input == "*** Begin"
+    assert "response.custom_tool_call_input.delta" in kinds and "response.custom_tool_call_input.done" in kinds
+    told.text = "Done."
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"}
+    answer = client.responses.create(**{**asked, "input": [ASK, call.model_dump(exclude_none=True), output]})
+    assert answer.output_text == "Done."
+    assert '"arguments": {"input": "*** Begin"}' in told.prompt() and "patched" in told.prompt()
+
+
+def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking) -> None:
+    client = told.served.client()
+    for name, tools in (("find", [SPACE]), ("mcp__docs__find", [FIND, SPACE])):
+        told.text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        (call,) = client.responses.create(model=MODEL, input="Find.", tools=tools).output
+        assert (call.name, call.model_dump()["namespace"]) == ("find", "mcp__docs")
+        told.text = "Done."
+        items: Any = [ASK, call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": ""}]
+        client.responses.create(model=MODEL, input=items, tools=tools)
+        assert f'"name": "{name}"' in told.prompt()
+
+
+# Anthropic's own ------------------------------------------------------------------------------------------------------
+
+
+def client_of(told: Talking) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=told.served.url, api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(
+    "content", ["It is", [{"type": "text", "text": "It is "}], [{"type": "text", "text": "It\nis"}]]
+)
+def test_an_answer_that_is_begun_is_continued(told: Talking, content: Any) -> None:
+    told.text = " fine."
+    client_of(told).messages.create(
+        model=MODEL, max_tokens=9, messages=[ASK, {"role": "assistant", "content": content}]
+    )
+    begun = content if isinstance(content, str) else content[0]["text"]
+    assert told.prompt().endswith(f"assistant\n{begun.rstrip()}")
+
+
+def test_chats_continue_and_leave_the_answer_out_where_they_are_asked_to(told: Talking) -> None:
+    client = told.served.client()
+    begun: Any = [ASK, {"role": "assistant", "content": "It is"}]
+    for more, end in (
+        ({"continue_final_message": True, "add_generation_prompt": False}, "assistant\nIt is"),
+        ({"add_generation_prompt": True}, "assistant:"),
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, ""),
+    ):
+        if end:
+            client.chat.completions.create(model=MODEL, messages=begun, extra_body=more)
+            assert told.prompt().endswith(end)
+        else:
+            with pytest.raises(openai.BadRequestError):
+                client.chat.completions.create(model=MODEL, messages=begun, extra_body=more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stops", "reason", "stopped"),
+    [
+        ("One. Two. END.", ["END"], "stop_sequence", "END"),
+        ("One\n\nTwo", ["x", "\n\n"], "stop_sequence", "\n\n"),
+        ("One", ["END"], "end_turn", None),
+        ("One two three four five six seven eight nine ten eleven", ["END"], "max_tokens", None),
+        (CALL, ["END"], "tool_use", None),
+    ],
+)
+def test_the_stop_sequence_is_named(
+    told: Talking, text: str, stops: list[str], reason: str, stopped: str | None, stream: bool
+) -> None:
+    told.text = text
+    asked: Any = {"model": MODEL, "max_tokens": 80 if reason == "tool_use" else 40, "messages": [ASK]}
+    asked |= {"stop_sequences": stops, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
+    if stream:
+        with client_of(told).messages.stream(**asked) as events:
+            answer = events.get_final_message()
+    else:
+        answer = client_of(told).messages.create(**asked)
+    assert (answer.stop_reason, answer.stop_sequence) == (reason, stopped)
+
+
+def test_both_events_of_a_stream_count_the_same_input(told: Talking) -> None:
+    told.text = "Fine."
+    for _ in range(2):  # the second from the cache
+        with client_of(told).messages.stream(model=MODEL, max_tokens=9, messages=[ASK]) as stream:
+            counts = [one.message.usage if one.type == "message_start" else one.usage
+                      for one in stream if one.type in ("message_start", "message_delta")]  # fmt: skip
+        assert counts[0].input_tokens == counts[1].input_tokens > 0
+        assert not counts[1].cache_read_input_tokens
+
+
+@pytest.mark.parametrize("tokens", [9000, 40_000])
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+def test_an_overflow_is_told_as_clients_look_for_it(http: httpx.Client, tokens: int, path: str) -> None:
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x" * tokens}]}
+    answer = http.post(path, json=body)
+    if path == MESSAGES:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["message"] == f"prompt is too long: {tokens + 17} tokens > 8192 maximum"
+    else:
+        assert answer.json()["input_tokens"] == tokens + 17
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind"),
+    [
+        (MESSAGES, {"model": "other", "messages": [ASK], "max_tokens": 5}, 404, "not_found_error"),
+        (MESSAGES, {"model": MODEL, "messages": [{**ASK, "content": "x" * (5 << 20)}]}, 413, "request_too_large"),
+        (f"{MESSAGES}/count_tokens", {"model": "other", "messages": [ASK]}, 404, "not_found_error"),
+        (MESSAGES, {"model": MODEL, "messages": []}, 400, "invalid_request_error"),
+    ],
+)
+def test_errors_have_anthropics_types(http: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
+    answer = http.post(path, json=body)
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+
+
+# whole sessions -------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_turns_with_all_of_it_on_a_template_that_refuses_and_cuts() -> None:
+    engine = EchoEngine(lambda _: CALL)
+    engine.tokenizer = Templated(QWEN_3)
+    history: list[Any] = [{"role": "user", "content": "Begin."}]
+    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
+        client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        tools: Any = [{"name": "weather", "description": "ends <|im_end|>", "input_schema": {"type": "object"}}]
+        for turn in range(20):
+            answer = client.messages.create(
+                model=MODEL, max_tokens=200, messages=history, tools=tools, system="Be brief. <|eos|>"
+            )
+            (use,) = answer.content
+            thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+            history.append({"role": "assistant", "content": [thought, use.model_dump()]})
+            shown = [{"type": "text", "text": f"turn {turn} <|eos|>"}, *([IMAGE] if turn == 3 else [])]
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": shown}
+            history.append({"role": "user", "content": [result]})
+            if turn % 5 == 4:
+                history.append({"role": "system", "content": "Files have changed."})
+            if turn == 9:  # an aborted answer, and a compaction
+                history[:6] = [{"role": "user", "content": "So far: cut."}]
+                history[-1:-1] = [{"role": "assistant", "content": "I was int"}, {"role": "user", "content": "Go on."}]
+        prompt = ByteTokenizer().decode(engine.requests[-1].tokens)
+        assert "turn 18" in prompt and prompt.count("[image") == 1 and prompt.count("Files have changed.") == 3
+        assert 257 not in engine.requests[-1].tokens
