@@ -32,6 +32,15 @@ def test_evicted_entries_are_reported() -> None:
     assert evicted == [("a", 2)]
 
 
+def test_an_owner_pushes_out_nothing_of_others() -> None:
+    entries: BoundedDict[str, int] = BoundedDict(4, owner=lambda key: key[0])
+    for key in ("a1", "b1", "b2", "c1", "b3", "b4", "b5"):
+        entries[key] = 1
+    assert list(entries) == ["a1", "c1", "b4", "b5"]
+    entries["a2"] = 1
+    assert list(entries) == ["c1", "b4", "b5", "a2"], "of two that have as many, it is the oldest"
+
+
 @given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 6))))
 def test_it_is_a_list_in_the_order_of_use(limit: int, operations: list[tuple[bool, int]]) -> None:
     entries: BoundedDict[int, int] = BoundedDict(limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -14,18 +14,30 @@ class BoundedDict(OrderedDict[K, V]):
     """The `limit` entries that were used last, least recently used first.
 
     `use` and assignment make an entry the newest; other look-ups leave the order as it is. `on_evicted` is called with
-    every key and value that goes for want of room.
+    every key and value that goes for want of room. With `owner`, a function of keys, it is one of the owner that has
+    the most entries, so that none pushes out those of others.
     """
 
-    def __init__(self, limit: int, on_evicted: Callable[[K, V], None] = lambda _key, _value: None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        on_evicted: Callable[[K, V], None] = lambda _key, _value: None,
+        owner: Callable[[K], Hashable] | None = None,
+    ) -> None:
         super().__init__()
-        self._limit, self._on_evicted = limit, on_evicted
+        self._limit, self._on_evicted, self._owner = limit, on_evicted, owner
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
         if len(self) > self._limit:
-            self._on_evicted(*self.popitem(last=False))
+            key = self._victim(self._owner) if self._owner else next(iter(self))
+            self._on_evicted(key, self.pop(key))
+
+    def _victim(self, owner: Callable[[K], Hashable]) -> K:
+        held = Counter(map(owner, self))
+        most = max(held.values())
+        return next(key for key in self if held[owner(key)] == most)
 
     def use(self, key: K, make: Callable[[], V]) -> V:
         """Return the entry of `key` as the newest, made where there is none."""

@@ -25,6 +25,7 @@ from kedge.types import (
 )
 
 CLEAN = DecisionComparison({DecisionKind.FAR: False}, 0.0)
+SAME = DecisionComparison({DecisionKind.FAR: False}, 0.0)
 CHANGED = DecisionComparison({DecisionKind.FAR: True}, 2.0)
 ALL = GuardSettings(share=1.0)
 AS_SET = GuardOrders()
@@ -175,6 +176,20 @@ def test_records_are_bounded_and_one_in_use_stays() -> None:
         guard.translated(request("a", agent=f"other-{number}"), ("a",))
         assert guard.orders(request("a")).withheld == {"a"}
     assert len(guard.stats()) == 8
+
+
+def test_another_tenant_pushes_out_no_records_and_what_was_condemned_stays_so() -> None:
+    guard = QualityGuard(NONE.model_copy(update={"max_agents": 8}))
+    breach(guard, request("a"), "a")
+    for number in range(50):
+        other = replace(request("a", agent=f"other-{number}", tenant="b"), partition=f"salt-{number}")
+        guard.observe(other, ("a",), SAME)
+    assert guard.orders(request("a")).withheld == {"a"} and guard.orders(request("a")).epoch == 1
+    for number in range(50):  # its own do
+        guard.observe(request("a", agent=f"other-{number}"), ("a",), SAME)
+    assert guard.orders(request("a")).epoch == 1
+    breach(guard, request("a"), "a")
+    assert guard.orders(request("a")).epoch == 2
 
 
 def test_changes_are_logged_in_one_line_each(caplog: pytest.LogCaptureFixture) -> None:

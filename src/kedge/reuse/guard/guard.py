@@ -36,7 +36,7 @@ from kedge.reuse.guard.record import (
 )
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
 TRIED = 0.5
@@ -98,18 +98,30 @@ class GuardVerdict:
     """The withheld placeholder that the comparison translates, or `EVERYTHING`; "": the request itself is translated"""
 
 
+def _tenant(key: GuardKey | WorkflowAgent) -> TenantId:
+    return key.namespace.tenant
+
+
 class QualityGuard:
     """The records of all agents, bounded. Any thread may call."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(settings.max_agents)
-        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(settings.max_agents)
-        self._worth: BoundedDict[WorkflowAgent, float] = BoundedDict(settings.max_agents)
+        most, owner = settings.max_agents, _tenant
+        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
+        self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
+        """Of records that are no longer kept: what they condemned stays condemned"""
+        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(most, owner=owner)
+        self._worth: BoundedDict[WorkflowAgent, float] = BoundedDict(most, owner=owner)
         """Factor on the share of checked calls; 1 for agents without an entry"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
+
+    def _lose(self, key: GuardKey, record: GuardRecord) -> None:
+        if record.epoch:
+            agent = WorkflowAgent(key.namespace, key.workflow, key.agent)
+            self._epochs[agent] = self._epochs.get(agent, 0) + record.epoch
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -128,7 +140,8 @@ class QualityGuard:
     def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
         records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
         withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
-        epoch = sum(record.epoch for record in records.values())  # each of its placeholders' breaches is a new one
+        # each of its placeholders' breaches is a new one
+        epoch = sum(record.epoch for record in records.values()) + self._epochs.get(request.workflow_agent, 0)
         watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
         sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
         rung, is_proving = None, not isinf(budget := self.budget(request))
