@@ -153,12 +153,12 @@ def test_translation_is_the_default_and_run_ids_are_unique(engine: Engine) -> No
     assert all(request.reuse is ReuseMode.TRANSLATE for request in engine.requests)
 
 
-def test_generated_tokens_are_never_tokenized_again() -> None:
+def test_generated_tokens_are_never_tokenized_again_and_special_ones_not_read() -> None:
     with EchoEngine({"a": "<|bos|>\ufffd"}) as engine:
         run(engine, CHAIN, ASK)
         answer = engine.requests[1].segments[3]
     assert answer.name == "agent_a_current"
-    assert answer.tokens == (256, *"\ufffd".encode())
+    assert answer.tokens == tuple("\ufffd".encode())
 
 
 def test_independent_agents_are_submitted_together() -> None:

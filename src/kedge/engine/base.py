@@ -95,6 +95,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Tokens) -> str:
         """Return the text of `tokens`, without special tokens."""
 
+    def plain(self, tokens: Tokens) -> Tokens:
+        """Return an answer's tokens without special ones: those that another agent reads, and that decode as it."""
+
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of one token, which may be part of a character; a special token as it is spelled out.
         Empty for an id without a token.

@@ -78,6 +78,10 @@ class ByteTokenizer:
         """Return text without specials; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
+    def plain(self, tokens: Tokens) -> Tokens:
+        """Return tokens without specials."""
+        return tuple(token for token in tokens if token < 256)
+
     def token_bytes(self, token: int) -> bytes:
         """Return the byte itself; specials are spelled out."""
         return bytes([token]) if token < 256 else self._spelled[token]

@@ -236,7 +236,8 @@ class RunLoop:
         del self.in_flight[step]
         self.results[step] = result
         self.engine.forecast(self.progress.finished(step.agent, time.monotonic()))
-        self.memory.put(step.sample(), Value(result.completion.tokens, step.sample()), result.text)
+        read = self.engine.tokenizer.plain(result.completion.tokens)
+        self.memory.put(step.sample(), Value(read, step.sample()), result.text)
         if result.tool_result is not None:
             self._remember(step.sample(ValueKind.CONDITION), result.tool_result)
 

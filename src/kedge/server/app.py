@@ -64,7 +64,8 @@ def create_app(
     apply_quotas(engine, keys.tenants)
     watching = Dashboard(engine, text_policy(settings, keys))
     service = Service(watching.engine, settings, keys, tracing, watching.history.failed)
-    app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan)
+    # FastAPI's own pages run scripts of a CDN at the dashboard's origin
+    app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = None
     if settings.state is not None and engine.state != settings.state:

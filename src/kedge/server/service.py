@@ -164,7 +164,12 @@ class Service:
         ticket = self.admit(tenant, count)
         span = self.tracing.generation(tenant.id)
         try:
-            requests, streams = await self.threads.work(lambda: submit_all(self.engine, span.submitting(build())))
+            built = await self.threads.work(lambda: span.submitting(build()))
+            submit = partial(submit_all, self.engine, built)
+            if any(request.sampling.grammar for request in built):  # which may wait for others of its tenant to be read
+                requests, streams = await asyncio.wrap_future(self.threads.wait(submit))
+            else:
+                requests, streams = await self.threads.work(submit)
         except BaseException as error:  # cancellation too must free the room
             ticket.release()
             span.failed(error)

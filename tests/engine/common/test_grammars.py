@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.engine.common.grammars import LONGEST_KEPT, Grammars
+from kedge.engine.common.grammars import MAX_KEPT, Grammars
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import InvalidGrammar
+from kedge.types import TenantId
 
 GRAMMAR = 'start: "abc"'
 
@@ -54,5 +55,19 @@ def test_what_is_not_a_grammar_is_refused_each_time(tokenizer: HFTokenizer, comp
 
 
 def test_a_very_long_grammar_is_not_kept(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known, long = grammars(tokenizer), f"{GRAMMAR}\n// {'x' * LONGEST_KEPT}"
+    known, long = grammars(tokenizer), f"{GRAMMAR}\n// {'x' * MAX_KEPT}"
     assert known.begin(long) and known.begin(long) and compiled == [long, long]
+
+
+def test_what_is_kept_is_a_tenants_own_and_bounded(tokenizer: HFTokenizer, compiled: list[str]) -> None:
+    known, size = grammars(tokenizer), MAX_KEPT // 3
+    first, *others = (f"{GRAMMAR}\n// {number}{'x' * size}" for number in range(3))
+    one, other = TenantId("a"), TenantId("b")
+    for grammar in (first, *others):
+        known.begin(grammar, one)
+    known.begin(others[1], one)
+    assert len(compiled) == 3, "the last ones are kept"
+    known.begin(first, one)
+    assert len(compiled) == 4, "the oldest went"
+    known.begin(first, other)
+    assert len(compiled) == 5, "the time tells nothing of another tenant's"

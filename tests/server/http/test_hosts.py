@@ -17,7 +17,6 @@ TEXT, FLOWS, RUNS = "/v1/completions", "/v1/workflows", "/v1/workflows/pair/runs
 ROUTES = [
     ("GET", "/"),
     ("GET", "/static/index.html"),
-    ("GET", "/docs"),
     ("GET", "/openapi.json"),
     ("GET", "/metrics"),
     ("GET", "/nothing"),

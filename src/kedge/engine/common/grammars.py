@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kedge.checks import brief
 from kedge.errors import InvalidGrammar
+from kedge.structures.bounded import BoundedDict
+from kedge.types import TenantId
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,10 +25,9 @@ KEY = "grammar"
 EXCERPT = re.compile(r"\n\s*\d+ \|")
 MAX_REASON = 500
 """Characters of an error's reason"""
-MAX_KEPT = 64
-"""Grammars that are kept compiled: agents ask for the same schemas again and again"""
-LONGEST_KEPT = 1 << 16
-"""Characters of a grammar that is kept, at most"""
+MAX_KEPT = 1 << 16
+"""Characters of a tenant's grammars that are kept compiled: agents ask for the same schemas again and again. None is
+shared between tenants, who would tell by the time which ones the others use."""
 
 
 class GrammarState:
@@ -69,9 +70,9 @@ class Grammars:
         self._tokenizer, self._eos, self._vocab_size = tokenizer, sorted(eos), vocab_size
         self._wrapped: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled = lru_cache(MAX_KEPT)(self._compile)
+        self._kept: BoundedDict[TenantId, OrderedDict[str, LLMatcher]] = BoundedDict(64)
 
-    def begin(self, grammar: str) -> GrammarState | None:
+    def begin(self, grammar: str, tenant: TenantId = TenantId("default")) -> GrammarState | None:  # noqa: B008
         """Return the state of an answer that has not begun; None for "", which every answer conforms to.
 
         Raises `InvalidGrammar` for a grammar that cannot be read, a model whose answers no token ends, and where
@@ -79,8 +80,19 @@ class Grammars:
         """
         if not grammar:
             return None
-        compiled = self._compiled if len(grammar) <= LONGEST_KEPT else self._compile
-        return GrammarState(compiled(grammar).deep_copy())
+        with self._lock:
+            found = self._kept.use(tenant, OrderedDict).get(grammar)
+        return GrammarState((found or self._compiled(grammar, tenant)).deep_copy())
+
+    def _compiled(self, grammar: str, tenant: TenantId) -> LLMatcher:
+        """Compile a grammar, and keep it in place of the tenant's oldest ones."""
+        matcher = self._compile(grammar)
+        with self._lock:
+            kept = self._kept.use(tenant, OrderedDict)
+            kept[grammar] = matcher
+            while sum(map(len, kept)) > MAX_KEPT:
+                kept.popitem(last=False)
+        return matcher
 
     def _compile(self, grammar: str) -> LLMatcher:
         try:

@@ -184,6 +184,11 @@ class HFTokenizer:
     def decode(self, tokens: Tokens) -> str:
         return cast(str, self._raw.decode(list(tokens), skip_special_tokens=True))
 
+    def plain(self, tokens: Tokens) -> Tokens:
+        if self._special_ids.isdisjoint(tokens):
+            return tokens
+        return tuple(token for token in tokens if token not in self._special_ids)
+
     def token_bytes(self, token: int) -> bytes:
         return self._spelling(token)
 

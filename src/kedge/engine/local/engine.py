@@ -329,13 +329,14 @@ class LocalEngine(Engine):
         is_watched = draw is None or bool(request.forced)
         if draw is None and request.forced:
             draw = ForcedAnswer(request.forced, rows=0)
+        grammar = self._grammars.begin(request.sampling.grammar, request.tenant)
         sequence = RequestSequence(
             key=RequestId(f"request-{next(self._numbers)}"),  # not the request's: its blocks may outlive it
             namespace=request.namespace,
             tokens=tokens,
             request=request,
             stream=LocalStream(request.request_id, self._mailbox.leave),
-            sampler=Sampler(request.sampling, draw, self._grammars.begin(request.sampling.grammar), tuple(tokens)),
+            sampler=Sampler(request.sampling, draw, grammar, tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
         )

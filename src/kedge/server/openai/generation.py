@@ -146,7 +146,7 @@ class GenerationJob:
             return
         runs, hints = self.context.workflows.client_runs, self.context.hints
         if self.step and call.completions[0]:
-            self.run.keep(self.step, call.completions[0])
+            self.run.keep(self.step, call.completions[0], self.context.service.engine.tokenizer)
         if hints.agent:
             self.run.end_call(hints.agent)
         if hints.final:

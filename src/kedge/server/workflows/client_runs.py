@@ -202,10 +202,10 @@ class ClientRun:
         if self.turns[step.agent] == step.turn + 1:
             self.turns[step.agent] -= 1
 
-    def keep(self, step: Step, completion: Completion) -> None:
-        """Remember an answer that is not empty."""
-        if completion.tokens:
-            self.answers.put(step.sample(), Value(completion.tokens, step.sample()), completion.text)
+    def keep(self, step: Step, completion: Completion, tokenizer: Tokenizer) -> None:
+        """Remember an answer that is not empty, as others read it."""
+        if tokens := tokenizer.plain(completion.tokens):
+            self.answers.put(step.sample(), Value(tokens, step.sample()), completion.text)
 
 
 def values_for(

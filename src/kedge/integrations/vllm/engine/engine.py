@@ -200,7 +200,7 @@ class VLLMEngine(Engine):
         `EngineClosed`.
         """
         self._validate(request)
-        self._grammars.begin(request.sampling.grammar)  # vLLM says less of what is wrong
+        self._grammars.begin(request.sampling.grammar, request.tenant)  # vLLM says less of what is wrong
         request, tap = self._with_trails(request), None
         if self._is_guarded:
             request, tap = self._guard.begin(request)
