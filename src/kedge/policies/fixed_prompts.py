@@ -336,11 +336,6 @@ class FixedLengths:
         declared = _declared(request)
         return self._boundary.observe(_caller(request), request.tokens, now) if declared is None else declared
 
-    def known(self, request: GenerateRequest, now: float) -> int | None:
-        """Return as `of` does, without taking the request into the agent's history."""
-        declared = _declared(request)
-        return self._boundary.length(_caller(request), now) if declared is None else declared
-
 
 def _declared(request: GenerateRequest) -> int | None:
     """Return the length that a request itself gives."""
