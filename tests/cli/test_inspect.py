@@ -119,7 +119,7 @@ REFUSED = {
     "no rope": (BertConfig, {}, "no rotary position embedding in its config"),
     "linear attention": (Qwen3NextConfig, SMALL, "layers of type linear_attention keep one state"),
     "state space": (MambaConfig, {}, "layers of type linear_attention keep one state"),
-    "RWKV": (RwkvConfig, {}, "its layers have no attention heads, and so no KV of a token"),
+    "RWKV": (RwkvConfig, {}, "its config has no `num_attention_heads`: layers without attention keep no KV"),
     "ALiBi": (FalconConfig, {"alibi": True}, "ALiBi: positions are a bias of the scores, not a rotation of the keys"),
     "attention of its own": (StableLmConfig, SMALL, "Transformers runs it with attention of its own only"),
     "rope for half of a key": (

@@ -63,7 +63,7 @@ STATE = "keep one state of all tokens before, which cannot be translated (vLLM r
         (ZambaConfig(), f"layers of type hybrid, linear_attention {STATE}"),
         (FalconH1Config(), f"layers of type hybrid {STATE}"),
         (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), f"layers of type conv {STATE}"),
-        (RwkvConfig(), "its layers have no attention heads, and so no KV of a token"),
+        (RwkvConfig(), "its config has no `num_attention_heads`: layers without attention keep no KV"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

@@ -157,7 +157,7 @@ def _unservable(config: PretrainedConfig) -> str | None:
     if getattr(config, "alibi", False):
         return "ALiBi: positions are a bias of the scores, not a rotation of the keys"
     if not getattr(config, "num_attention_heads", None):
-        return "its layers have no attention heads, and so no KV of a token"
+        return "its config has no `num_attention_heads`: layers without attention keep no KV"
     if not ropes(config):
         return "no rotary position embedding in its config"
     sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]

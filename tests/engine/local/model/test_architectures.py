@@ -37,7 +37,7 @@ REFUSED = {
     "LFM2, short convolutions": "layers of type conv keep one state of all tokens before",
     "Falcon-H1, state space and attention in one layer": "layers of type hybrid keep one state of all tokens before",
     "Mamba 2, state space only": "layers of type linear_attention keep one state of all tokens before",
-    "RWKV": "its layers have no attention heads",
+    "RWKV": "its config has no `num_attention_heads`",
     "Llama 4, chunked attention": "layers of type chunked_attention",
     "StableLM": "attention of its own only",
     "GPT-2, learned positions": "no rotary position embedding",
