@@ -240,7 +240,7 @@ class _FilteredStorage(PagedStorage):
         """Take `reused`, bool [rows] on the CPU. Rows that are not reused are always written and always kept."""
         self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
-        self.places, self.parts = storage.places, storage.parts
+        self.parts = storage.parts
         self.keep = 0
         self.kept = torch.ones_like(reused)
         """bool [rows] of the layer that was stored last, on the CPU."""
@@ -267,7 +267,7 @@ class ReadOnlyStorage(PagedStorage):
     def __init__(self, storage: PagedStorage) -> None:
         self.keys, self.values, self.pools = storage.keys, storage.values, storage.pools
         self.spec, self.block_size, self.rotary = storage.spec, storage.block_size, storage.rotary
-        self.places, self.parts = storage.places, storage.parts
+        self.parts = storage.parts
         self.fresh: tuple[int, Tensor, Tensor]
         """Layer, keys and values [rows, kv_heads, head_dim] of the last pass."""
 

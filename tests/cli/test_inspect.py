@@ -15,10 +15,12 @@ from transformers import (
     Gemma3TextConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    MambaConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     Qwen3NextConfig,
+    RwkvConfig,
     StableLmConfig,
     T5Config,
 )
@@ -111,26 +113,13 @@ def test_keys_that_are_scaled_after_their_rotation_are_run_but_not_translated(tm
     assert shown["translation"] == "no: the keys of layer 0 are rotated in none of the known ways"
 
 
-def test_hybrids_are_run_with_exact_reuse_and_not_translated(tmp_path: Path) -> None:
-    shown = rows(tmp_path, Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}, head_dim=16, num_experts=4))
-    assert shown["runs, exact reuse"] == "yes"
-    assert shown["translation"].startswith("no: layers of type linear_attention keep one state of all tokens before")
-    assert shown["recurrent layers"] == "decode all requests of a pass at once"
-
-
-def test_hybrids_that_decode_one_request_at_a_time_have_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica, "trial", lambda _: replica.Trial(True, None, stacking_refusal="its logits differ"))
-    shown = rows(tmp_path, Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}, head_dim=16, num_experts=4))
-    assert shown["recurrent layers"] == "decode one request at a time: its logits differ"
-
-
 HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
 REFUSED = {
     "encoder-decoder": (T5Config, {}, "an encoder-decoder has no single KV cache"),
     "no rope": (BertConfig, {}, "no rotary position embedding in its config"),
-    "linear attention": (Qwen3NextConfig, SMALL, "layers of type linear_attention keep no KV"),
+    "linear attention": (Qwen3NextConfig, SMALL, "layers of type linear_attention keep one state"),
+    "state space": (MambaConfig, {}, "layers of type linear_attention keep one state"),
+    "RWKV": (RwkvConfig, {}, "its config has no `num_attention_heads`: layers without attention keep no KV"),
     "ALiBi": (FalconConfig, {"alibi": True}, "ALiBi: positions are a bias of the scores, not a rotation of the keys"),
     "attention of its own": (StableLmConfig, SMALL, "Transformers runs it with attention of its own only"),
     "rope for half of a key": (

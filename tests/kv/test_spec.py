@@ -9,16 +9,22 @@ import torch
 from transformers import (
     BertConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    JambaConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
+    RwkvConfig,
     SmolLM3Config,
     T5Config,
+    ZambaConfig,
 )
 
 from kedge.errors import UnsupportedModel
@@ -36,19 +42,37 @@ def test_head_dim_of_its_own_is_used() -> None:
     assert KVSpec.from_config(Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32)).head_dim == 32
 
 
-@pytest.mark.parametrize("config", [MambaConfig(), T5Config(), BertConfig(), Qwen3NextConfig(num_hidden_layers=3)])
+@pytest.mark.parametrize("config", [T5Config(), BertConfig()])
 def test_models_without_rotated_kv_per_token_are_unsupported(config: object) -> None:
     with pytest.raises(UnsupportedModel, match=config.model_type):
         KVSpec.from_config(config)
     assert translation_refusal(config)
 
 
-def test_layers_with_a_state_have_no_kv_and_are_not_translated() -> None:
-    """Of Qwen3-Next's 48 layers, every fourth attends."""
-    spec = KVSpec.from_config(Qwen3NextConfig(), torch.bfloat16)
-    assert (spec.layers, spec.kv_heads, spec.head_dim) == (12, 2, 256)
-    why = "layers of type linear_attention keep one state of all tokens before, which cannot be translated"
-    assert translation_refusal(Qwen3NextConfig()) == why
+STATE = "keep one state of all tokens before, which cannot be translated (vLLM runs them)"
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Qwen3NextConfig(), f"layers of type linear_attention {STATE}"),
+        (Qwen3NextConfig(num_hidden_layers=3), f"layers of type linear_attention {STATE}"),
+        (NemotronHConfig(), f"layers of type linear_attention {STATE}"),
+        (JambaConfig(), f"layers of type linear_attention {STATE}"),
+        (MambaConfig(), f"layers of type linear_attention {STATE}"),
+        (ZambaConfig(), f"layers of type hybrid, linear_attention {STATE}"),
+        (FalconH1Config(), f"layers of type hybrid {STATE}"),
+        (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), f"layers of type conv {STATE}"),
+        (RwkvConfig(), "its config has no `num_attention_heads`: layers without attention keep no KV"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_layers_with_a_state_are_refused_by_their_type(config: Any, why: str) -> None:
+    """Where only every fourth layer has KV, where none has, and where one has both."""
+    with pytest.raises(UnsupportedModel) as caught:
+        KVSpec.from_config(config)
+    assert (caught.value.key, caught.value.value, caught.value.why) == ("model_type", config.model_type, why)
+    assert translation_refusal(config) == why
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config(), MistralConfig(sliding_window=None)])

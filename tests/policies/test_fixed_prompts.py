@@ -117,23 +117,26 @@ def test_agents_are_apart() -> None:
     boundary = FixedBoundary(confirmations=1)
     observe(boundary, prompts(50, 50), "a")
     observe(boundary, prompts(30, 30), "b")
-    assert (boundary.length("a", 0.0), boundary.length("b", 0.0), boundary.length("c", 0.0)) == (50, 30, None)
+    assert [observe(boundary, prompts(n), agent) for n, agent in ((50, "a"), (30, "b"), (50, "c"))] == [
+        [50],
+        [30],
+        [None],
+    ]
 
 
 def test_it_expires() -> None:
     boundary = FixedBoundary(confirmations=1, ttl=10.0)
     observe(boundary, prompts(50, 50))
-    assert boundary.length("a", 9.9) == 50
-    assert boundary.length("a", 10.0) is None
-    assert len(boundary) == 0
-    assert boundary.observe("a", prompts(50)[0], 11.0) is None
+    assert boundary.observe("a", prompts(50)[0], 9.9) == 50
+    assert boundary.observe("a", prompts(50)[0], 19.9) is None
+    assert len(boundary) == 1
 
 
 def test_every_call_renews_it() -> None:
     boundary = FixedBoundary(confirmations=1, ttl=10.0)
     for now in range(0, 100, 9):
         boundary.observe("a", prompts(50)[0], float(now))
-    assert boundary.length("a", 105.0) == 50
+    assert boundary.observe("a", prompts(50)[0], 105.0) == 50
 
 
 def test_no_more_agents_than_its_capacity() -> None:
@@ -141,7 +144,7 @@ def test_no_more_agents_than_its_capacity() -> None:
     for agent in "abcad":
         observe(boundary, prompts(50, 50), agent)
     assert len(boundary) == 3
-    assert [boundary.length(agent, 0.0) for agent in "abcd"] == [50, None, 50, 50]
+    assert [observe(boundary, prompts(50), agent) for agent in "cadb"] == [[50], [50], [50], [None]]
 
 
 @pytest.mark.parametrize(
@@ -166,8 +169,9 @@ def test_no_more_tokens_than_its_bound() -> None:
     for agent in "abcde":
         observe(boundary, prompts(50, 50), agent)
         assert boundary.tokens <= 300
-    assert [boundary.length(agent, 0.0) for agent in "abcde"] == [None, None, 50, 50, 50]
-    assert observe(boundary, [suffix(301)]) == [None]
+    assert len(boundary) == 3
+    assert [observe(boundary, prompts(50), agent) for agent in "cda"] == [[50], [50], [None]]
+    assert observe(boundary, [suffix(301)], "b") == [None]
     assert (boundary.tokens, len(boundary)) == (0, 0)
 
 
@@ -176,8 +180,8 @@ def test_forgotten_agents_give_their_tokens_back() -> None:
     for agent in "abc":
         observe(boundary, prompts(50), agent)
     assert boundary.tokens == 2 * 70
-    assert boundary.length("c", 10.0) is None
-    assert boundary.tokens == 0
+    boundary.observe("d", prompts(50)[0], 10.0)
+    assert boundary.tokens == 70
 
 
 def test_a_length_comes_from_the_request_then_from_its_segments_then_from_history() -> None:

@@ -126,22 +126,19 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
     """Return the facts of what Kedge can do with a model, found by trying a small random model of its kind."""
     from kedge.engine.local.model.loading import require_buildable
     from kedge.engine.local.model.replica import trial
-    from kedge.kv.spec import KVSpec, longest, recurrent_types
+    from kedge.kv.spec import KVSpec, longest
 
     try:
         require_buildable(config)
         tried = trial(config)
     except UnsupportedModel as error:
         return [("runs", f"no: {error.why}")]
-    alone = tried.stacking_refusal
-    decoding = f"decode one request at a time: {alone}" if alone else "decode all requests of a pass at once"
     spec, yes = KVSpec.from_config(config, latent=not tried.keeps_heads), "yes" if tried.ran else UNTRIED
     return [
         ("longest prompt", str(longest(config))),
         ("KV per token", _kv_per_token(spec)),
         ("RoPE", _rope(config, spec.rotary_dim, spec.latent + spec.rotary_dim if spec.latent else spec.head_dim)),
         ("runs, exact reuse", yes),
-        *([("recurrent layers", decoding)] if recurrent_types(config) and tried.ran else []),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
 

@@ -16,11 +16,8 @@ CHANGING = frozenset({"dynamic", "longrope"})
 """Kinds of RoPE with frequencies that depend on the longest sequence of a pass."""
 RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Types of layers with a state of all tokens before, instead of KV or beside it."""
-ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"})
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
 """Types of layers with KV of every token."""
-EMPTY = frozenset({"mlp", "moe"})
-"""Types of layers that look at one token only."""
-
 SAVING = 4
 """A latent is kept where that takes at least so many times less memory than keys and values of all heads."""
 
@@ -47,8 +44,6 @@ class KVSpec:
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...] = ()
     """The shape of every layer, where not all of them fill [kv_heads, head_dim]; otherwise empty."""
-    numbers: tuple[int, ...] = ()
-    """The model's numbers of the layers that keep KV, where others keep none; otherwise empty."""
     latent: int = 0
     """With multi-head latent attention: the dimensions of the latent that keys and values of all heads are computed
     from. A token's KV is then the latent and a rotated part, `latent` + `rotary_dim` numbers, of which `PagedStorage`
@@ -75,9 +70,9 @@ class KVSpec:
         layers = _layers(config)
         if latent and (rank := _latent(layers)):
             rotated = _rotary_dim(config)
-            return cls(_attending(config), 1, (rank + rotated) // 2, rotated, dtype, latent=rank)
+            return cls(config.num_hidden_layers, 1, (rank + rotated) // 2, rotated, dtype, latent=rank)
         return cls(
-            layers=_attending(config),
+            layers=config.num_hidden_layers,
             kv_heads=max(getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers),
             head_dim=max(map(_head_dim, layers)),
             rotary_dim=max(map(_rotary_dim, layers)),
@@ -120,13 +115,6 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
         raise UnsupportedModel("model_type", config.model_type, "it has more than one language model") from error
 
 
-def _attending(config: PretrainedConfig) -> int:
-    """Return the number of layers with KV."""
-    if not recurrent_types(config):
-        return int(config.num_hidden_layers)
-    return sum(kind in ATTENDING for kind in config.layer_types)
-
-
 def _layers(config: PretrainedConfig) -> list[PretrainedConfig]:
     """Return the config of every layer where they differ, else the one of all layers."""
     return list(getattr(config, "per_layer_config", None) or [config])
@@ -161,13 +149,16 @@ def _unservable(config: PretrainedConfig) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has no single KV cache"
     layer_types = set(getattr(config, "layer_types", None) or ())
-    if odd := layer_types - ATTENDING - RECURRENT - EMPTY:
+    if recurrent := ", ".join(sorted(layer_types & RECURRENT)):
+        why = "keep one state of all tokens before, which cannot be translated (vLLM runs them)"
+        return f"layers of type {recurrent} {why}"
+    if odd := layer_types - ATTENDING:
         return f"layers of type {', '.join(sorted(odd))} (sparse, chunked) do not see all tokens before"
-    if layer_types and not layer_types & ATTENDING:
-        return f"layers of type {', '.join(sorted(layer_types))} keep no KV"
     if getattr(config, "alibi", False):
         return "ALiBi: positions are a bias of the scores, not a rotation of the keys"
-    if not getattr(config, "num_attention_heads", None) or not (ropes(config) or layer_types & RECURRENT):
+    if not getattr(config, "num_attention_heads", None):
+        return "its config has no `num_attention_heads`: layers without attention keep no KV"
+    if not ropes(config):
         return "no rotary position embedding in its config"
     sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
     one = _layers(config)[0]
@@ -184,15 +175,8 @@ def translation_refusal(config: PretrainedConfig) -> str | None:
     config = _text(config)
     if reason := _unservable(config):
         return reason
-    if recurrent := recurrent_types(config):
-        return f"layers of type {', '.join(recurrent)} keep one state of all tokens before, which cannot be translated"
     changing = [rope["rope_type"] for rope in ropes(config) if rope.get("rope_type") in CHANGING]
     return f"{changing[0]} RoPE changes with the length of the prompt" if changing else None
-
-
-def recurrent_types(config: PretrainedConfig) -> list[str]:
-    """Return the types of a config's layers that keep a state of all tokens before."""
-    return sorted(RECURRENT & set(getattr(_text(config), "layer_types", None) or ()))
 
 
 def mixed_layers(config: PretrainedConfig) -> str | None:

@@ -101,8 +101,6 @@ class PagedStorage:
         """The keys and values of each layer as attention reads them: with a latent both are [slots, 1, latent +
         rotary_dim], else those that are written
         """
-        self.places = {number: place for place, number in enumerate(spec.numbers or range(spec.layers))}
-        """The place of each of the model's layers in the pools, by its number"""
 
     @property
     def has_kernels(self) -> bool:

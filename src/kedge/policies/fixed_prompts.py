@@ -246,11 +246,10 @@ class PrefixClusters:
 
 @dataclass
 class _History:
-    """The prompts of one agent, and the length that was declared with the last of them."""
+    """The prompts of one agent, and when the last one came."""
 
     clusters: PrefixClusters
     used: float
-    length: int | None = None
 
 
 class FixedBoundary:
@@ -295,17 +294,11 @@ class FixedBoundary:
         self._expire(now)
         history = self._histories.use(agent, lambda: _History(PrefixClusters(self._window, self._confirmations), now))
         self.tokens -= history.clusters.tokens
-        history.length, history.used = history.clusters.observe(prompt), now
+        length, history.used = history.clusters.observe(prompt), now
         self.tokens += history.clusters.tokens
         while self.tokens > self._max_tokens:
             self._forget_oldest()
-        return marker if marker is not None and 0 <= marker <= len(prompt) else history.length
-
-    def length(self, agent: Hashable, now: float) -> int | None:
-        """Return the length that was declared with the last prompt of `agent`; None where there is none."""
-        self._expire(now)
-        history = self._histories.get(agent)
-        return history.length if history else None
+        return marker if marker is not None and 0 <= marker <= len(prompt) else length
 
     def __len__(self) -> int:
         """Return how many agents are remembered."""
@@ -335,11 +328,6 @@ class FixedLengths:
         """
         declared = _declared(request)
         return self._boundary.observe(_caller(request), request.tokens, now) if declared is None else declared
-
-    def known(self, request: GenerateRequest, now: float) -> int | None:
-        """Return as `of` does, without taking the request into the agent's history."""
-        declared = _declared(request)
-        return self._boundary.length(_caller(request), now) if declared is None else declared
 
 
 def _declared(request: GenerateRequest) -> int | None:

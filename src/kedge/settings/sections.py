@@ -383,8 +383,6 @@ class EngineSettings(SettingsSection):
     """Blocks of the device tier; None takes as many as `kv_memory` holds."""
     kv_memory: Bytes = 1 << 30
     """Bytes of the device tier, unless `num_blocks` is set."""
-    state_memory: Bytes = 256 << 20
-    """Bytes of snapshots of the states of linear attention, for models with it; those of running requests are extra."""
     max_batch_tokens: PositiveInt = 2048
     """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks."""
     max_running: PositiveInt = 16

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.storage import SlotTable
 from kedge.settings import PlannerSettings
@@ -195,14 +194,3 @@ def test_tenants_copy_from_their_own_blocks_only() -> None:
     assert [exact(one) for one in served] == [0, 0, 30, 30]
     for one in served:
         require_right(one)
-
-
-def test_recurrent_layers_step_aside() -> None:
-    """They have a state at the end of a block, and none within it."""
-    recurrent: ModelRunner = checked_runner(model_of("Qwen3-Next, linear attention"))
-    engine = Stepped(model=recurrent)
-    for seed, most in ((1, 0), (2, 16), (3, 16), (1, 48)):
-        sequence = engine.serve(ask(seed))
-        assert exact(sequence) % BLOCK == 0 and exact(sequence) <= most
-        assert tuple(sequence.response) == greedy(recurrent.model, sequence.request.tokens, 4)
-    assert engine.stats("cache")["copied_hit_tokens"] == 0

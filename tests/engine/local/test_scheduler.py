@@ -24,9 +24,6 @@ class Request:
     is_over: bool = False
     last_pass: int = 0
 
-    def next_positions(self, most: int) -> list[int]:
-        return self.todo[:most]
-
 
 @dataclass
 class World:

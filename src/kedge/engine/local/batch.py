@@ -29,7 +29,6 @@ def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
             context=context,
             positions=positions[start:stop].to(device),
             contiguous=item.positions[0] == context - len(item.positions),
-            states=item.sequence.states,
         )
         slices.append(one)
         logits_rows += range(stop - item.logit_rows, stop)

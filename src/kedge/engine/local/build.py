@@ -40,7 +40,6 @@ from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.sessions import FixedPrompts, SessionCaching
 from kedge.engine.local.shared_writes import SharedWrites
-from kedge.engine.local.state_snapshots import StateSnapshots
 from kedge.errors import ConfigError
 from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.segment import KVSegment
@@ -118,8 +117,7 @@ class EngineParts:
         self.longest = min(runner.max_positions, self.capacity)
         """Tokens of the longest prompt that can be computed"""
         self.storage = storage = PagedStorage(runner.spec, num_blocks, size, runner.device, runner.rotary)
-        has_graphs = config.cuda_graphs and not runner.recurrent
-        runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if has_graphs else None
+        runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
 
@@ -139,8 +137,6 @@ class EngineParts:
         self.assembler = components.assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.fixed = FixedPrompts(cache, self.sessions)
-        self.snapshots = StateSnapshots(runner.recurrent, cache, config.state_memory, self.fixed.length)
-        self.loading.reusable = self.snapshots.reusable
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
         self.ahead: deque[PreparedPrompt] = deque()
@@ -178,7 +174,6 @@ class EngineParts:
             "borrowed_tokens": self.shared.borrowed_tokens,
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
-            "states": asdict(self.snapshots.stats()),
             **self.runtime.stats(),
         }
 

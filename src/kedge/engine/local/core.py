@@ -70,7 +70,7 @@ class EngineCore:
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected."""
-        if self.parts.assembler.works_ahead and not self.parts.runner.recurrent:
+        if self.parts.assembler.works_ahead:
             self.parts.preassembly.expect(request)
 
     def end_run(self, run: RunKey) -> None:
@@ -142,7 +142,6 @@ class EngineCore:
             return self._fail(work, error)
         for item in work:
             del item.sequence.todo[: len(item.positions)]
-            self.parts.snapshots.computed(item.sequence, item.positions[-1] + 1)
         self.requests.read_all(work, logits)
         ended = [(item, rows[-1]) for item, rows in zip(work, logits, strict=True) if not item.sequence.todo]
         refuted = self._refuted([item.sequence for item, _ in ended])
@@ -251,7 +250,6 @@ class EngineCore:
         self.parts.preassembly.clear()
         self.parts.plain.clear()
         self.parts.cache.clear()
-        self.parts.snapshots.clear()
         self.parts.runtime.clear()
 
     def shut(self, cause: BaseException | None) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 
 from kedge.cache import CacheManager, Readiness
 from kedge.engine.local.sequence import RequestSequence
@@ -31,8 +29,6 @@ class Loading:
 
     def __init__(self, cache: CacheManager, tiers: TierSettings, has_host: bool) -> None:
         self._cache, self._tiers, self._has_host = cache, tiers, has_host
-        self.reusable: Callable[[RequestSequence], int] = attrgetter("exact_limit")
-        """(request) -> how many of its leading tokens may be reused at most"""
         self.lets_pass = tiers.status_aware
         """Whether others go before a request that waits (KVFlow's status-aware scheduling)."""
         self._stats = LoadStats()
@@ -48,7 +44,7 @@ class Loading:
             if sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait:
                 self.give_up(sequence)
                 return True
-        reusable = sequence.tokens[: self.reusable(sequence)]
+        reusable = sequence.tokens[: sequence.exact_limit]
         if self._cache.demand(sequence.key, sequence.namespace, reusable) is Readiness.READY:
             return True
         if sequence.load_asked is None:

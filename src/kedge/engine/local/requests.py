@@ -76,7 +76,6 @@ class Requests:
         wrong as well. It is admitted again before all others, and computed.
         """
         self._parts.cache.abort(sequence.key)
-        self._parts.snapshots.ended(sequence, 0)
         self._requeue(sequence)
 
     def _requeue(self, sequence: RequestSequence) -> None:
@@ -93,7 +92,6 @@ class Requests:
         segments = sequence.request.segments if sequence.plan.translates else ()
         fixed = sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, segments))
         self._parts.cache.finish(sequence.key, sequence.tokens[:exact], fixed)
-        self._parts.snapshots.ended(sequence, exact)
         if sequence.turn and sequence.finish:
             stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
             self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
@@ -113,7 +111,6 @@ class Requests:
         self._parts.plain.ended(sequence.namespace, sequence.request.request_id)
         if sequence.admitted:
             self._parts.cache.abort(sequence.key)
-            self._parts.snapshots.ended(sequence, 0)
             self._parts.preassembly.wake()
         else:
             self._parts.preassembly.abandon(sequence)
@@ -370,10 +367,8 @@ class Admission:
         return self._parts.preassembly.give_back() or self._parts.learning.reclaim()
 
     def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
-        limit = self._parts.snapshots.limit(sequence)
+        key, tokens, limit = sequence.key, sequence.tokens, sequence.exact_limit
         try:
-            lease = self._parts.cache.admit(sequence.key, sequence.namespace, sequence.tokens, limit, room)
+            return self._parts.cache.admit(key, sequence.namespace, tokens, limit, room)
         except OutOfBlocks:
             return None
-        self._parts.snapshots.begin(sequence, lease.exact_tokens)
-        return lease

@@ -278,7 +278,7 @@ class _Pass:
     def add(self, sequence: Sequence, most: int = sys.maxsize) -> int:
         """Add up to `most` positions of a sequence. Returns their number."""
         most = min(most, self.left, self.rows if sequence.needs_all_logits else sys.maxsize)
-        positions = sequence.next_positions(max(0, most))
+        positions = sequence.todo[: max(0, most)]
         if positions:
             self.work.append(Work(sequence, positions))
         self.left -= len(positions)

@@ -10,7 +10,6 @@ from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import TextStream
 from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
-from kedge.engine.local.states import States
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
 from kedge.reuse.contracts import Cut
@@ -46,12 +45,6 @@ class Sequence:
     """Positions to compute; the last one yields the next token."""
     sentinels: list[SentinelRows] = field(default_factory=list)
     """Translated KV of tokens that are computed as well, until the two are compared"""
-    states: States | None = None
-    """Its states in recurrent layers after the tokens computed so far"""
-    stops: tuple[int, ...] = ()
-    """Numbers of tokens, ascending, after which a pass ends, since the states are copied there"""
-    boundary: tuple[int, States] | None = None
-    """The states at the last end of a block in its answer, after so many tokens"""
 
     @property
     def tenant(self) -> TenantId:
@@ -67,12 +60,6 @@ class Sequence:
     def admitted(self) -> bool:
         """Whether it holds blocks."""
         return self.table is not None
-
-    def next_positions(self, most: int) -> list[int]:
-        """Return the positions that one pass may compute next, at most so many."""
-        positions = self.todo[:most]
-        stop = next((at for at in self.stops if positions and at > positions[0]), None)
-        return positions if stop is None else positions[: stop - positions[0]]
 
     @property
     def needs_all_logits(self) -> bool:

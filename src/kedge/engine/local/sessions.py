@@ -111,10 +111,6 @@ class FixedPrompts:
         self._cache.on_label(key.namespace, key, tokens)
         self._sessions.labelled(key, tokens, turn)
 
-    def length(self, request: GenerateRequest, now: float) -> int | None:
-        """Return how many tokens the fixed prompt of `request` had by its agent's last call; None: not known."""
-        return self._lengths.known(request, now) if request.agent else None
-
     def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Label the fixed prompts of agents that are about to call."""
         for key, tokens in prompts.items():

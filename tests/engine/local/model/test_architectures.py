@@ -20,7 +20,6 @@ from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import RequestSequence, Sequence
 from kedge.errors import RequestError
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import recurrent_types
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.types import Namespace, RequestId, ReuseMode, TenantId, Tokens
 from tests.engine.local.conftest import engine_of
@@ -33,7 +32,12 @@ BY_NAME = {one.name: one for one in ARCHITECTURES}
 REFUSED = {
     "DeepSeek-V3.2, sparse MLA": "layers of type indexed_attention",
     "GLM-5, sparse MLA": "layers of type indexed_attention",
-    "MiniMax, linear attention": "its code fails with Kedge's attention",
+    "Qwen3-Next, linear attention": "layers of type linear_attention keep one state of all tokens before",
+    "Jamba, state space": "layers of type linear_attention keep one state of all tokens before",
+    "LFM2, short convolutions": "layers of type conv keep one state of all tokens before",
+    "Falcon-H1, state space and attention in one layer": "layers of type hybrid keep one state of all tokens before",
+    "Mamba 2, state space only": "layers of type linear_attention keep one state of all tokens before",
+    "RWKV": "its config has no `num_attention_heads`",
     "Llama 4, chunked attention": "layers of type chunked_attention",
     "StableLM": "attention of its own only",
     "GPT-2, learned positions": "no rotary position embedding",
@@ -42,17 +46,14 @@ NOT_TRANSLATED = {
     "HunYuan, keys scaled after rotation": "the keys of layer 0 are rotated in none of the known ways",
     "Phi-3, LongRoPE": "longrope RoPE changes with the length of the prompt",
 }
-HYBRID = [one.name for one in ARCHITECTURES if recurrent_types(one.config()) and one.name not in REFUSED]
-NOT_TRANSLATED |= dict.fromkeys(HYBRID, "keep one state of all tokens before, which cannot be translated")
 SERVED = [name for name in BY_NAME if name not in REFUSED]
 TRANSLATED = [name for name in SERVED if name not in NOT_TRANSLATED]
 ON_PUSH = {
     "Llama", "Llama, YaRN", "Qwen3 MoE", "GLM-4, partial rotary", "Cohere, neighbours paired",
     "SmolLM3, layers without RoPE", "Mistral, sliding window", "Gemma 2", "Gemma 4, layers that share KV",
     "gpt-oss, attention sinks", "MiniCPM3, MLA", "HunYuan, keys scaled after rotation", "Phi-3, LongRoPE",
-    "Qwen3-Next, linear attention", "Jamba, state space", "LFM2, short convolutions",
 }  # fmt: skip
-"""One of each kind of attention, rotation, cache and state"""
+"""One of each kind of attention, rotation and cache"""
 ANSWER = 64
 
 
@@ -79,18 +80,17 @@ def test_the_verdict_is_the_expected_one(architecture: Architecture) -> None:
 
 @pytest.mark.parametrize("name", on_push(SERVED, ON_PUSH))
 def test_answers_are_those_of_transformers_with_and_without_exact_reuse(name: str) -> None:
-    """Prompts of several lengths in one batch, longer than the windows; then again, beginning with cached blocks, and
-    parts of blocks where no recurrent state has to fit them.
+    """Prompts of several lengths in one batch, longer than the windows; then again, beginning with cached blocks and
+    parts of blocks.
     """
     model = model_of(name)
-    cached = [0, 64, 192, 128] if name in HYBRID else [4, 69, 199, 140]
     prompts = [prompt(0, 5), prompt(1, 70), prompt(2, 200), prompt(2, 200)[:100] + prompt(3, 41)]
     expected = [greedy(model, one, ANSWER) for one in prompts]
     with engine_of(model, max_batch_tokens=64) as engine:
         for mode, reused in (
             (ReuseMode.OFF, [0, 0, 0, 0]),
             (ReuseMode.EXACT, None),
-            (ReuseMode.EXACT, cached),
+            (ReuseMode.EXACT, [4, 69, 199, 140]),
         ):
             streams = [engine.submit(plain(one, mode, max_tokens=ANSWER)) for one in prompts]
             done = [stream.result(120) for stream in streams]

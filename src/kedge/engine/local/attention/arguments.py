@@ -56,20 +56,19 @@ def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
         raise unsupported(module, "its tokens attend to later ones (`is_causal` is False)")
 
 
-def place_of(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> int:
-    """Return the number of a layer's pools. Raises `UnsupportedModel` unless keys and values [tokens, kv_heads, dim]
-    fit into them.
+def layer_of(module: nn.Module, storage: PagedStorage, keys: Tensor, values: Tensor) -> int:
+    """Return the number of a module's layer. Raises `UnsupportedModel` unless keys and values [tokens, kv_heads, dim]
+    fit into its pools.
     """
     layer = getattr(module, "layer_idx", None)
-    place = storage.places.get(layer) if isinstance(layer, int) else None
-    if place is None:
+    if not isinstance(layer, int) or not 0 <= layer < len(storage.pools):
         raise unsupported(module, f"it attends in layer {layer}, and the model has {len(storage.pools)} layers")
-    _, heads, dim = storage.parts[place][0].shape
+    _, heads, dim = storage.parts[layer][0].shape
     for name, tensor in (("keys", keys), ("values", values)):
         if tensor.shape[1] != heads or tensor.shape[2] > dim or (name == "keys" and tensor.shape[2] != dim):
             found = f"{tensor.shape[1]} heads of {tensor.shape[2]} dimensions"
             raise unsupported(module, f"its {name} have {found}, {heads} of {dim} when it was loaded")
-    return place
+    return layer
 
 
 def without_batch(module: nn.Module) -> UnsupportedModel:

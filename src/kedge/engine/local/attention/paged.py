@@ -19,9 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from kedge.engine.local.attention.arguments import place_of, require_known, without_batch
+from kedge.engine.local.attention.arguments import layer_of, require_known, without_batch
 from kedge.engine.local.attention.latent import LatentWeights, rows_of
-from kedge.engine.local.states import States
 from kedge.kv.storage import PagedStorage, Runs, halves
 
 ALONE = 512
@@ -69,8 +68,6 @@ class SequenceSlice:
     """Masks by sliding window, queries and keys, made once per pass for all layers."""
     biases: dict[tuple[int | None, int], list[Bias]] = field(default_factory=dict)
     """Biases of each part of the context by sliding window and group size, made once per pass for all layers."""
-    states: States | None = None
-    """The states of recurrent layers after the positions before, which the pass changes; None where it begins."""
 
     def mask(self, window: int | None, dtype: torch.dtype, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Return [queries, context], or these rows and columns of it: 0 where key j is visible to the query at position
@@ -251,7 +248,7 @@ def paged_attention(
 
 def _store(module: nn.Module, batch: ForwardBatch, keys: Tensor, values: Tensor) -> int:
     """Write a layer's keys and values [tokens, kv_heads, dim]. Returns the number of its pools."""
-    layer = place_of(module, batch.storage, keys, values)
+    layer = layer_of(module, batch.storage, keys, values)
     batch.storage.store(layer, batch.slots, keys, values)
     return layer
 

@@ -23,7 +23,6 @@ from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
-from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Pairing, Rotary, Rotation, by_layer
 from kedge.kv.spec import KVSpec, LayerShape
@@ -199,9 +198,7 @@ class Recording:
         return tuple(LayerShape(key.shape[1], key.shape[2], value.shape[2]) for key, value in pairs)
 
 
-def find(
-    model: PreTrainedModel, recurrent: RecurrentLayers, spec: KVSpec, max_positions: int, *, latent: bool = True
-) -> Layout:
+def find(model: PreTrainedModel, spec: KVSpec, max_positions: int, *, latent: bool = True) -> Layout:
     """Return the layout of a model, for a `spec` as its config has it. Unless `latent`, keys and values are kept where
     a latent could be. A model of which it is kept notes its latents from now on.
 
@@ -213,32 +210,30 @@ def find(
     if latent:
         latents.watch(model)
     try:
-        recording, calls = _record(model, recurrent, positions)
+        recording, calls = _record(model, positions)
         rank = recording.as_rows() if latent else 0
     finally:
         if latent and not rank:
             latents.unwatch(model)
 
-    numbers, in_order = sorted(recording.keys), list(range(len(recording.keys)))
-    attending = in_order if recurrent else numbers
-    if attending != in_order or len(attending) < spec.layers:
-        known = len([layer for layer in attending if layer < spec.layers])
-        counts = f"{len(attending)} times, in {known} of {spec.layers} layers"
+    layers = sorted(recording.keys)
+    if layers != list(range(len(layers))) or len(layers) < spec.layers:
+        known = len([layer for layer in layers if layer < spec.layers])
+        counts = f"{len(layers)} times, in {known} of {spec.layers} layers"
         why = f"Kedge's attention is not called once by every layer, but {counts}"
         raise UnsupportedModel("model_type", model.config.model_type, why)
 
     candidates = Candidates([Rotary(call, max_positions, model.device) for call in calls])
-    fits = [candidates.best(recording.keys[n], positions) for n in numbers]
+    fits = [candidates.best(recording.keys[layer], positions) for layer in layers]
     refusal, limit = None, TOLERANCE.get(precision(spec.dtype), 0.0)
-    for layer, (n, (_, error)) in enumerate(zip(numbers, fits, strict=True)):
+    for layer, (_, error) in enumerate(fits):
         if not error <= limit:
             refusal = f"the keys of layer {layer} are rotated in none of the known ways"
-        elif not spread(recording.values[n]) <= limit:
+        elif not spread(recording.values[layer]) <= limit:
             refusal = f"the values of layer {layer} depend on their position"
         if refusal:
             break
-    unusual = () if numbers == in_order else tuple(numbers)
-    spec = measured(replace(spec, numbers=unusual, latent=rank), recording.shapes)
+    spec = measured(replace(spec, latent=rank), recording.shapes)
     return Layout(spec, by_layer([rotary for rotary, _ in fits]), refusal)
 
 
@@ -251,15 +246,12 @@ def measured(spec: KVSpec, shapes: tuple[LayerShape, ...]) -> KVSpec:
 
 
 @torch.inference_mode()
-def _record(
-    model: PreTrainedModel, recurrent: RecurrentLayers, positions: Tensor
-) -> tuple[Recording, list[RotaryCall]]:
+def _record(model: PreTrainedModel, positions: Tensor) -> tuple[Recording, list[RotaryCall]]:
     """Run one token at all positions."""
     recording = Recording()
     token = torch.full_like(positions, model.config.get_text_config().vocab_size // 2)
     with attention(model, NAME), recorded(model) as calls:
-        states = recurrent.fresh([1] * len(positions))
-        model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording, **states)
+        model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording)
     return recording, calls
 
 

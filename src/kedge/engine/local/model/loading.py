@@ -22,7 +22,6 @@ from kedge.engine.common.model_folder import read_config
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.latent import unwatch
 from kedge.engine.local.model import probe
-from kedge.engine.local.model.probe import require_causal_masks, stacking_refusal
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec
@@ -99,20 +98,6 @@ def checked_runner(model: PreTrainedModel) -> ModelRunner:
 
 
 def _checked(runner: ModelRunner) -> ModelRunner:
-    try:
-        probe.require_same(runner)
-    except UnsupportedModel as first:
-        if not runner.recurrent:
-            raise
-        # Where recurrent layers go on with one token at a time only, they get one at a time from now on.
-        runner.recurrent.goes_on_by_token = True
-        try:
-            probe.require_same(runner)
-        except UnsupportedModel:
-            raise first from None
-    require_causal_masks(runner)
-    if runner.recurrent:
-        runner.recurrent.stacking_refusal = refusal = stacking_refusal(runner)
-        if refusal:
-            logger.warning("requests decode one by one in recurrent layers: %s", refusal)
+    probe.require_same(runner)
+    probe.require_causal_masks(runner)
     return runner

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import Batch, Scoring, SequenceSlice
-from kedge.engine.local.states import States
 from kedge.errors import UnsupportedModel
 from kedge.kv.storage import PagedStorage
 
@@ -38,8 +37,6 @@ class PromptPiece:
     slot: int
     start: int
     stop: int
-    states: States | None = None
-    """The states of a model's recurrent layers after the tokens before `start`."""
 
     def share(self, row: int) -> SequenceSlice:
         """Return its share of a batch, starting at a row."""
@@ -50,7 +47,6 @@ class PromptPiece:
             context=self.stop,
             positions=torch.arange(self.start, self.stop, device=self.prompt.device),
             contiguous=True,
-            states=self.states,
         )
 
 

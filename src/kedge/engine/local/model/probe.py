@@ -7,10 +7,6 @@ is whatever the model's code raises on the way. That is three forward passes of 
 **Masks.** A window is larger than any prompt that could be tried. But Transformers makes masks from functions of two
 positions, which can be evaluated for positions far apart. For that, one token runs through the model, with an attention
 function that inspects its mask and passes the values on: a single token attends only to itself.
-
-**Stacked states** of recurrent layers: sequences that decode together get the logits that they get one by one. Where
-they do not, they decode one by one from then on. The model's own pass over a whole prompt is no measure here: single
-steps of some families differ from it more than rounding does (Nemotron-H, by 0.004 of their size after five tokens).
 """
 
 from __future__ import annotations
@@ -42,10 +38,6 @@ SPLITS = (5, 11)
 MASKS = "kedge-masks"
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query sees the key"""
-BEGUN = 13
-"""Tokens of a prompt that are computed before the two decode"""
-ALONE = LENGTH - 1
-"""The last token, which each computes alone: it sees whether the pass before has written the sequence's own states"""
 
 
 @contextmanager
@@ -65,7 +57,7 @@ def require_interface(model: type[PreTrainedModel]) -> None:
     """Raise `UnsupportedModel` if the class does not support external attention functions, according to
     Transformers.
     """
-    if not (model.is_backend_compatible() or model._is_stateful):  # of these hardly any says so, and most are
+    if not model.is_backend_compatible():
         why = "Transformers runs it with attention of its own only (no `AttentionInterface`)"
         raise UnsupportedModel("model_type", model.config_class.model_type, why)
 
@@ -95,12 +87,9 @@ def random_prompts(runner: ModelRunner) -> Tensor:
 def _paged(runner: ModelRunner, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab], computed as the engine does."""
     storage = storage_for(runner, prompts.numel())
-    starts = [
-        (prompt, i * LENGTH, split, runner.recurrent.new())
-        for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))
-    ]
-    first = [PromptPiece(prompt, slot, 0, split, states) for prompt, slot, split, states in starts]
-    second = [PromptPiece(prompt, slot, split, LENGTH, states) for prompt, slot, split, states in starts]
+    starts = [(prompt, i * LENGTH, split) for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))]
+    first = [PromptPiece(prompt, slot, 0, split) for prompt, slot, split in starts]
+    second = [PromptPiece(prompt, slot, split, LENGTH) for prompt, slot, split in starts]
     logits = [run(runner, one_pass(step, storage)).split([p.stop - p.start for p in step]) for step in (first, second)]
     return torch.stack([torch.cat(parts) for parts in zip(*logits, strict=True)])
 
@@ -166,7 +155,7 @@ def require_causal_masks(runner: ModelRunner) -> None:
     look = Look(runner.max_positions)
     token = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
     with attention(runner.model, MASKS), torch.inference_mode():
-        runner.model(input_ids=token, position_ids=token, use_cache=False, kedge=look, **runner.recurrent.fresh([1]))
+        runner.model(input_ids=token, position_ids=token, use_cache=False, kedge=look)
 
 
 def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
@@ -200,40 +189,3 @@ def _look(
 
 AttentionInterface.register(MASKS, _look)
 AttentionMaskInterface.register(MASKS, _make)
-
-
-def stacking_refusal(runner: ModelRunner) -> str | None:
-    """Return why sequences cannot decode together in the recurrent layers of a model, or None."""
-    one_by_one = _decoded(runner, 1)
-    try:
-        together = _decoded(runner, len(one_by_one))
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the code of any family
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"its code fails with the states of two sequences stacked: {words}"
-    dtype, errors = precision(runner.spec.dtype), relative_errors(together, one_by_one)
-    if dtype is torch.float32:
-        difference = float(errors.max())
-    else:
-        # Single rows go to other experts: most rows of the prompt that is worse off decide, and the better one of those
-        # computed alone.
-        difference = float(torch.maximum(errors.median(dim=1).values.max(), errors[:, -1].min()))
-    if difference <= TOLERANCE[dtype]:
-        return None
-    return f"with the states of two sequences stacked its logits differ by {difference:.2g} of their size"
-
-
-def _decoded(runner: ModelRunner, at_once: int) -> Tensor:
-    """Return float32 [prompts, tokens, vocab] of the tokens from `BEGUN` on, so many sequences in a pass."""
-    prompts = random_prompts(runner)
-    storage, states = storage_for(runner, prompts.numel()), [runner.recurrent.new() for _ in prompts]
-
-    def logits(start: int, stop: int, most: int) -> Tensor:
-        pieces = [PromptPiece(p, n * LENGTH, start, stop, states[n]) for n, p in enumerate(prompts)]
-        passes = [one_pass(pieces[n : n + most], storage) for n in range(0, len(pieces), most)]
-        return torch.cat([run(runner, one) for one in passes])
-
-    logits(0, BEGUN, len(prompts))
-    steps = [logits(at, at + 1, at_once if at < ALONE else 1) for at in range(BEGUN, LENGTH)]
-    return torch.stack(steps, dim=1)

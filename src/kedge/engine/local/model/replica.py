@@ -40,13 +40,11 @@ NAMES: Mapping[int, str] = MappingProxyType(
         "decoder_ffn_dim n_inner d_inner dff dim_ff feed_forward_size",
         32: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
         "q_lora_rank kv_lora_rank qk_head_dim",
-        HEADS: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
-        "decoder_attention_heads num_attention_heads_per_layer num_experts n_routed_experts num_local_experts "
-        "moe_num_experts linear_num_value_heads linear_num_key_heads linear_num_heads",
+        HEADS: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads moe_num_experts "
+        "decoder_attention_heads num_attention_heads_per_layer num_experts n_routed_experts num_local_experts",
         2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k",
         1: "n_group topk_group first_k_dense_replace",
-        HEAD_DIM: "head_dim d_head v_head_dim qk_rope_head_dim qk_nope_head_dim query_pre_attn_scalar "
-        "linear_key_head_dim linear_value_head_dim linear_head_dim",
+        HEAD_DIM: "head_dim d_head v_head_dim qk_rope_head_dim qk_nope_head_dim query_pre_attn_scalar",
         HEAD_DIM // 2: "rotary_dim",
         LONGEST: "max_position_embeddings n_positions n_ctx max_seq_len",
         LONGEST // 2: "original_max_position_embeddings",
@@ -79,16 +77,6 @@ LATENT = {
     "v_head_dim": 16,
 }  # fmt: skip
 DEEPSEEK = {**LATENT, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
-HYBRID = ["linear_attention", "linear_attention", "full_attention"]
-CHOSEN = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-DELTA = {
-    "layer_types": HYBRID, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
-    "mamba_chunk_size": 16, "mamba_d_conv": 4,
-}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
 
 
@@ -101,8 +89,6 @@ class Trial:
     translation_refusal: str | None
     keeps_heads: bool = False
     """Whether keys and values of all heads are kept, where according to the config a latent would do."""
-    stacking_refusal: str | None = None
-    """Why requests decode one by one in recurrent layers; None where they do not, or there are none."""
 
 
 def trial(config: PretrainedConfig) -> Trial:
@@ -114,30 +100,16 @@ def trial(config: PretrainedConfig) -> Trial:
         return Trial(False, translation_refusal(config))
     runner = checked_runner(model)
     keeps_heads = not runner.spec.latent and KVSpec.from_config(runner.model.config).latent > 0
-    refusal = translation_refusal(config) or runner.refusal
-    return Trial(True, refusal, keeps_heads, runner.recurrent.stacking_refusal)
+    return Trial(True, translation_refusal(config) or runner.refusal, keeps_heads)
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a config of the same kind with sizes cut down, and with layers of every type that it has.
+    """Return a config of the same kind with sizes cut down, and with layers of every type that it lists.
 
-    Raises `ValueError` where that needs more than `MOST_LAYERS`, and whatever a family raises for its sizes.
+    Raises whatever a family raises for its sizes.
     """
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
-    kind, types = type(config), _layer_types(config)
-    cut = _small(values)
-    small = kind.from_dict(cut)
-    if set(_layer_types(small)) == set(types):
-        return small
-    # The family computes a layer's type from its number (Jamba): the first layers are what they were.
-    layers = 1 + max(types.index(one) for one in set(types))
-    if layers > MOST_LAYERS:
-        raise ValueError(f"it has layers of every type only from layer {layers} on")
-    return kind.from_dict({**cut, **{name: layers for name in LAYERS if name in cut}})
-
-
-def _layer_types(config: PretrainedConfig) -> list[str]:
-    return list(getattr(config, "layer_types", None) or ())
+    return type(config).from_dict(_small(values))
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -312,38 +284,14 @@ ARCHITECTURES = (
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
                             "long_factor": [4.0] * 8, "original_max_position_embeddings": 512},
     }),
-    Architecture("Qwen3-Next, linear attention", "qwen3_next", {
-        **DELTA, **CHOSEN, "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32,
-    }),
-    Architecture("Qwen3.5, linear attention", "qwen3_5_text", {**DELTA, "head_dim": 16}),
-    Architecture("Qwen3.5 MoE, linear attention", "qwen3_5_moe_text", {
-        **DELTA, **CHOSEN, "head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32,
-    }),
-    Architecture("OLMo Hybrid, linear attention", "olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}),
-    Architecture("Kimi Linear, MLA", "kimi_linear", {
-        **LATENT, **EXPERTS, "q_lora_rank": None, "layer_types": HYBRID, "linear_head_dim": 16, "linear_num_heads": 4,
-        "num_local_experts": 4,
-    }),
-    Architecture("Falcon-H1, state space", "falcon_h1", {**MAMBA, "mamba_d_ssm": 128, "head_dim": 16}),
-    Architecture("Bamba, state space", "bamba", {**MAMBA, "attn_layer_indices": [2]}),
-    Architecture("Granite 4, state space", "granitemoehybrid", {
-        **MAMBA, **CHOSEN, "layer_types": HYBRID, "num_local_experts": 4, "shared_intermediate_size": 32,
-    }),
-    Architecture("Nemotron-H, state space", "nemotron_h", {
-        "layer_types": ["linear_attention", "mlp", "full_attention"], "head_dim": 16, "mamba_num_heads": 8,
-        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16,
-    }),
-    Architecture("LFM2, short convolutions", "lfm2", {
-        "layer_types": ["conv", "conv", "full_attention"], "block_ff_dim": 96, "block_auto_adjust_ff_dim": False,
-    }),
-    Architecture("Jamba, state space", "jamba", {
-        **CHOSEN, "attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 16,
-    }),
     Architecture("DeepSeek-V3.2, sparse MLA", "deepseek_v32", DEEPSEEK),
     Architecture("GLM-5, sparse MLA", "glm_moe_dsa", DEEPSEEK),
-    Architecture("MiniMax, linear attention", "minimax", {
-        **CHOSEN, "layer_types": HYBRID, "head_dim": 16, "num_local_experts": 4,
-    }),
+    Architecture("Qwen3-Next, linear attention", "qwen3_next"),
+    Architecture("Jamba, state space", "jamba", {"attn_layer_period": 3, "attn_layer_offset": 2}),
+    Architecture("LFM2, short convolutions", "lfm2", {"layer_types": ["conv", "conv", "full_attention"]}),
+    Architecture("Falcon-H1, state space and attention in one layer", "falcon_h1"),
+    Architecture("Mamba 2, state space only", "mamba2"),
+    Architecture("RWKV", "rwkv"),
     Architecture("Llama 4, chunked attention", "llama4_text"),
     Architecture("StableLM", "stablelm"),
     Architecture("GPT-2, learned positions", "gpt2"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kedge.engine.local.attention import paged as attention
 from kedge.engine.local.attention.paged import Batch, ForwardBatch
 from kedge.engine.local.model import layout
 from kedge.engine.local.model.graphs import StepGraphs
-from kedge.engine.local.model.recurrent import RecurrentLayers
 from kedge.kv.spec import KVSpec, longest, translation_refusal
 from kedge.types import SamplingParams
 
@@ -32,10 +31,8 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size: int = config.vocab_size
         self.max_positions = longest(config)
-        self.recurrent = RecurrentLayers(model)
-        """The layers with a state of all tokens before."""
         spec = KVSpec.from_config(model.config, dtype=model.dtype)
-        found = layout.find(model, self.recurrent, spec, self.max_positions, latent=latent)
+        found = layout.find(model, spec, self.max_positions, latent=latent)
         self.spec, self.rotary = found.spec, found.rotary
         self.refusal = translation_refusal(model.config) or found.refusal
         """Why the model's KV cannot be translated; None if it can."""
@@ -57,14 +54,6 @@ class ModelRunner:
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Run a pass of any kind as `forward` does, launching kernel by kernel."""
-        states: dict[str, Cache] = {}
-        if self.recurrent:  # sequences without states begin with this pass
-            assert isinstance(batch, Batch), "only whole batches run on a model with recurrent layers"
-            assert all(one.states or one.context == one.stop - one.start for one in batch.sequences), (
-                "states are missing"
-            )
-            pieces = [(one.stop - one.start, one.states or self.recurrent.new()) for one in batch.sequences]
-            states = self.recurrent.going_on(pieces)
         with attention.kernels_of(self.device):
             out = self.model(
                 input_ids=batch.tokens[None],
@@ -72,6 +61,5 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=batch.logits_rows,
                 kedge=batch,
-                **states,
             )
         return out.logits[0].float()

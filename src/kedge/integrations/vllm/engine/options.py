@@ -41,7 +41,6 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "block_size": _USE_OWN.format("block_size"),
         "num_blocks": _USE_OWN.format("num_gpu_blocks_override"),
         "kv_memory": _USE_OWN.format("gpu_memory_utilization or kv_cache_memory_bytes"),
-        "state_memory": _NO_EFFECT,
         "max_batch_tokens": _USE_OWN.format("max_num_batched_tokens"),
         "max_running": _USE_OWN.format("max_num_seqs"),
     },
