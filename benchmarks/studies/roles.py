@@ -74,12 +74,7 @@ class RoleServer:
         return self.engine.submit(self._request(pair, at, question, SamplingParams(32, grammar=grammar))).result()
 
     def force(
-        self,
-        pair: tuple[Role, Role],
-        at: int,
-        question: Question,
-        answer: Tokens,
-        guard: GuardOrders = GuardOrders(),  # noqa: B008 (it is frozen)
+        self, pair: tuple[Role, Role], at: int, question: Question, answer: Tokens, guard: GuardOrders
     ) -> ProbeResult:
         """Return the same request's answer and logits where it is forced to `answer`."""
         request = replace(self._request(pair, at, question, SamplingParams(32)), guard=guard)
@@ -106,7 +101,7 @@ class RoleServer:
         found = {}
         for role in self._task.roles:
             answer = self.ask((role, role), 1, question)
-            found[role] = answer, self.force((role, role), 1, question, answer.tokens)
+            found[role] = answer, self.force((role, role), 1, question, answer.tokens, GuardOrders())
         return found
 
     def handovers(self, question: Question, dense: Dense) -> list[Handover]:
@@ -147,10 +142,9 @@ def served_like(answer: Completion) -> GuardOrders:
     """
     if (known := answer.receipt.fidelity) is None:
         return GuardOrders()
-    if not (answer.receipt.translated and known.rung):
-        return GuardOrders(GuardMode.OFF, frozenset((EVERYTHING,)), held_out=True)
-    rung = next(number for number, one in enumerate(RUNGS) if one.name == known.rung)
-    return GuardOrders(GuardMode.OFF, rung=rung, held_out=True)
+    rung = next((number for number, one in enumerate(RUNGS) if one.name == known.rung), None)
+    is_dense = rung is None or not answer.receipt.translated
+    return GuardOrders(GuardMode.OFF, frozenset((EVERYTHING,) if is_dense else ()), rung=rung, held_out=True)
 
 
 def run_of(pair: tuple[Role, Role], question: Question) -> RunKey:
