@@ -101,7 +101,14 @@ def test_metrics_have_the_worst_mean_of_proved_agents_and_its_bound() -> None:
     proved = {"rung": "moved", "mean": 0.001, "bound": None}
     found = [proved, {**proved, "mean": 0.0005, "bound": 0.002}, {"rung": "", "mean": None, "bound": None}, None]
     agents = [{"state": "on", "withheld": False, "fidelity": one} for one in found]
-    figures = {"agents": agents, "checks_done": 0, "checks_dropped": 0, "suspicions": 0, "breaches": 0}
+    figures = {
+        "agents": agents,
+        "checks_done": 0,
+        "checks_dropped": 0,
+        "checked_tokens": 0,
+        "suspicions": 0,
+        "breaches": 0,
+    }
     samples = {one.name: one.value for family in guard_families(figures) for one in family.samples}
     shown = [samples[f"kedge:fidelity_{name}"] for name in ("proved", "mean", "bound")]
     assert shown == [2, 0.001, 0.002]

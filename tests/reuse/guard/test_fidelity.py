@@ -140,6 +140,13 @@ def test_anchors_that_were_too_far_off_are_tried_again_now_and_then() -> None:
     assert serving(proof) == 1
 
 
+def test_what_is_hopeless_after_two_comparisons_is_put_off() -> None:
+    proof = found(Proof(), 0, 5 * BUDGET, times=2)
+    found(proof, 2, 3 * BUDGET, times=2)
+    tried = [proof.to_try(BUDGET, ALPHA) for _ in range(RETRIED)]
+    assert sum(0 in one for one in tried) == 1 and all(2 in one for one in tried)
+
+
 def test_the_rung_that_serves_is_left_for_one_that_computes_a_tenth_less() -> None:
     """Shares that are nearly equal would else change places at every few comparisons."""
     proof = Proof()

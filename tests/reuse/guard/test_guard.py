@@ -178,6 +178,16 @@ def test_records_are_bounded_and_one_in_use_stays() -> None:
     assert len(guard.stats()) == 8
 
 
+def test_an_agent_that_reads_in_place_only_is_not_tried() -> None:
+    """Its translation is its own KV, whatever is found out."""
+    guard = QualityGuard(NONE.model_copy(update={"fidelity": 0.002}))
+    asked = request("a", guard=GuardOrders(fidelity=0.002))
+    head, value, end = asked.segments
+    in_place = replace(asked, segments=(head, replace(value, base_context=head.tokens, in_context=True), end))
+    assert [guard.verdict(one).is_checked for one in (asked, in_place)] == [True, False]
+    assert guard.verdict(in_place).orders.withheld
+
+
 def test_another_tenant_pushes_out_no_records_and_what_was_condemned_stays_so() -> None:
     guard = QualityGuard(NONE.model_copy(update={"max_agents": 8}))
     breach(guard, request("a"), "a")

@@ -194,9 +194,10 @@ class Proof:
             self.serving[budget] = Serving(chosen)
         return chosen
 
-    def to_try(self, budget: float, alpha: float) -> list[int]:
+    def to_try(self, budget: float, alpha: float, hopeless: float = 4.0) -> list[int]:
         """Return the rungs that may be cheaper than the one that serves and are not known to be too far off. Those by
-        anchors are tried again now and then, as anchors get better, and those that translated nothing.
+        anchors are tried again now and then, as anchors get better, those that translated nothing, and those of which
+        two comparisons already have a mean of `hopeless` budgets: each costs as many tokens as the answer has.
         """
         served = self.choose(budget, alpha)
         dearest = inf if served is None else self.rungs[served].computed.mean
@@ -207,7 +208,9 @@ class Proof:
             is_turn = self.tried % RETRIED == 0
             if self.vain[number] >= LEAST and not is_turn:
                 continue
-            is_open = seen is None or (rung.by_anchors and is_turn) or seen.divergence.lower(alpha) <= budget
+            is_far = seen is not None and seen.divergence.count > 1 and seen.divergence.mean > hopeless * budget
+            is_near = seen is None or (seen.divergence.lower(alpha) <= budget and (is_turn or not is_far))
+            is_open = is_near or (rung.by_anchors and is_turn)
             if number != served and is_open and (seen is None or seen.computed.mean < dearest):
                 found.append(number)
         return found

@@ -34,6 +34,7 @@ from kedge.reuse.guard.record import (
     judge_weak,
     to_data,
 )
+from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
@@ -185,7 +186,8 @@ class QualityGuard:
         with self._lock:
             orders = self._orders(request, mode, keys)
             if EVERYTHING in orders.withheld:
-                return GuardVerdict(orders, True, EVERYTHING)
+                moves = any(one.segment.is_placeholder and not reads_in_place(request, one) for one in layout(request))
+                return GuardVerdict(orders, moves, EVERYTHING)  # what is read where it was computed is exact
             if orders.withheld and self._rng.random() < TRIED:
                 tried = self._rng.choice(sorted(orders.withheld))
                 return GuardVerdict(replace(orders, held_out=True), True, tried)

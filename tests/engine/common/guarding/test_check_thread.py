@@ -113,6 +113,18 @@ def test_a_busy_engine_only_within_the_budget() -> None:
         assert one.checks.drain(10)
 
 
+def test_what_a_check_did_not_take_of_its_credit_is_given_back() -> None:
+    with bench() as one:
+        one.checks._pause = LONG
+        check = one.add(dense=True, size=60)
+        one.checks.arrived()
+        one.checks.left(2 * check.cost)  # half of it is credit
+        one.checks.arrived()
+        one.finish()
+        assert one.checks.drain(10)
+        assert 0 < one.checks.computed < check.cost and one.checks._credit == check.cost - one.checks.computed
+
+
 def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() -> None:
     """Between two of its calls the engine is not idle, and during one nothing else happens."""
     with bench() as one:

@@ -127,13 +127,14 @@ class CheckThread:
         self._changed = threading.Condition()
         self._waiting: deque[Check] = deque()
         self._current: Check | None = None
-        self._in_flight, self._idle_since, self._credit = 0, time.monotonic(), 0.0
+        self._in_flight, self._idle_since, self._credit, self._paid = 0, time.monotonic(), 0.0, 0.0
         self._pause = GRACE
         """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
         self._draining, self._closed = 0, False
         self._ends = DeferredEnds()
         self._thread: threading.Thread | None = None
-        self.done = self.dropped = 0
+        self.done = self.dropped = self.computed = 0
+        """Checks carried out, and not; tokens computed for either"""
 
     # requests that are served ------------------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class CheckThread:
         if self._in_flight == 0:
             return max(0.0, self._idle_since + self._pause - time.monotonic())
         if self._credit >= (cost := min(MAX_CREDIT, self._waiting[0].cost)):  # a longer one would wait for ever
-            self._credit -= cost
+            self._credit, self._paid = self._credit - cost, cost
             return 0
         return None
 
@@ -292,7 +293,9 @@ class CheckThread:
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
-            self._credit -= max(0, computed - check.cost)  # what it took beyond the estimate
+            if self._paid:  # by the estimate
+                self._credit, self._paid = self._credit + self._paid - computed, 0.0
+            self.computed += computed
             self.done += is_done
             self.dropped += not is_done
 
@@ -384,6 +387,7 @@ class GuardedCalls:
             "max_changed": self._settings.max_changed,
             "checks_done": self.checks.done,
             "checks_dropped": self.checks.dropped,
+            "checked_tokens": self.checks.computed,
             "suspicions": self.guard.suspicions,
             "breaches": self.guard.breaches,
             "agents": self.guard.stats(owns),
