@@ -36,7 +36,7 @@ from kedge.reuse.contracts import PlaceholderSite
 from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
+from kedge.settings import EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import AgentId, Completion, GenerateRequest, RequestId, ReuseMode, TenantId
 from kedge.workflow.graph import Workflow
 from kedge.workloads import real
@@ -113,16 +113,12 @@ class GuardBenchSettings:
     seed: int = 0
     device: str = "auto"
 
-    def engine(
-        self, anchors: dict[str, object], guard: GuardSettings | None = None, move: Move = LEARNED_MOVE
-    ) -> EngineSettings:
+    def engine(self, guard: GuardSettings | None = None, move: Move = LEARNED_MOVE) -> EngineSettings:
         """Return the settings of an engine that translates as soon as that is proved: on a real model, where only
         anchors are near enough, also with the default `move`.
         """
         planner = {"by_cost": False, "move": move if self.model is None else DEFAULT_MOVE}
-        return to_compare(
-            device=self.device, kv_memory=512 << 20, anchors=anchors, planner=planner, guard=guard or GuardSettings()
-        )
+        return to_compare(device=self.device, kv_memory=512 << 20, planner=planner, guard=guard or GuardSettings())
 
 
 QUICK = GuardBenchSettings(learned=8, before=2, limit=20, calls=100)
@@ -418,14 +414,6 @@ def _randomize(table: OffsetTable, anchor: AnchorId, loudness: float) -> None:
     table.arena[rows] = (noise.to(right.device) * loudness * right.abs().max()).to(table.arena.dtype)
 
 
-def corrupt_host(parts: EngineParts, agent: AgentId) -> None:
-    """Flip bytes of the offsets of an agent that lie in host memory."""
-    held = [offsets for pool, site in agent_sites(parts, agent) if (offsets := pool.sites[site]).on_host]
-    _require("on_host", agent, held)
-    for table in (table for offsets in held for table in offsets.tables):
-        flip_bytes(table.arena)
-
-
 def _tables(parts: EngineParts, agent: AgentId) -> Iterator[OffsetTable]:
     sites = agent_sites(parts, agent)
     _require("anchors", agent, sites)
@@ -443,9 +431,6 @@ EARLIER = (
 )
 """An earlier version of a role: of those that were tried, one under which offsets differ most from those of a role that
 the bundled model knows"""
-DEVICE, HOST = 320 << 10, 1 << 28
-"""Bytes for offsets on the device, for each question in a pool, and behind it: one agent's offsets fit, those of
-a whole bundled team do not"""
 KNOWN_KIND, LATER_KIND = "city", "all"
 """Kinds of questions of a task that has several: those that are learned from, and those that come later. The prompts
 look the same, but the answers to the later ones depend on numbers in all sentences, not on one city"""
@@ -463,10 +448,6 @@ class GuardFault:
     def fits(cls, task: GuardTask) -> bool:  # noqa: ARG003
         """Return whether a task can have it."""
         return True
-
-    def anchors(self, learned: int) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return settings of the anchors that it needs, where pools have seen so many questions."""
-        return {}
 
     def components(self) -> EngineComponents:
         """Return what the engine is built with."""
@@ -580,27 +561,6 @@ class PoisonedAnchors(GuardFault):
         lane.engine.query(partial(poison_anchors, agent=agent, count=self._count, loudness=self._loudness))
 
 
-class CorruptHost(GuardFault):
-    """Bytes of offsets in host memory are flipped. The others' offsets have pushed the last agent's there."""
-
-    learns_alike = False
-
-    @classmethod
-    def fits(cls, task: GuardTask) -> bool:
-        return task.is_toy
-
-    def anchors(self, learned: int) -> Mapping[str, Any]:
-        held = min(learned, AnchorSettings().capacity)
-        return {"max_bytes": held * DEVICE, "host_bytes": HOST}
-
-    def before(self, lane: GuardLane, questions: list[str]) -> None:  # noqa: ARG002
-        self._question = questions[0]
-
-    def harm(self, lane: GuardLane, agent: AgentId) -> None:
-        lane.ask(self._question, replace(lane.flow, agents=lane.flow.agents[:-1]))
-        lane.engine.query(partial(corrupt_host, agent=agent))
-
-
 FAULTS: Mapping[str, Callable[[], GuardFault]] = {
     "rope_base": partial(WrongWritesOf, at_another_base),
     "stale_anchors": StaleAnchors,
@@ -610,7 +570,6 @@ FAULTS: Mapping[str, Callable[[], GuardFault]] = {
     "drifted_questions": DriftedQuestions,
     "poisoned_anchor": partial(PoisonedAnchors, 1, 3.0),
     "poisoned_anchors": partial(PoisonedAnchors, 12, 3.0),
-    "corrupt_host": CorruptHost,
     "default_rope_base": partial(WrongWritesOf, at_another_base, DEFAULT_MOVE),
     "default_swapped_heads": partial(WrongWritesOf, with_swapped_heads, DEFAULT_MOVE),
     "default_corrupt_base": partial(WrongWritesOf, from_corrupt_base, DEFAULT_MOVE),

@@ -138,7 +138,7 @@ def measure_fault(
     """Let an engine prove how it translates, inject the fault and ask until the guard has stopped it."""
     task = guard_task(settings.task)
     clean, later = (one.texts(settings.seed + 1) for one in (fault.learned(task), fault.later(task)))
-    config = settings.engine(dict(fault.anchors(settings.learned)), move=fault.move)
+    config = settings.engine(move=fault.move)
     with GuardLane(loaded, task.flow, config, fault.components()) as lane:
         proofs.prepare(fault, lane, task)
         before = list[AnsweredCall]()
@@ -238,7 +238,7 @@ def measure_clean(
     """Ask a team of clients until there have been `settings.calls` calls."""
     task, calls, translated = guard_task(settings.task), 0, 0
     questions, flow = task.texts(settings.seed), task.flow
-    with GuardLane(loaded, flow, settings.engine({}, move=move)) as lane, ThreadPoolExecutor(settings.clients) as pool:
+    with GuardLane(loaded, flow, settings.engine(move=move)) as lane, ThreadPoolExecutor(settings.clients) as pool:
         while calls < settings.calls:
             wanted = min(ROUND, -(-(settings.calls - calls) // len(flow.agents)))
             for _, answered in pool.map(lane.ask, list(islice(questions, wanted))):

@@ -76,7 +76,7 @@ class Taught:
     def __init__(self, values: int, costs: EngineCosts | None = None, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, None, costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(

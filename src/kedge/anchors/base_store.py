@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from kedge.anchors.tiered_store import NO_HOST, HostBound, Offloadable, TieredStore, TieredStoreStats
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Owner, TemplateOwner
 from kedge.types import Namespace, RunKey, SampleId, Tokens
 
 
@@ -85,7 +80,7 @@ class LastingBase(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Stored(Offloadable):
+class _Stored:
     """The stored parts by segment index (a value has one, 0), and for a value its entry."""
 
     serial: int
@@ -98,13 +93,6 @@ class _Stored(Offloadable):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parts.values())).device
-
-    def place(self, put: Callable[[Tensor], Tensor]) -> None:
-        self.parts = {index: KVSegment(put(part.keys), put(part.values)) for index, part in self.parts.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class BaseStats:
@@ -113,18 +101,16 @@ class BaseStats:
     values: int
     templates: int
     nbytes: int
-    """In both tiers."""
-    tiers: TieredStoreStats
 
 
 class BaseStore:
-    """A store of at most `max_bytes` of base KV on the device. What does not fit moves to the host, as far as that has
-    room; beyond that the least recently used is dropped. One owner thread, no locks.
+    """A store of at most `max_bytes` of base KV; beyond that the least recently used is dropped. One owner thread, no
+    locks.
 
     Raises `ConfigError` where `max_bytes` is not positive.
     """
 
-    def __init__(self, max_bytes: int, host: HostBound = NO_HOST) -> None:
+    def __init__(self, max_bytes: int) -> None:
         if max_bytes <= 0:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
         self._max_bytes, self._nbytes = max_bytes, 0
@@ -132,7 +118,6 @@ class BaseStore:
         self._readers: dict[tuple[RunKey, Tokens], dict[str, _SharedTextKey]] = {}
         """Who has left KV of a text, in order"""
         self._serials = count()
-        self._residence = TieredStore(max_bytes, host, self._entries.values)
 
     def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
         """Keep the base KV that a producer's decoding left. It may lack the last tokens, which were never run through
@@ -166,9 +151,8 @@ class BaseStore:
         before = [*takewhile(lambda one: one != reader, readers)]
         if not before:
             return None
-        key = readers[before[-1]]
-        stored = self._entries[key]
-        return _entry(stored, stored.tokens) if self._fetched(key, stored) else None
+        stored = self._used(readers[before[-1]])
+        return _entry(stored, stored.tokens)
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
@@ -177,15 +161,13 @@ class BaseStore:
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
-                stored.owner = run
-                return _entry(stored, tokens) if self._fetched(key, stored) else None
+                return _entry(self._used(key), tokens)
         return None
 
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment] | None:
         """Return base KV of a template's prefix segments by segment index; None if there is none."""
         key = PrefixKey(namespace, template)
-        stored = self._entries.get(key)
-        return stored.parts if stored and self._fetched(key, stored) else None
+        return self._used(key).parts if key in self._entries else None
 
     def lasting(self, *, values: bool) -> list[LastingKey]:
         """Return the keys of what is not of a single run, least recently used first: of the base KV of templates and,
@@ -208,37 +190,21 @@ class BaseStore:
         self._forget(lambda key: namespace is None or key.namespace == namespace)
 
     def nbytes(self) -> int:
-        """Return the bytes in both tiers."""
+        """Return the bytes of all that is stored."""
         return self._nbytes
-
-    @property
-    def due(self) -> bool:
-        """Whether `fetch` may have something to do."""
-        return self._residence.due
-
-    def notice(self) -> None:
-        """Take note that the forecast has changed."""
-        self._residence.notice()
-
-    def fetch(self) -> bool:
-        """Fetch the base KV of a template or value that is needed soon from the host. Returns False if there is
-        none.
-        """
-        return self._residence.fetch()
 
     def stats(self) -> BaseStats:
         """Return a snapshot of the figures."""
         templates = sum(isinstance(key, PrefixKey | _SharedTextKey) for key in self._entries)
-        return BaseStats(len(self._entries) - templates, templates, self.nbytes(), self._residence.stats())
+        return BaseStats(len(self._entries) - templates, templates, self.nbytes())
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` where the sum of bytes is wrong, or one of the tiers is fuller than it may be."""
+        """Raise `PlanError` where the sum of bytes is wrong, or more than allowed."""
         real = sum(stored.nbytes for stored in self._entries.values())
         if real != self._nbytes:
             raise PlanError("nbytes", self._nbytes, f"{real} are stored")
-        if self._residence.device_bytes > self._max_bytes:
-            raise PlanError("device_bytes", self._residence.device_bytes, f"{self._max_bytes} are allowed")
-        self._residence.check_integrity()
+        if real > self._max_bytes:
+            raise PlanError("nbytes", real, f"{self._max_bytes} are allowed")
 
     def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
         parts = {index: kv.owned()}
@@ -248,17 +214,15 @@ class BaseStore:
 
     def _add(self, key: _Key, stored: _Stored) -> None:
         self._drop(key)
-        stored.owner = _owner(key)
-        self._residence.touch(stored)
         self._entries[key] = stored
         self._nbytes += stored.nbytes
-        while self._residence.settle(self._nbytes):
+        while self._nbytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
 
-    def _fetched(self, key: _Key, stored: _Stored) -> bool:
-        """Bring an entry to the device and mark it as most recently used. Returns False if it has no room there."""
+    def _used(self, key: _Key) -> _Stored:
+        """Return an entry, marked as most recently used."""
         self._entries.move_to_end(key)
-        return self._residence.demand(stored)
+        return self._entries[key]
 
     def _forget(self, chosen: Callable[[_Key], bool]) -> None:
         for key in [key for key in self._entries if chosen(key)]:
@@ -271,13 +235,6 @@ class BaseStore:
             readers.pop(key.reader, None)
             if not readers:
                 del self._readers[key[:2]]
-
-
-def _owner(key: _Key) -> Owner | None:
-    """Return the owner by which the forecast ranks an entry; equal content belongs to its latest reader."""
-    if isinstance(key, _RunKey):
-        return key.run
-    return TemplateOwner(key.namespace, key.template) if isinstance(key, PrefixKey) else None
 
 
 def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:

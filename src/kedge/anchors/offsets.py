@@ -131,7 +131,7 @@ class OffsetTable:
 
         The last answer is kept: the blends of one request after the other read the same anchors.
         """
-        key = (*anchors,), self.version, self.arena.device
+        key = (*anchors,), self.version
         if self._asked[0] != key:
             ranges = [self._ranges[anchor] for anchor in anchors]
             rows = torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])

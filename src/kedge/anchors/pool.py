@@ -14,7 +14,7 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, TemplateOwner
+from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId, WorkflowId
 
@@ -107,13 +107,9 @@ class AnchorPool:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of offsets and key vectors."""
-        return self.key_bytes + sum(offsets.nbytes for offsets in self.sites.values())
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of the anchors' key vectors and of the blocks made of them."""
-        return sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
+        """Return the bytes of offsets, of key vectors, and of the blocks made of these."""
+        keys = sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
+        return keys + sum(offsets.nbytes for offsets in self.sites.values())
 
     def check_integrity(self) -> None:
         """Raise `PlanError` where the pool is too large, or its sites hold other anchors than it does."""
@@ -162,11 +158,8 @@ class PoolStats:
 class PoolTable:
     """All pools by key, least recently used first. What exceeds a bound is dropped, least used anchors first."""
 
-    def __init__(self, max_pools: int, excess_bytes: Callable[[int], float]) -> None:
-        """Create an empty table. `excess_bytes` takes the bytes of all pools, makes room, and returns how many do not
-        fit.
-        """
-        self._max_pools, self._excess_bytes = max_pools, excess_bytes
+    def __init__(self, max_pools: int, max_bytes: int) -> None:
+        self._max_pools, self._max_bytes = max_pools, max_bytes
         self.pools: dict[PoolKey, AnchorPool] = {}
         self.limits: dict[TenantId, TenantLimit] = {}
         self._others = NO_LIMIT
@@ -174,16 +167,8 @@ class PoolTable:
         self.over_limit = 0
         """Anchors dropped because their tenant held more than it may."""
 
-    def sites(self) -> list[SiteOffsets]:
-        """Return the offsets of all pools, by site."""
-        return [offsets for pool in self.pools.values() for offsets in pool.sites.values()]
-
-    def key_bytes(self) -> int:
-        """Return the bytes of all key vectors."""
-        return sum(pool.key_bytes for pool in self.pools.values())
-
     def nbytes(self) -> int:
-        """Return the bytes of all anchors, in both tiers."""
+        """Return the bytes of all anchors."""
         return sum(pool.nbytes for pool in self.pools.values())
 
     def touch(self, key: PoolKey, pool: AnchorPool) -> None:
@@ -205,7 +190,7 @@ class PoolTable:
         """Drop pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
         while len(self.pools) > self._max_pools:
             del self.pools[next(iter(self.pools))]
-        self._fit(lambda: list(self.pools.values()), lambda _: self._excess_bytes(self.nbytes()), keep)
+        self._fit(lambda: list(self.pools.values()), lambda _: self.nbytes() - self._max_bytes, keep)
 
     def bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
         """Drop anchors of a tenant until it is within its limit, and none of others."""
@@ -226,9 +211,6 @@ class PoolTable:
     def replace(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within all bounds."""
         self.pools = {key: pool for key, pool in pools.items() if pool.anchors}
-        for key, pool in self.pools.items():
-            for site, offsets in pool.sites.items():
-                offsets.owner = TemplateOwner(key.namespace, site.agent_key)
         self._bound_tenants()
         if self.pools:
             self.bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
@@ -255,8 +237,7 @@ class PoolTable:
         drop next.
         """
         while (pools := chosen()) and (over := excess(pools)) > 0:
-            sites = (offsets for pool in pools for offsets in pool.sites.values() if not offsets.on_host)
-            tables = [table for offsets in sites for table in offsets.tables]
+            tables = [table for pool in pools for table in pool.tables]
             if sum(table.slack_bytes for table in tables) >= over:
                 max(tables, key=lambda table: table.slack_bytes).trim()
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import Verdict
 from kedge.anchors.estimators import Match
 from kedge.anchors.offsets import Blend, OffsetTable, empty_table, rows_of
-from kedge.anchors.tiered_store import Offloadable
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PoolKey, SampleView
@@ -58,7 +56,7 @@ class Offsets(NamedTuple):
     table: OffsetTable
 
 
-class SiteOffsets(Offloadable):
+class SiteOffsets:
     """The offsets of one site: two tables over the same anchors, in order of observation, and the calibration."""
 
     def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
@@ -68,14 +66,6 @@ class SiteOffsets(Offloadable):
         self.holders: list[AnchorId] = []
         layers, _, heads, dim = base.keys.shape
         self._prefix_tokens, self._shape = prefix_tokens, (layers - 1, 2, heads * dim)
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.arena.device
-
-    def place(self, put: Callable[[Tensor], Tensor]) -> None:
-        for table in self.tables:
-            table.arena = put(table.arena)
 
     @property
     def tables(self) -> tuple[OffsetTable, ...]:

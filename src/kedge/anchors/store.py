@@ -13,9 +13,8 @@ from kedge.anchors.estimators import Match, Proposal
 from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
 from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
-from kedge.anchors.tiered_store import NO_HOST, HostBound, TieredStore, TieredStoreStats
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView, TemplateOwner
+from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId
@@ -33,19 +32,14 @@ class AnchorStats:
     used: int
     over_limit: int
     """Anchors dropped because their tenant exceeded its limit."""
-    tiers: TieredStoreStats
-    """Figures of the offsets' tiers; key vectors are always on the device."""
 
 
 class AnchorStore:
-    """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion.
-
-    What does not fit the device moves to the host, site by site, and only what fits neither is forgotten.
-    """
+    """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion."""
 
     without_offsets = staticmethod(rotated)
 
-    def __init__(self, config: AnchorSettings, host: HostBound = NO_HOST, remembered: int = 64) -> None:
+    def __init__(self, config: AnchorSettings, remembered: int = 64) -> None:
         """Create an empty store, which keeps the matches of so many values."""
         self.config = config
         self.reader = KeyReader(config.match_layer, config.match_dim)
@@ -54,15 +48,9 @@ class AnchorStore:
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
         self._criterion = CRITERIA[config.criterion](config)
-        self.table = PoolTable(config.max_pools, lambda nbytes: self._residence.settle(nbytes))
-        self._residence = TieredStore(config.max_bytes, host, self.table.sites, self.table.key_bytes)
+        self.table = PoolTable(config.max_pools, config.max_bytes)
         self._ids = count()
         self._observed = self._used = 0
-
-    def begin(self) -> None:
-        """Begin a plan: offsets that earlier estimates use may be moved from now on."""
-        for offsets in self.table.sites():
-            offsets.pinned = False
 
     def estimate(
         self, site: PlaceholderSite, sample: SampleView, weak_error: float | None = None, *, leave_out: bool = False
@@ -70,7 +58,7 @@ class AnchorStore:
         """Judge a value and blend its offsets. Changes nothing but the cache of matches. `weak_error` replaces that of
         the settings; with `leave_out` the anchor that equals the value is not used.
 
-        The blends are valid until the next `observe`, `begin`, `fetch` or `clear`.
+        The blends are valid until the next `observe` or `clear`.
         """
         if not sample.tokens:
             return OffsetEstimate(False, "the value is empty", learnable=False)
@@ -78,9 +66,6 @@ class AnchorStore:
         offsets = pool.sites.get(site) if pool else None
         if pool is None or offsets is None:
             return OffsetEstimate(False, "no anchor of this agent yet", learnable=True)
-        if not self._residence.demand(offsets):
-            return OffsetEstimate(False, "its offsets find no room on the device", learnable=False)
-        offsets.pinned = True
         return self._judge(pool, offsets, sample, weak_error, leave_out=leave_out)
 
     def prepare(self, sample: SampleView) -> None:
@@ -179,13 +164,9 @@ class AnchorStore:
         """
         if not sample.tokens:
             return
-        self.begin()
         observed = Observation.measure(sample.base, real_value, base_prefix, real_prefix)
         pool = self.pools.get(sample.pool) or self.empty_pool()
         offsets = pool.site(site, sample.base, len(observed.prefix))
-        offsets.owner = TemplateOwner(sample.pool.namespace, site.agent_key)
-        if not self._residence.demand(offsets):
-            return
         query = self._query(sample)
         anchor = pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
@@ -234,23 +215,6 @@ class AnchorStore:
         self.table.clear(namespace)
         self._forget_matches()
 
-    @property
-    def due(self) -> bool:
-        """Whether `fetch` may have something to do."""
-        return self._residence.due
-
-    def notice(self) -> None:
-        """Take note that the forecast has changed."""
-        self._residence.notice()
-
-    def fetch(self) -> bool:
-        """Fetch the offsets of one site with an agent that runs soon from the host. Returns False if none is worth it.
-
-        As with `begin`, earlier estimates must have been written before.
-        """
-        self.begin()
-        return self._residence.fetch()
-
     def stats(self) -> AnchorStats:
         """Return a snapshot of the figures."""
         pools = self.pools.values()
@@ -262,7 +226,6 @@ class AnchorStore:
             observed=self._observed,
             used=self._used,
             over_limit=self.table.over_limit,
-            tiers=self._residence.stats(),
         )
 
     def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[PoolStats]:
@@ -270,7 +233,6 @@ class AnchorStore:
         return list(self.table.stats(owns))
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` if a pool is inconsistent, or a tier exceeds its bound."""
-        self._residence.check_integrity()
+        """Raise `PlanError` if a pool is inconsistent."""
         for pool in self.pools.values():
             pool.check_integrity()

@@ -25,18 +25,6 @@ class PoolKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateOwner:
-    """The agent's template that offsets and prefix segments belong to."""
-
-    namespace: Namespace
-    template: str
-
-
-Owner = TemplateOwner | RunKey
-"""The key under which a forecast says how soon anchors or base KV are needed. Values belong to a run."""
-
-
-@dataclass(frozen=True, slots=True)
 class PlaceholderSite:
     """One occurrence of a placeholder in an agent's template."""
 
@@ -88,15 +76,6 @@ class Estimate(Protocol):
         """Return those of the prefix segment after it."""
 
 
-class Tiered(Protocol):
-    """A store with a device tier and a host tier."""
-
-    @property
-    def due(self) -> bool: ...
-    def notice(self) -> None: ...
-    def fetch(self) -> bool: ...
-
-
 class Experience(NamedTuple):
     """How much an agent's place of a placeholder has learned."""
 
@@ -108,7 +87,7 @@ class Experience(NamedTuple):
     """Whether so many were observed that one more hardly changes its estimates"""
 
 
-class Anchors(Tiered, Protocol):
+class Anchors(Protocol):
     """The anchor pools (`kedge.anchors.store.AnchorStore`)."""
 
     def estimate(
@@ -119,7 +98,6 @@ class Anchors(Tiered, Protocol):
         the estimate `after` has.
         """
 
-    def begin(self) -> None: ...
     def prepare(self, sample: SampleView) -> None: ...
     def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience: ...
     def use(self, estimate: Any) -> None: ...
@@ -148,7 +126,7 @@ class BaseEntry(Protocol):
         """The agent in whose prompt it was read, with its template's wording; empty for the producer's."""
 
 
-class Bases(Tiered, Protocol):
+class Bases(Protocol):
     """Base KV that running workflows share (`kedge.anchors.base_store.BaseStore`)."""
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> BaseEntry | None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -14,11 +14,9 @@ from kedge.reuse.contracts import (
     BaseNeed,
     Bases,
     Cut,
-    Owner,
     PlaceholderSite,
     PoolKey,
     ReadKV,
-    TemplateOwner,
 )
 from kedge.reuse.layout import (
     Placed,
@@ -33,61 +31,10 @@ from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import Draft, Planner, pool_of
 from kedge.settings import PlannerSettings
 from kedge.structures.bounded import BoundedDict
-from kedge.structures.heaps import StepCounts
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
-from kedge.workflow.forecast import AgentKey
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 
 if TYPE_CHECKING:
     from kedge.reuse.costs import EngineCosts
-
-
-MAX_TEMPLATES = 4096
-"""Templates whose agents are remembered; the one that called longest ago is forgotten first."""
-
-
-class UpcomingSteps:
-    """How soon anchors and base KV are needed, by what they belong to: a template's agent, or a run. Over all forecasts
-    the soonest counts; an update is O(number of changed agents).
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[AgentKey, float] = {}
-        self._soonest: dict[Hashable, StepCounts] = {}
-        self._agents: BoundedDict[TemplateOwner, AgentId] = BoundedDict(MAX_TEMPLATES)
-
-    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
-        """Take the changes: (steps-to-execution, probability) of agents, or None for those that are forgotten."""
-        for key, next_run in changes.items():
-            if (old := self._steps.pop(key, None)) is not None:
-                self._count(key, old, -1)
-            if next_run is not None:
-                self._steps[key] = next_run[0]
-                self._count(key, next_run[0], 1)
-
-    def asks(self, template: TemplateOwner, agent: AgentId) -> None:
-        """Remember that `agent` calls with this template."""
-        self._agents[template] = agent
-
-    def steps(self, owner: Owner) -> float | None:
-        """Return the fewest steps until `owner` can run, `inf` where it never runs; None where no forecast knows it."""
-        if isinstance(owner, RunKey):
-            return self._least(owner)
-        agent = self._agents.get(owner)
-        return None if agent is None else self._least((owner.namespace, agent))
-
-    def _least(self, owner: Hashable) -> float | None:
-        counts = self._soonest.get(owner)
-        return counts.least if counts else None
-
-    def _count(self, key: AgentKey, step: float, sign: int) -> None:
-        for owner in (key.run, (key.namespace, key.agent)):
-            counts = self._soonest.setdefault(owner, StepCounts())
-            if sign > 0:
-                counts.add(step)
-            else:
-                counts.remove(step)
-                if counts.least is None:
-                    del self._soonest[owner]
 
 
 REFRESH = 8
@@ -152,12 +99,10 @@ class Runtime:
         bases: Bases,
         policy: PlannerSettings,
         refusal: str | None,
-        expected: UpcomingSteps | None,
         costs: EngineCosts,
     ) -> None:
-        """Begin with what the stores hold; `expected` passes the forecast on to them, `costs` says what is worth it."""
+        """Begin with what the stores hold; `costs` says what is worth it."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
-        self._expected = expected or UpcomingSteps()
         self._planner = Planner(anchors, bases, policy, refusal, costs)
         self._readers = Readers()
         """How many agents read the values of a placeholder"""
@@ -165,7 +110,6 @@ class Runtime:
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """Plan a request whose leading tokens are `exact` on the device, and count the anchors that the plan uses."""
-        self._anchors.begin()
         plan = self._planner.plan(request, exact)
         self.use(plan)
         return plan
@@ -191,7 +135,6 @@ class Runtime:
         """Draft the first `segments` of the request, see `Planner.grow`. Returns the translations that this adds, to be
         written at once.
         """
-        self._anchors.begin()
         before = len(draft.translations)
         self._planner.grow(draft, request, segments, again=again)
         return tuple(draft.translations[before:])
@@ -209,7 +152,6 @@ class Runtime:
         if not self.learns(request):
             return []
         key, placed = template_key(request), layout(request)
-        self._expected.asks(TemplateOwner(request.namespace, key), request.agent)
         values = self._worth_translating(request, placed)
         if not values:
             return []
@@ -348,21 +290,6 @@ class Runtime:
     def learned(self) -> tuple[Anchors, Bases]:
         """The anchors and the base KV: what may outlive a process."""
         return self._anchors, self._bases
-
-    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
-        """Take the changes of the forecast, by which anchors and base KV move between device and host."""
-        self._expected.on_forecast(changes)
-        for store in (self._anchors, self._bases):
-            store.notice()
-
-    @property
-    def due(self) -> bool:
-        """Whether `fetch` may have something to do."""
-        return self._anchors.due or self._bases.due
-
-    def fetch(self) -> bool:
-        """Bring one piece of what is needed soon from the host. Returns False where there is none."""
-        return (self._bases.due and self._bases.fetch()) or (self._anchors.due and self._anchors.fetch())
 
     def stats(self) -> dict[str, object]:
         """Return figures of the anchors and of the base KV."""

@@ -122,17 +122,13 @@ class AnchorSettings(SettingsSection):
     min_anchors: PositiveInt = 4
     """Anchors with the agent's offsets below which `error` shares nothing."""
     max_bytes: Bytes = 2 << 30
-    """Bytes of all pools together on the device."""
+    """Bytes of all pools together."""
     max_pools: PositiveInt = 256
     """Pools at once; the least recently used goes first."""
     max_sites: PositiveInt = 64
     """Slots per pool; the least recently used goes first."""
     max_base_bytes: Bytes = 1 << 30
-    """Bytes of all base KV on the device."""
-    host_bytes: BytesOrNone = 0
-    """Bytes of host memory for offsets beyond `max_bytes`; with 0 they are dropped."""
-    host_base_bytes: BytesOrNone = 0
-    """Bytes of host memory for base KV beyond `max_base_bytes`; with 0 it is dropped."""
+    """Bytes of all base KV."""
 
     @property
     def compared(self) -> dict[str, Any]:

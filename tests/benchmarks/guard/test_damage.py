@@ -14,7 +14,6 @@ from torch import Tensor
 
 from benchmarks.guard import faults as damage
 from benchmarks.guard.faults import (
-    CorruptHost,
     GuardBenchSettings,
     GuardLane,
     StaleAnchors,
@@ -40,16 +39,11 @@ def loaded() -> Loaded:
     return load_model(None, EngineSettings())
 
 
-def taught(loaded: Loaded, **anchors: object) -> GuardLane:
-    lane = GuardLane(loaded, MATH.flow, GuardBenchSettings().engine(dict(anchors)))
-    lane.warm(list(islice(MATH.texts(0), QUESTIONS)))
-    return lane
-
-
 @pytest.fixture
 def lane(loaded: Loaded) -> Iterator[GuardLane]:
     """A team that has answered some questions."""
-    with taught(loaded) as built:
+    with GuardLane(loaded, MATH.flow, GuardBenchSettings().engine()) as built:
+        built.warm(list(islice(MATH.texts(0), QUESTIONS)))
         yield built
 
 
@@ -107,25 +101,6 @@ def test_faults_meet_offsets_that_are_not_zero(lane: GuardLane) -> None:
 def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
     with pytest.raises(PlanError, match="nobody"):
         lane.engine.query(partial(damage.poison_anchors, agent=AgentId("nobody"), count=1, loudness=3.0))
-    with pytest.raises(PlanError, match="on_host"):
-        lane.engine.query(partial(damage.corrupt_host, agent=FINAL))
-
-
-def test_bytes_are_flipped_on_the_host_alone(loaded: Loaded) -> None:
-    fault, questions = CorruptHost(), list(islice(MATH.texts(0), QUESTIONS))
-    with taught(loaded, **fault.anchors(QUESTIONS)) as lane:
-
-        def on_host(parts: EngineParts) -> set[object]:
-            pools = parts.learned[0].pools
-            found = ((key, site, offsets) for key, pool in pools.items() for site, offsets in pool.sites.items())
-            return {(key, site, at) for key, site, offsets in found if offsets.on_host for at in range(2)}
-
-        fault.before(lane, questions)
-        fault.inject(lane)
-        hidden, own = lane.engine.query(on_host), set(lane.engine.query(partial(stored, agent=FINAL)))
-        assert hidden & own, "the others' offsets have pushed the last agent's to the host"
-        changed, _ = changed_by(lane, partial(damage.corrupt_host, agent=FINAL))
-        assert changed and changed <= hidden & own
 
 
 def test_flipped_bytes_are_of_all_parts_of_a_number() -> None:
@@ -139,7 +114,7 @@ def test_flipped_bytes_are_of_all_parts_of_a_number() -> None:
 def reworded(loaded: Loaded) -> Iterator[tuple[GuardLane, StaleAnchors]]:
     """A team whose last agent had another role before."""
     fault, questions = StaleAnchors(), list(islice(MATH.texts(0), QUESTIONS))
-    with GuardLane(loaded, MATH.flow, GuardBenchSettings().engine({})) as lane:
+    with GuardLane(loaded, MATH.flow, GuardBenchSettings().engine()) as lane:
         fault.before(lane, questions)
         lane.warm(questions)
         yield lane, fault

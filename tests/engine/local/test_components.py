@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.tiered_store import HostBound
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.sampler import Sampler
 from kedge.errors import GenerationFailed
@@ -58,9 +57,9 @@ def test_parts_are_built_from_the_settings_and_used() -> None:
             built.append(f"{request.agent} {plan.translates}")
             return super().assemble(request, table, plan)
 
-    def anchors(config: AnchorSettings, host: HostBound) -> AnchorStore:
+    def anchors(config: AnchorSettings) -> AnchorStore:
         built.append(f"capacity {config.capacity}")
-        return AnchorStore(config, host)
+        return AnchorStore(config)
 
     with engine_of(tiny_model("llama")) as plain:
         runner, tokenizer = plain.runner, plain.tokenizer

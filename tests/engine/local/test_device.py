@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def test_an_anchors_own_value_is_translated_to_its_dense_kv(estimator: str) -> N
 
 
 def test_translation_answers_and_changes_no_exact_answer() -> None:
-    settings = {**SETTINGS, "anchors": AnchorSettings(**OPEN, max_base_bytes=90_000, host_base_bytes=1 << 24)}
+    settings = {**SETTINGS, "anchors": AnchorSettings(**OPEN)}
     with engine_of(tiny_model("llama").to(DEVICE), **settings) as engine:
 
         def served(asked: GenerateRequest) -> Completion:
@@ -73,8 +72,6 @@ def test_translation_answers_and_changes_no_exact_answer() -> None:
             modes = (ReuseMode.EXACT, ReuseMode.OFF)
             exact, off = (replace(one, reuse=mode, request_id=f"{mode}-{one.request_id}") for mode in modes)
             assert served(exact).tokens == served(off).tokens
-        inspected: Any = engine.inspect()
-        assert inspected["base_kv"]["tiers"]["bytes_loaded"] > 0, "base KV has been on the host and back"
 
 
 # attention in half precision: on a GPU PyTorch chooses between several kernels ----------------------------------------

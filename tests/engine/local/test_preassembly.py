@@ -12,24 +12,21 @@ import pytest
 from kedge.engine.base import Engine
 from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, PlannerSettings
+from kedge.settings import PlannerSettings
 from kedge.types import (
-    AgentId,
     Receipt,
     RequestId,
     ReuseMode,
     Segment,
     Source,
 )
-from kedge.workflow import Agent, AgentKey, NextRun, Workflow
+from kedge.workflow import Agent, Workflow
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.stage import (
     ANSWER,
     ASKED,
     PLANNER,
     QUESTION,
-    RUN,
-    SPACE,
     TEMPLATE,
     Stage,
     outcome,
@@ -37,7 +34,7 @@ from tests.engine.local.stage import (
     prompt_of,
     taught,
 )
-from tests.engine.local.test_translation import OPEN, tokens
+from tests.engine.local.test_translation import tokens
 
 # what a hint that comes true is worth -------------------------------------------------------------------------------
 
@@ -199,59 +196,6 @@ def test_the_receipt_says_what_was_ready() -> None:
         assert receipt.preassembled == request.prompt_tokens - 1
         assert receipt.computed == request.prompt_tokens
         assert all(ms >= 0 for ms in receipt.parts_ms.values())
-
-
-# anchors and base KV on the host ------------------------------------------------------------------------------------
-
-
-SMALL = {"max_bytes": 170_000, "host_bytes": 1 << 30, "max_base_bytes": 75_000, "host_base_bytes": 1 << 30}
-"""Room on the device for what one agent's plan reads, and not for that of all three."""
-
-
-def told_tiers(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
-    told: Any = stage.core.parts.stats()
-    return told["anchors"]["tiers"], told["base_kv"]["tiers"]
-
-
-def test_anchors_and_base_kv_behind_the_device_change_no_token() -> None:
-    """The same workload with all on the device, and with hardly any room on it: only the place differs."""
-    stages, outcomes = [], []
-    for bounds in (
-        {},
-        SMALL,
-    ):
-        stage = Stage(anchors=AnchorSettings(**OPEN, **bounds))
-        stage.teach("reader", "critic")
-        stage.answer = stage.write(ASKED)
-        served = []
-        for agent in ("reader", "critic", "reader"):
-            served.append(outcome(stage.fresh().serve(prompt_of(agent, ASKED, stage.answer))))
-        stages.append(stage)
-        outcomes.append(served)
-    assert outcomes[0] == outcomes[1]
-    assert all(any(span.source is Source.TRANSLATED for span in spans) for _, spans, _ in outcomes[1])
-    for tier in told_tiers(stages[1]):
-        assert tier["host_units"] > 0
-        assert tier["demanded"] > 0
-    for tier in told_tiers(stages[0]):
-        assert (tier["host_bytes"], tier["offloaded"]) == (0, 0)
-
-
-def test_the_anchors_of_who_runs_next_are_fetched_in_spare_time() -> None:
-    stage = Stage(anchors=AnchorSettings(**OPEN, **{**SMALL, "max_bytes": 140_000}))
-    stage.teach("reader", "critic")
-    reader, critic, writer = (AgentKey(SPACE, "client", RUN, AgentId(name)) for name in ("reader", "critic", "writer"))
-    before = told_tiers(stage)[0]["bytes_loaded"]
-    for near, *far in ((reader, critic, writer), (critic, reader, writer), (reader, critic, writer)):
-        stage.core.forecast({near: NextRun(1.0), **dict.fromkeys(far, NextRun(7.0))}, {})
-        assert not stage.core.idle
-        stage.rest()
-        demanded = told_tiers(stage)[0]["demanded"]
-        stage.fresh().serve(prompt_of(near.agent, tokens(51, QUESTION), tokens(71, ANSWER)))
-        assert told_tiers(stage)[0]["demanded"] == demanded, "all that it needed was there"
-    told = told_tiers(stage)[0]
-    assert told["bytes_loaded"] > before
-    assert told["completed"] > 0
 
 
 class Told:

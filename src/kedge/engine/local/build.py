@@ -20,7 +20,6 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.tiered_store import HostBound
 from kedge.anchors.translator import Translate, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
@@ -45,11 +44,11 @@ from kedge.kv.copy import HostStorage, TorchCopier
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import is_bundled
-from kedge.policies.eviction import lru, policy_of, steps_to_execution
+from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
-from kedge.reuse.runtime import Runtime, UpcomingSteps
-from kedge.settings import EngineSettings, TierSettings
+from kedge.reuse.runtime import Runtime
+from kedge.settings import EngineSettings
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
@@ -107,7 +106,7 @@ class EngineParts:
         copy has ended. `components` are replaced in experiments only.
         """
         self.runner, self.config = runner, config
-        size, tiers, kept = config.block_size, config.tiers, config.anchors
+        size, tiers = config.block_size, config.tiers
         block_bytes = runner.spec.bytes_per_token * size
         num_blocks = config.num_blocks or config.kv_memory // block_bytes
         if num_blocks < 1:
@@ -121,11 +120,10 @@ class EngineParts:
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
 
-        expected = UpcomingSteps()
-        anchors = components.anchors(kept, host_bound(kept.host_bytes, tiers, expected))
-        bases = components.bases(kept.max_base_bytes, host_bound(kept.host_base_bytes, tiers, expected))
+        anchors = components.anchors(config.anchors)
+        bases = components.bases(config.anchors.max_base_bytes)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
-        self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, expected, self.costs)
+        self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
         host = HostStorage(storage, host_blocks)
@@ -186,12 +184,6 @@ class EngineParts:
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
         return {"prompts": cached, "pools": self.runtime.pool_stats(owns), "traffic": self.plain.report(owns)}
-
-
-def host_bound(nbytes: int, tiers: TierSettings, expected: UpcomingSteps) -> HostBound:
-    """Return the host memory for anchors or base KV, under the same policy and forecast as the blocks."""
-    policy = lru if tiers.policy == "lru" else steps_to_execution(tiers.virtual_step)
-    return HostBound(nbytes, policy, expected.steps, tiers.prefetch_window, tiers.virtual_step)
 
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:

@@ -12,7 +12,6 @@ from typing import ClassVar, Protocol
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.tiered_store import HostBound
 from kedge.anchors.translator import translate_into
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable
@@ -51,9 +50,9 @@ class Translating:
 class EngineComponents:
     """The replaceable components of an engine, each as a function that builds it."""
 
-    anchors: Callable[[AnchorSettings, HostBound], Anchors] = AnchorStore
-    """(settings, host memory) -> the store of anchors."""
+    anchors: Callable[[AnchorSettings], Anchors] = AnchorStore
+    """Settings -> the store of anchors."""
     assembler: Callable[[ModelRunner, PagedStorage], Assembler] = Translating
     """(model runner, storage) -> the assembler."""
-    bases: Callable[[int, HostBound], Bases] = BaseStore
-    """(most bytes on the device, host memory) -> the store of base KV."""
+    bases: Callable[[int], Bases] = BaseStore
+    """Most bytes -> the store of base KV."""

@@ -66,7 +66,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Whether no work is left except learning."""
-        return self.scheduler.idle and not self.parts.preassembly.pending and not self.parts.runtime.due
+        return self.scheduler.idle and not self.parts.preassembly.pending
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected."""
@@ -81,7 +81,6 @@ class EngineCore:
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
         self.parts.sessions.on_forecast(changes)
-        self.parts.runtime.on_forecast(changes)
         self.parts.preassembly.forecast(changes)
         self.parts.fixed.known(prompts)
 
@@ -120,13 +119,13 @@ class EngineCore:
         """Do a piece of work that no request waits for, after a pass of `seconds`. Returns False if there was none.
 
         While requests run, that is learning, within its budget; while none waits for a first token, also a piece of
-        what is needed next: anchors and base KV from the host, then the prepared prompt itself.
+        the prompt that is expected next.
         """
         if self.scheduler.running:
             self.parts.learning.spend(seconds)
         if self.scheduler.someone_waits or self.scheduler.jobs:
             return False
-        return self.parts.runtime.fetch() or (self.scheduler.works_ahead and self.parts.preassembly.assemble())
+        return self.scheduler.works_ahead and self.parts.preassembly.assemble()
 
     @property
     def can_learn(self) -> bool:

@@ -46,7 +46,6 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
     },
     "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NO_EFFECT),
     "learning": {"max_pending": _USE_OWN.format("max_captures")},
-    "anchors": dict.fromkeys(("host_bytes", "host_base_bytes"), _NO_EFFECT),
 }
 """Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
 

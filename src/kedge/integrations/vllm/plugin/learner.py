@@ -180,7 +180,7 @@ class Learner:
         anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
         self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
-        self._runtime = Runtime(*self.learned, planner, None, None, costs)
+        self._runtime = Runtime(*self.learned, planner, None, costs)
         self.pages = pages
         self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
