@@ -38,7 +38,7 @@ IMPOSSIBLE_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "logprobs": NO_COUNT,
     "prompt_logprobs": NO_COUNT,
     "fixed": (1.0, True, "1"),
-    "reuse": ("exact", None, 5),
+    "reuse": ("often", None, 5),
     "request_id": (*NO_TEXT, ""),
     "tenant": (*NO_TEXT, "", "a/b"),
     **dict.fromkeys(("partition", "client", "workflow", "run", "agent"), NO_TEXT),

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.model import loading
+from kedge.engine.local.model import probe
 from kedge.engine.local.model.comparing import attention
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
@@ -255,7 +255,7 @@ def test_a_model_that_is_refused_is_left_as_it_was(monkeypatch: pytest.MonkeyPat
         assert runner.spec.latent or not any(map(latent_of, runner.model.modules()))
         raise UnsupportedModel("model_type", "deepseek_v3", "no")
 
-    monkeypatch.setattr(loading, "require_causal_masks", refuse)
+    monkeypatch.setattr(probe, "require_causal_masks", refuse)
     one = model_of("DeepSeek-V3 and Kimi K2, MLA")
     with pytest.raises(UnsupportedModel, match="no"):
         checked_runner(one)
