@@ -100,8 +100,14 @@ _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 
 
 def dumps(data: object) -> bytes:
-    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
-    return _encoder.encode(data).encode("utf-8", "replace")
+    """Return JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a question mark, and a number that
+    JSON cannot write null: clients may have sent it.
+    """
+    try:
+        text = _encoder.encode(data)
+    except ValueError:
+        text = _encoder.encode(json.loads(json.dumps(data), parse_constant=lambda _: None))
+    return text.encode("utf-8", "replace")
 
 
 def event(data: object, *, name: str = "", number: int | None = None) -> bytes:

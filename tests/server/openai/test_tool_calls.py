@@ -190,16 +190,19 @@ def test_a_server_that_reads_no_calls_takes_no_tools() -> None:
         client.chat.completions.create(model=MODEL, messages=ASK, tools=[])
 
 
-def test_a_template_that_keeps_tools_to_itself() -> None:
-    silent = "{% for m in messages %}{{ m.content }}{% endfor %}!"
-    config = ServerSettings(tool_call_parser="llama3_json")
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_template_that_keeps_tools_to_itself(is_streamed: bool) -> None:
+    silent = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    config = ServerSettings(tool_call_parser="hermes")
     with engine_that_says(CALL, silent) as engine, serving(engine, config) as running:
-        client = running.client()
-        with pytest.raises(openai.BadRequestError, match="ignores them") as caught:
-            client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
-        assert caught.value.param == "tools"
-        with pytest.raises(openai.BadRequestError, match="ignores tool calls"):
-            client.chat.completions.create(model=MODEL, messages=[*ASK, called("{}")])
+        asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "max_tokens": 200, "stream": is_streamed}
+        text = running.http().post("/v1/chat/completions", json=asked).text
+        assert '"ignored":["tools"]' in text and '"name":"weather"' in text
+        turn = [called('{"town": "Åbo"}'), {"role": "tool", "tool_call_id": "c", "content": "rain"}]
+        asked = {**asked, "messages": ASK + 20 * turn}
+        assert '"ignored":["tools"]' in running.http().post("/v1/chat/completions", json=asked).text
+        said = prompt_of(running)
+        assert said.count('"arguments": {"town": "Åbo"}') == said.count("|rain|") == 20
 
 
 def test_an_unknown_format_is_a_bad_setting() -> None:

@@ -154,3 +154,13 @@ def test_the_agents_sdk_runs_with_its_default_protocol(told: Talking) -> None:
     agent = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[weather])
     result = asyncio.run(agents.Runner.run(agent, "How is the weather in Åbo?"))
     assert result.final_output == "It rains." and calls == ["Åbo"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("place", ["tools", "metadata", "text"])
+def test_a_number_that_json_cannot_write_is_said_again_as_null(told: Talking, place: str, is_streamed: bool) -> None:
+    told.text = "Yes."
+    fields = {"tools": '[{"type": "x", "n": 1e400}]', "metadata": '{"n": -1e400}', "text": '{"n": [1e400]}'}
+    body = f'{{"model": "{MODEL}", "input": "?", "stream": {str(is_streamed).lower()}, "{place}": {fields[place]}}}'
+    answer = told.served.http().post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200 and '"n":null' in answer.text.replace("[null]", "null")

@@ -3,10 +3,10 @@
     vllm serve MODEL --middleware kedge.integrations.vllm.middleware.KedgeMiddleware
 
 Clients send what they send anyway, in headers and bodies (`kedge.hints`). A request's hints are put into the field of
-its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and a
-request without hints or with a body that cannot be read byte for byte. At `/kedge` it shows what the plug-in has found
-in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt. `POST /v1/hints` takes hints
-without a prompt, as `kedge serve` does.
+its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and the
+body of a request without hints, or one that cannot be read, byte for byte. At `/kedge` it shows what the plug-in has
+found in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt. `POST /v1/hints` takes
+hints without a prompt, as `kedge serve` does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kedge.types import Namespace
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PAGE, DATA = "/kedge", "/kedge/report"
 """What the plug-in has found, as a page and as JSON"""
-MAX_BODY_BYTES = 4 << 20
-"""Bodies that are longer are passed on unread: they are read before vLLM checks the caller's key, in its event loop"""
+MAX_BODY_BYTES = 64 << 20
+"""Bodies that are longer are refused: a field in them that keeps caches apart would do nothing"""
 FIELDS = (
     "workflow",
     "run",
@@ -79,11 +79,8 @@ class KedgeMiddleware:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(PATHS):
             headers = _headers(scope)
             if "json" in headers.get("content-type", "json") and "content-encoding" not in headers:
-                try:
-                    scope, receive = await _with_hints(scope, receive)
-                except RequestError as error:
-                    await _send(*_failed(error), send)
-                    return
+                await _run_with_hints(self._app, scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 
@@ -102,34 +99,57 @@ def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def _with_hints(scope: MutableMapping[str, Any], receive: Receive) -> tuple[MutableMapping[str, Any], Receive]:
-    """Return a request as it is passed on: with its hints, or unchanged."""
-    messages, size = [await receive()], 0
-    while messages[-1]["type"] == "http.request":
-        size += len(messages[-1].get("body", b""))
-        if size > MAX_BODY_BYTES:
-            break
-        if not messages[-1].get("more_body", False):
-            body = b"".join(one.get("body", b"") for one in messages)
-            passed_on = add_hints(body, _headers(scope))
-            if passed_on is not None:
-                others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-                resized = {**scope, "headers": [*others, (b"content-length", str(len(passed_on)).encode())]}
-                return resized, _replayed([{**messages[-1], "body": passed_on}], receive)
-            break
-        messages.append(await receive())
-    return scope, _replayed(messages, receive)
+async def _run_with_hints(app: App, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    """Run vLLM's application. A body gets its hints when it is read, since vLLM looks at the caller's key before."""
+    failed: list[RequestError] = []
+    is_read = False
+
+    async def read() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        try:
+            return await _with_hints(receive, _headers(scope))
+        except RequestError as error:
+            failed.append(error)
+            raise
+
+    async def answer(message: Message) -> None:
+        if not failed:
+            await send(message)
+
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    try:
+        await app({**scope, "headers": headers}, read, answer)
+    except RequestError:
+        if not failed:
+            raise
+    if failed:
+        await _send(*_failed(failed[0]), send)
 
 
-def _replayed(messages: list[Message], receive: Receive) -> Receive:
-    """Return a `receive` that gives these messages first."""
-    left = iter(messages)
+async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
+    """Return a whole body with its hints, or unchanged. Raises `RequestError` for one that cannot be served."""
+    body = await _content(receive, MAX_BODY_BYTES)
+    if body is None:
+        return {"type": "http.disconnect"}
+    passed_on = add_hints(body, headers)
+    return {"type": "http.request", "body": body if passed_on is None else passed_on, "more_body": False}
 
-    async def replay() -> Message:
-        message = next(left, None)
-        return await receive() if message is None else message
 
-    return replay
+async def _content(receive: Receive, most: int) -> bytes | None:
+    """Return the bytes of a body, None of a client that has gone. Raises `RequestError` for one that is too long."""
+    parts, size, has_more = [], 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        size, has_more = size + len(parts[-1]), message.get("more_body", False)
+        if size > most:
+            raise RequestError("body", f"{size} bytes", f"must have at most {most}")
+    return b"".join(parts)
 
 
 def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
@@ -204,15 +224,8 @@ async def _send(status: int, data: Mapping[str, Any], send: Send) -> None:
 
 async def _body(receive: Receive) -> dict[str, Any]:
     """Return the body of a call. Raises `RequestError` for one that is no JSON object, or too long."""
-    parts, size, has_more = [], 0, True
-    while has_more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        size, has_more = size + len(parts[-1]), message.get("more_body", False)
-        if size > MAX_HINT_BYTES:
-            raise RequestError("body", f"{size} bytes", f"must have at most {MAX_HINT_BYTES}")
     try:
-        body = json.loads(b"".join(parts))
+        body = json.loads(await _content(receive, MAX_HINT_BYTES) or b"")
     except (ValueError, RecursionError) as error:
         raise RequestError("body", "…", f"must be JSON: {error}") from None
     if not isinstance(body, dict):

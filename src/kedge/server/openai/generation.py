@@ -63,6 +63,12 @@ class GenerationJob:
     step: Step | None = None
     """The turn of the registered agent whose template is filled."""
 
+    @property
+    def hints(self) -> Hints:
+        """The hints of the call, with what of its body was left out until now."""
+        hints = self.context.hints
+        return replace(hints, ignored=tuple(dict.fromkeys((*hints.ignored, *self.body.skipped)))[:64])
+
     async def begin(self) -> GenerationCall:
         """Submit all requests. If building or submitting raises, the run is as it was before."""
         run, runs, hints = self.run, self.context.workflows.client_runs, self.context.hints

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
@@ -44,9 +44,11 @@ class Conversation:
 
 
 def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
-    """Return the segments of a chat's prompt. Raises as `of_conversation` does."""
+    """Return the segments of a chat's prompt, and note tools that the template cannot show. Raises as
+    `of_conversation` does.
+    """
     given = body.messages, body.tools_to_use, body.template_options
-    return of_conversation(tokenizer, *given, continues=bool(body.continue_final_message))
+    return of_conversation(tokenizer, *given, continues=bool(body.continue_final_message), skip=body.skip)
 
 
 def of_conversation(
@@ -56,12 +58,13 @@ def of_conversation(
     options: Mapping[str, Any] | None = None,
     *,
     continues: bool = False,
+    skip: Callable[[Sequence[str]], object] = lambda _: None,
 ) -> tuple[Segment, ...]:
     """Return the segments of a chat: `p0 message_0 p1 message_1 …`, without empty ones.
 
     The tokens are those of the whole text. A message whose place in it cannot be found is no segment of its own. With
-    `continues` the prompt ends with the last message. Raises `RequestError` for a conversation that the chat template
-    refuses or loses messages of, and for tools that it ignores.
+    `continues` the prompt ends with the last message; `skip` gets the names of what the template cannot show. Raises
+    `RequestError` for a conversation that the chat template refuses or loses messages of.
     """
     if not messages:
         raise RequestError("messages", [], "must have at least one message")
@@ -70,6 +73,8 @@ def of_conversation(
     given = [_for_template(one) for one in messages], [one.model_dump(exclude_none=True) for one in tools], options
     plain = PlainTexts(tokenizer.specials, given)
     whole, chat = _render(tokenizer, Conversation(*plain(given)))
+    if tools and not chat.tools:
+        skip(["tools"])
     places = _places(tokenizer, chat, whole)
     if continues:
         last = places.get(len(chat.messages) - 1)
@@ -188,24 +193,24 @@ def _render(tokenizer: Tokenizer, chat: Conversation) -> tuple[str, Conversation
     """Return the text of a conversation, with the form of it that the template takes."""
     refusal: RequestError | None = None
     for form in _forms(chat):
+        silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in form.messages]
         try:
             rendered = _text(tokenizer, form)
+            shows_tools = not form.tools or rendered != _text(tokenizer, replace(form, tools=()))
+            if shows_tools and (
+                silent == form.messages or rendered != _text(tokenizer, replace(form, messages=silent))
+            ):
+                return rendered, form
         except RequestError as error:
             refusal = refusal or error
-            continue
-        if form.tools and rendered == _text(tokenizer, replace(form, tools=())):
-            raise RequestError("tools", len(form.tools), "the model's chat template ignores them")
-        silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in form.messages]
-        if silent != form.messages and rendered == _text(tokenizer, replace(form, messages=silent)):
-            raise RequestError("messages", len(silent), "the model's chat template ignores tool calls")
-        return rendered, form
     assert refusal is not None
     raise refusal
 
 
 def _forms(chat: Conversation) -> Iterator[Conversation]:
     """Yield a conversation as it is, and then in forms that templates take that refuse it: with one system message at
-    the beginning and roles that take turns, without a system message, and with objects for arguments that are a text.
+    the beginning and roles that take turns, without a system message, with objects for arguments that are a text, and
+    with calls and their results as texts, at last without tools.
     """
     yield chat
     merged = _merged(chat.messages)
@@ -213,6 +218,9 @@ def _forms(chat: Conversation) -> Iterator[Conversation]:
     as_user = [{**one, "role": "user"} if one["role"] == "system" else one for one in merged]
     yield replace(chat, messages=_merged(as_user))
     yield replace(chat, messages=[_with_objects(one) for one in merged])
+    told = [_merged([_told(one) for one in messages]) for messages in (merged, as_user)]
+    yield from (replace(chat, messages=messages) for messages in told)
+    yield from (replace(chat, messages=messages, tools=()) for messages in told)
 
 
 def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
@@ -239,6 +247,13 @@ def _with_objects(message: TemplateData) -> TemplateData:
     functions = [{**call, "arguments": arguments} for call, arguments in zip(calls, given, strict=True)]
     both = zip(message["tool_calls"], functions, strict=True)
     return {**message, "tool_calls": [{**call, "function": function} for call, function in both]}
+
+
+def _told(message: TemplateData) -> TemplateData:
+    """Return a message whose calls are texts, or which is the user's where it is a call's result."""
+    calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ()))
+    texts = [text for text in (message["content"], *calls) if text]
+    return {"role": "user" if message["role"] == "tool" else message["role"], "content": "\n".join(texts)}
 
 
 def _text(tokenizer: Tokenizer, chat: Conversation) -> str:

@@ -7,7 +7,7 @@ is refused in chats, `tools` in text completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -192,6 +192,12 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     kedge: Any = None
+    _skipped: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """What another protocol's body had besides, and what the prompt turned out to lack."""
+        return self._skipped
 
     @property
     def choices_per_prompt(self) -> int:
@@ -281,8 +287,6 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    _skipped: list[str] = PrivateAttr(default_factory=list)
-    """What another protocol's body had besides"""
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -301,7 +305,7 @@ class ChatBody(GenerationBody):
         return (*self._skipped, *(f"messages.{one}" for one in parts), *(f"tools.{one}" for one in tools))
 
     def skip(self, names: Iterable[str]) -> Self:
-        """Note what is left out of another protocol's body. Returns the chat."""
+        """Note what is left out. Returns the chat."""
         self._skipped += names
         return self
 

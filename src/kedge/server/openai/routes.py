@@ -97,7 +97,7 @@ def _whole(job: GenerationJob, form: Format, call: GenerationCall, finished: lis
     asked = enumerate(zip(call.requests, finished, strict=True))
     choices = [form.writer(at, request).whole(completion) for at, (request, completion) in asked]
     counts = usage(finished, job.body.choices_per_prompt)
-    return form.whole(choices, usage=counts, kedge=kedge_field(job.context.hints, finished))
+    return form.whole(choices, usage=counts, kedge=kedge_field(job.hints, finished))
 
 
 async def _chunks(job: GenerationJob, call: GenerationCall, form: Format, request: Request) -> AsyncIterator[bytes]:
@@ -117,7 +117,7 @@ async def _chunks(job: GenerationJob, call: GenerationCall, form: Format, reques
                 chunks = [form.chunk(choice, **before_usage) for choice in choices]
                 if wants_usage:
                     chunks.append(form.chunk(usage=usage(finished, job.body.choices_per_prompt)))
-                chunks[-1]["kedge"] = kedge_field(job.context.hints, finished)
+                chunks[-1]["kedge"] = kedge_field(job.hints, finished)
                 yield b"".join(map(event, chunks))
             elif choices:
                 yield b"".join(map(encoder.event, choices))

@@ -137,7 +137,7 @@ async def answer(
     (completion,) = finished
     writer.stopped_by = stop_of(service.engine.tokenizer, call.requests[0], completion)
     whole = writer.whole(reader.push(completion.text, completion.finish_reason), completion)
-    return JSONAnswer({**whole, "kedge": kedge_field(job.context.hints, finished)})
+    return JSONAnswer({**whole, "kedge": kedge_field(job.hints, finished)})
 
 
 async def _events(
@@ -151,7 +151,7 @@ async def _events(
                 if delta.completion:
                     tokenizer = job.context.service.engine.tokenizer
                     writer.stopped_by = stop_of(tokenizer, call.requests[0], delta.completion)
-                    yield _bytes(writer.end(delta.completion, kedge_field(job.context.hints, [delta.completion])))
+                    yield _bytes(writer.end(delta.completion, kedge_field(job.hints, [delta.completion])))
     except KedgeError as error:
         body = error_body(error)
         job.context.service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
