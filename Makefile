@@ -22,7 +22,7 @@ KERNEL_TESTS ?= tests/kv/test_translate_kernel.py tests/kv/test_pages_kernels.py
 # What runs on every push, and on how many cores; `make test-all` selects everything instead.
 SELECTED ?= -m 'not slow' --ignore=tests/benchmarks
 PARALLEL ?= -n 2 --dist worksteal
-OLDEST_VLLM ?= 0.28.0
+OLDEST_VLLM ?= 0.31.0
 OLDEST_VENV ?= .venv-vllm-oldest
 OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_adapters.py plugin/test_feature_checks.py test_flow.py)

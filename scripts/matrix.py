@@ -1,9 +1,9 @@
 """Run the tests with one other version at a time, and write the table of `docs/reference/versions.md`.
 
     python -m scripts.matrix                      # everything, a night on two cores
-    python -m scripts.matrix vllm=0.28 vllm=0.33  # some of it; the other rows stay as they are
+    python -m scripts.matrix vllm=0.31 vllm=0.33  # some of it; the other rows stay as they are
     python -m scripts.matrix --quick              # a selection of the tests, as continuous integration runs it
-    python -m scripts.matrix vllm --reports DIR   # what pytest --junitxml=DIR/vllm-0.28/ANY.xml and so on have found
+    python -m scripts.matrix vllm --reports DIR   # what pytest --junitxml=DIR/vllm-0.31/ANY.xml and so on have found
 
 Every version gets an environment of its own below `build/matrix`. What cannot be installed is a row with the reason.
 Only builds of PyTorch for the CPU are installed: name an index that has them with `PIP_EXTRA_INDEX_URL`. With `--cuda`
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "benchmarks" / "results" / "versions.json"
 BEGIN, END = "<!-- versions: written by scripts/matrix.py -->", "<!-- end of versions -->"
 AXES = {
-    "vllm": ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33"),
+    "vllm": ("0.31", "0.32", "0.33"),
     "transformers": ("5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23"),
     "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
     "python": ("3.11", "3.12", "3.13", "3.14"),

@@ -53,7 +53,7 @@ def test_axes_and_versions_are_chosen_by_name() -> None:
 
 
 ROWS = [
-    Row("vllm", "0.28", "0.28.0", 300, 0, 4, "translation needs Kedge's scheduler", "all", "2026-01-01"),
+    Row("vllm", "0.31", "0.31.0", 300, 0, 4, "translation needs Kedge's scheduler", "all", "2026-01-01"),
     Row("vllm", "0.33", note="not tried: no wheel " + "x" * 90),
     Row("torch", "2.13", "2.13.0+cpu", 10, 1, 0, "", "quick", "2026-01-01"),
 ]
@@ -61,7 +61,7 @@ ROWS = [
 
 def test_a_table_fits_a_terminal_and_has_every_reason() -> None:
     text = table("vllm", ROWS[:2])
-    assert "| 0.28 | 0.28.0 | 300 | 0 | 4 | all | 2026-01-01 |" in text and "- 0.33: not tried: no wheel" in text
+    assert "| 0.31 | 0.31.0 | 300 | 0 | 4 | all | 2026-01-01 |" in text and "- 0.33: not tried: no wheel" in text
     assert all(len(line) <= 80 for line in text.splitlines() if line.startswith("|"))
     page = written(f"# Head\n\n{BEGIN}\nold\n{END}\ntail\n", ROWS)
     assert page.startswith(f"# Head\n\n{BEGIN}\n") and page.endswith(f"{END}\ntail\n") and "old" not in page
@@ -75,7 +75,7 @@ def test_a_new_row_replaces_that_of_its_version_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(matrix, "PAGE", page)
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "versions.json")
     matrix.save(ROWS)
-    monkeypatch.setattr(sys, "argv", ["matrix", "vllm=0.28", "--environments", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["matrix", "vllm=0.31", "--environments", str(tmp_path)])
 
     def unavailable(*_: object) -> Path:
         raise Unavailable("no network")
@@ -83,7 +83,7 @@ def test_a_new_row_replaces_that_of_its_version_alone(tmp_path: Path, monkeypatc
     monkeypatch.setattr(matrix, "make_environment", unavailable)
     matrix.main()
     first, *others = matrix.load()
-    assert (first.version, first.note, first.passed) == ("0.28", "not tried: no network", 0)
+    assert (first.version, first.note, first.passed) == ("0.31", "not tried: no network", 0)
     assert others == ROWS[1:]
 
 

@@ -190,24 +190,17 @@ def driver(
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    from kedge.integrations.vllm.plugin.adapters import installed
-    from kedge.integrations.vllm.plugin.settings import SCHEDULER
-
     settings: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "block_size": BLOCK, "max_num_seqs": 8,
         "num_gpu_blocks_override": 128, "disable_log_stats": False, "skip_tokenizer_init": True, "seed": 0,
     }  # fmt: skip
-    own: dict[str, Any] = {}
-    if plugged and not installed().binds_manager:
-        settings["scheduler_cls"] = SCHEDULER
-        own = {} if "scheduler_cls" in more else {"max_lanes": 0}
     if plugged:
         settings["kv_transfer_config"] = KVTransferConfig(
             kv_connector="KedgeConnector",
             kv_role="kv_both",
             kv_connector_module_path="kedge.integrations.vllm.plugin.connector",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"planner": {"by_cost": False}, **own, **(extra or {})},
+            kv_connector_extra_config={"planner": {"by_cost": False}, **(extra or {})},
         )
     try:
         llm = LLM(str(model), **{**settings, **more})

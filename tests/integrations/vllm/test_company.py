@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.idle_nixl import use_idle_nixl  # noqa: E402
 from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, tokens  # noqa: E402
@@ -62,16 +60,6 @@ def nixl(_: Path) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector"}
 
 
-def own_settings() -> dict[str, Any]:
-    """Settings for what the installed vLLM lacks: before 0.30 a manager for connectors, and a way to log the counts of
-    several in the engine's process, where it fails on those of any connector (in another process they are plain data).
-    """
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-
-    scheduler = {} if installed().binds_manager else {"scheduler_cls": SCHEDULER}
-    return {**scheduler, "disable_log_stats": not hasattr(KVConnectorStats, "to_dict")}
-
-
 def has_worked(other: Any, folder: Path) -> bool:
     """Whether another connector has done something."""
     from tests.integrations.vllm.idle_nixl import IdleNixl
@@ -96,8 +84,8 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
     company = {"kv_role": "kv_both", **other(tmp_path)}
     both = {"connectors": [KEDGE, company] if is_first else [company, KEDGE]}
     config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=both)
-    why = "another KV connector" if installed().binds_manager else "shown no cache of blocks"
-    with driver(tiny_llama, plugged=False, kv_transfer_config=config, **own_settings(), **SIZE) as built:
+    why = "another KV connector"
+    with driver(tiny_llama, plugged=False, kv_transfer_config=config, **SIZE) as built:
         assert cycle(built) == stock[0]
         for value, expected in zip(VALUES, stock[1], strict=True):
             for _ in range(2):

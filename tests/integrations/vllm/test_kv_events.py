@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ from tests.integrations.vllm.conftest import BLOCK, Driver, driver
 from tests.integrations.vllm.test_sessions import ANSWER, BLOCKS, Chat, check
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.integrations.vllm.plugin import host_tier as kv_events  # noqa: E402
-from kedge.integrations.vllm.plugin.host_tier import events_refusal, pool_options  # noqa: E402
 
 
 class Router:
@@ -48,8 +44,6 @@ def publishing(tiny_llama: Path) -> Iterator[tuple[Driver, Router]]:
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     extra = {"tiers": {"host_blocks": 120}}
     with driver(tiny_llama, extra=extra, num_gpu_blocks_override=BLOCKS, kv_events_config=events) as built:
-        if refusal := events_refusal(built.pool):
-            pytest.skip(refusal)
         router = Router()
         built.scheduler.kv_event_publisher.publish = router.publish
         built.side.loads.tier.load_pays = lambda _: True
@@ -116,15 +110,3 @@ def test_an_event_of_the_host_has_the_content_and_the_session(publishing: tuple[
         parent = event.block_hashes[0]
     loaded = [one for one in router.stored("GPU") if one.session_id == "s" and len(one.block_hashes) == 1]
     assert len(loaded) >= whole // BLOCK, "what is loaded is published too"
-
-
-def test_a_vllm_whose_pools_know_no_medium_has_events_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(kv_events.logger, "warning", lambda text, *parts: said.append(text % parts))
-    assert pool_options(SimpleNamespace(enable_kv_cache_events=True, medium="GPU")) == {
-        "enable_kv_cache_events": True,
-        "medium": "CPU",
-    }
-    assert pool_options(SimpleNamespace(enable_kv_cache_events=False)) == {} and not said
-    assert pool_options(SimpleNamespace(enable_kv_cache_events=True)) == {}
-    assert said == ["kedge: events of the host tier are off: vLLM's block pool has no medium"]

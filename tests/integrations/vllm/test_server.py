@@ -23,8 +23,6 @@ from tests.integrations.vllm.conftest import BLOCK, driver, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.adapters import installed  # noqa: E402
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 
 MODEL = kedge.models.nano.__path__[0]
 TRANSFER = {
@@ -128,8 +126,7 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
-    own = [] if installed().binds_manager else ["--scheduler-cls", SCHEDULER]  # else nothing is translated
-    with serving("-tp", "2", "--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware", *own) as built:
+    with serving("-tp", "2", "--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware") as built:
         yield built
 
 

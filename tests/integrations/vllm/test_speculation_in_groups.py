@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.adapters import ADAPTERS, installed  # noqa: E402
-from tests.integrations.vllm.conftest import SHAPE, Driver, driver, prompt, receipt, skipped_where_vllm_fails  # noqa: E402
+from tests.integrations.vllm.conftest import SHAPE, driver, receipt, skipped_where_vllm_fails  # noqa: E402
 from tests.integrations.vllm.test_cache_groups import (  # noqa: E402
     BFLOAT16_SINKS,
     LAYERS,
@@ -94,14 +93,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], 
     return of
 
 
-def finds_nothing(engine: Driver) -> bool:
-    """Return whether an older vLLM finds nothing again of a prompt that it has just computed, from host or device: so
-    it is on 0.28 and 0.29 with EAGLE where groups have several sizes of blocks, without the plug-in too.
-    """
-    asked = prompt(1400, 7)
-    return installed() is not ADAPTERS[-1] and [engine.ask(asked).num_cached_tokens for _ in range(2)] == [0, 0]
-
-
 @pytest.mark.parametrize(("build", "method"), CASES, ids=[f"{build.__name__}-{method}" for build, method in CASES])
 def test_answers_are_stocks(
     answers: Callable[[Callable[[], Any]], Answers], build: Callable[[], Any], method: str, tmp_path: Path
@@ -115,7 +106,7 @@ def test_answers_are_stocks(
     with driver(model, extra={"tiers": {"host_blocks": 400}}, speculative_config=drafts, **size) as built:
         assert len(built.scheduler.kv_cache_config.kv_cache_groups) > 1
         assert cycle(built, block) == agents
-        assert built.side.totals().get("blocks_loaded") or finds_nothing(built), "fixed prompts come back from the host"
+        assert built.side.totals().get("blocks_loaded"), "fixed prompts come back from the host"
         assert conversation(built, block) == sessions
         assert built.side.totals().get("failed_copies", 0) == 0
         assert drafted(built) > 0

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.block_pools import (
     NeededBlocks,
     cached_block,
@@ -159,7 +158,6 @@ def test_a_prefix_is_that_of_the_pool_and_of_others() -> None:
     assert [cached_prefix(pool, hashes, guess=guess) for guess in range(9)] == [3] * 9
 
 
-@pytest.mark.skipif(not installed().watches_reuse, reason="this vLLM has no watched blocks")
 def test_blocks_that_are_watched_are_handed_out_by_vllm() -> None:
     pool, seen = pool_of(), list[int]()
     pool.unpin_blocks(take_blocks(pool, 2), lambda block: seen.append(block.block_id))

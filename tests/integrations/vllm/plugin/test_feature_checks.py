@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,8 @@ from vllm.v1.core.sched.output import NewRequestData  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 
-from kedge.integrations.vllm.plugin import adapters, scheduler
 from kedge.integrations.vllm.plugin import feature_checks as compat
+from kedge.integrations.vllm.plugin import scheduler
 from kedge.integrations.vllm.plugin.scheduler import AsyncStepScheduler, StepScheduler, make_scheduler
 
 SPEC = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -69,8 +69,7 @@ def test_everything_is_on_where_it_fits() -> None:
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "BlockPool", lambda *_: SimpleNamespace(cached_block_hash_to_block=None))
     found = compat.find_features(config(), ONE, 10, 32)
-    first = "_reuse_watchers, " if adapters.installed().watches_reuse else ""
-    reason = f"vLLM's block pool has no {first}cached_block_hashes_by_block, _cache"
+    reason = "vLLM's block pool has no _reuse_watchers, cached_block_hashes_by_block, _cache"
     assert (found.eviction, found.host) == (reason, reason)
 
 
@@ -174,16 +173,15 @@ def logged(features: compat.Features, caplog: pytest.LogCaptureFixture) -> list[
 def test_too_old_a_version_switches_everything_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compat.vllm, "__version__", "0.27.1")
+    monkeypatch.setattr(compat.vllm, "__version__", "0.30.1")
     found = compat.find_features(config(), ONE, 10, 32)
     assert logged(found, caplog) == [
-        f"kedge: {part} is off: vLLM 0.27.1 is too old; must be 0.28 or newer"
+        f"kedge: {part} is off: vLLM 0.30.1 is too old; must be 0.31 or newer"
         for part in ("eviction", "host", "translation")
     ], "lanes need no line of their own"
     assert found.lanes == compat.NO_TRANSLATION
 
 
-@pytest.mark.skipif(adapters.installed() is not adapters.ADAPTERS[-1], reason="this vLLM is not like the newest")
 @pytest.mark.parametrize("version", ["0.34.0", "0.99.3+cpu", "1.2.0"])
 def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -219,15 +217,6 @@ def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
     assert found.eviction is None and found.host is None
 
 
-def test_where_vllm_binds_no_manager_translation_needs_kedges_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = replace(adapters.installed(), binds_manager=False)
-    monkeypatch.setattr(compat, "installed", lambda: one)
-    assert compat.find_features(config(), ONE, 10, 32).translation is None
-    found = compat.find_features(config(get_scheduler_cls=lambda: Scheduler), ONE, 10, 32)
-    assert found.translation and f"--scheduler-cls must be {make_scheduler.__module__}" in found.translation
-    assert found.eviction is None and found.host is None
-
-
 def test_hashes_of_more_than_a_block_leave_the_order_of_eviction() -> None:
     ahead = config()
     ahead.num_hash_lookahead_tokens = 1
@@ -252,9 +241,7 @@ def lanes(**changes: Any) -> str | None:
     return found.lanes
 
 
-def test_lanes_need_kedges_scheduler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    one = replace(adapters.installed(), binds_manager=True)  # or else translation needs it, too
-    monkeypatch.setattr(compat, "installed", lambda: one)
+def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
     assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
@@ -287,7 +274,7 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
 
 def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "schedule", lambda self: self.max_num_scheduled_tokens)
-    assert lanes() == f"vLLM's Scheduler.schedule does not read {adapters.installed().admission_limit}"
+    assert lanes() == "vLLM's Scheduler.schedule does not read max_num_active_reqs"
 
 
 def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
-"""Adapters of the plug-in to vLLM's minor versions: what differs between them where the plug-in uses their internals.
+"""The versions of vLLM whose internals the plug-in uses, and how it looks at them.
 
-The adapter is chosen by version. `feature_checks.py` then compares what it expects with the installed vLLM, by names,
-attributes and signatures, and a part that does not fit is switched off. So a minor that nobody has tried yet gets the
-newest adapter, and as many parts as its checks allow.
+`feature_checks.py` compares what is expected with the installed vLLM, by names, attributes and signatures, and switches
+off a part that does not fit: also on a minor that nobody has tried yet.
 """
 
 from __future__ import annotations
@@ -10,38 +9,9 @@ from __future__ import annotations
 import dis
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import vllm
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """What differs between the minors of vLLM, and since which one it is so."""
-
-    since: tuple[int, int]
-    binds_manager: bool = True
-    """Whether vLLM shows a connector its KV cache manager. Otherwise Kedge's scheduler does"""
-    admission_limit: str = "max_num_active_reqs"
-    """The attribute of the scheduler with the most requests that may run, read before each admission"""
-    skips_apart: bool = False
-    """Whether waiting requests that were skipped in a step have a queue of their own, `skipped_waiting`, which is
-    served first. Otherwise they wait in the queue of all, and `deferred_waiting` has them too
-    """
-    watches_reuse: bool = True
-    """Whether a block pool may be asked to report that a block is handed out again (`_reuse_watchers`)"""
-
-
-ADAPTERS = (
-    Adapter(
-        (0, 28), binds_manager=False, admission_limit="max_num_running_reqs", skips_apart=True, watches_reuse=False
-    ),
-    Adapter((0, 30), admission_limit="max_num_running_reqs", skips_apart=True),
-    Adapter((0, 31)),
-)
-"""Oldest first; each holds until the next one"""
-OLDEST, NEWEST = (0, 28), (0, 33)
+OLDEST, NEWEST = (0, 31), (0, 33)
 """The minors that Kedge is tested with, both inclusive"""
 
 
@@ -49,17 +19,6 @@ def minor_of(version: str) -> tuple[int, int]:
     """Return (0, 32) for "0.32.1+cpu". A version that cannot be read, as of a build from source, is newer than all."""
     found = re.match(r"(\d+)\.(\d+)(?!\.dev)", version)
     return (int(found[1]), int(found[2])) if found else (1 << 30, 0)
-
-
-def adapter_for(version: str) -> Adapter:
-    """Return the adapter for a version of vLLM: for one that is newer than all known, the newest."""
-    minor = minor_of(version)
-    return next((one for one in reversed(ADAPTERS) if one.since <= minor), ADAPTERS[0])
-
-
-def installed() -> Adapter:
-    """Return the adapter for the vLLM that is installed."""
-    return adapter_for(vllm.__version__)
 
 
 def version_refusal(version: str) -> str | None:

@@ -128,7 +128,7 @@ class CacheGroups:
 
 def hash_size_of(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     """Return by how many tokens prompts are hashed."""
-    given = getattr(config.cache_config, "hash_block_size", None)  # since 0.30
+    given = getattr(config.cache_config, "hash_block_size", None)
     return given or math.gcd(*(group.kv_cache_spec.block_size for group in kv_cache.kv_cache_groups))
 
 

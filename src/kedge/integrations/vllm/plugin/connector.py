@@ -30,7 +30,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import ConfigError, LayoutUnknown, TranslationRefused
-from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axes, find_layouts
 from kedge.integrations.vllm.plugin.feature_checks import (
     backends_refusal,
@@ -91,7 +90,6 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(settings, block_size, ranks, translations)
         else:
             budget = LearningBudget(settings.learning.budget if ranks == 1 else None)
-            self._is_saved = False
             self._worker = WorkerSide(block_size, settings.tiers.throttle, budget)
 
     @property
@@ -122,14 +120,12 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     # in the scheduler, called by Kedge's own --------------------------------------------------------------------
 
-    def join(self, kv_cache_manager: KVCacheManager) -> SchedulerSide:
+    def join(self) -> SchedulerSide:
         """Return the scheduler's half to the calling scheduler, which promises to run its `upkeep` in every pass: what
         no decision needs yet is put off until then, unless loads from the host decide by it in the same step.
         """
         if not self._host_blocks:
             self._scheduler.upkeep.open()
-        if not installed().binds_manager:
-            self._guard_cache(kv_cache_manager)
         return self._scheduler
 
     def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
@@ -161,11 +157,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._guard_cache(kv_cache_manager)
-
-    def _guard_cache(self, kv_cache_manager: KVCacheManager) -> None:
-        """Keep translated blocks out of vLLM's prefix cache."""
-        if self._features.translation is None:
+        if self._features.translation is None:  # translated blocks are kept out of vLLM's prefix cache
             coordinator: Any = kv_cache_manager.coordinator
             guard, block_ids = self._scheduler.translations.guard, kv_cache_manager.get_block_ids
             coordinator.cache_blocks = guard(coordinator.cache_blocks, block_ids)
@@ -289,7 +281,6 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._is_saved = False
         self._worker.begin_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
@@ -302,12 +293,9 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: KV is read once the pass is over."""
 
     def wait_for_save(self) -> None:
-        self._is_saved = True
         self._worker.after_pass(self._orders())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if not self._is_saved and not self._orders().scheduled:
-            self.wait_for_save()  # vLLM before 0.31 does not call it in a step without a pass
         return self._worker.take_reports()
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -1,9 +1,9 @@
 """Checks which parts of the plug-in fit the installed vLLM and the model that it serves.
 
-Where one of vLLM's internals differs from what the adapter for this version expects (`adapters.py`), the part that
-needs it is switched off, with a line in the log. Translation goes along with drafts that keep no KV, since the model
-checks every token of a draft, and with a head whose layers follow the model's, over the same blocks: these are read,
-learned and translated as the model's own, and what is off about them makes drafts worse, and not answers.
+Where one of vLLM's internals differs from what is expected, the part that needs it is switched off, with a line in the
+log. Translation goes along with drafts that keep no KV, since the model checks every token of a draft, and with a head
+whose layers follow the model's, over the same blocks: these are read, learned and translated as the model's own, and
+what is off about them makes drafts worse, and not answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.adapters import (
-    installed,
     missing_attributes,
     parameters,
     untested,
@@ -102,7 +101,7 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int,
     translation = (
         too_old
         or _groups_refusal(config, kv_cache)
-        or _manager_refusal(config)
+        or _manager_refusal()
         or _model_refusal(config)
         or _load_failure_refusal(config)
     )
@@ -151,15 +150,14 @@ def _queue_refusal() -> str | None:
 def _pool_refusal() -> str | None:
     """Refuse a pool whose insides are not those that `block_pools.py` reads and writes."""
     pool, block = BlockPool(1, True, 1), KVCacheBlock(0)
-    names = ["_reuse_watchers"] if installed().watches_reuse else []
-    missing = [name for name in (*names, "cached_block_hashes_by_block") if not hasattr(pool, name)]
+    missing = [name for name in ("_reuse_watchers", "cached_block_hashes_by_block") if not hasattr(pool, name)]
     missing += [name for name in ("_block_hash", "_block_hash_num_tokens") if not hasattr(block, name)]
     if not isinstance(getattr(pool.cached_block_hash_to_block, "_cache", None), dict):
         missing.append("_cache")
     return f"vLLM's block pool has no {', '.join(missing)}" if missing else None
 
 
-def _manager_refusal(config: VllmConfig) -> str | None:
+def _manager_refusal() -> str | None:
     """Refuse where nothing keeps translated blocks out of the prefix cache."""
     found = parameters(KVCacheCoordinator.cache_blocks)
     if found != ["self", "request", "num_computed_tokens"]:
@@ -167,9 +165,7 @@ def _manager_refusal(config: VllmConfig) -> str | None:
     found = parameters(KVCacheManager.get_block_ids)
     if found != ["self", "request_id"]:
         return f"get_block_ids takes {found}"
-    if installed().binds_manager or _has_own_scheduler(config):
-        return None
-    return f"vLLM {vllm.__version__} shows a connector no KV cache manager: --scheduler-cls must be {SCHEDULER}"
+    return None
 
 
 def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:

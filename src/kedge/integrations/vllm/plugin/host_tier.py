@@ -118,21 +118,9 @@ class HostQuotas:
             raise PlanError("held", self.held, f"{over} have more than they may")
 
 
-def events_refusal(pool: BlockPool) -> str | None:
-    """Return the reason why the host tier beside a pool cannot have events, or None."""
-    return None if hasattr(pool, "medium") else "vLLM's block pool has no medium"  # since 0.30
-
-
 def pool_options(device: BlockPool) -> dict[str, Any]:
-    """Return the arguments of a host's pool with events; none where vLLM publishes none, or where there can be none,
-    with a line in the log.
-    """
-    if not device.enable_kv_cache_events:
-        return {}
-    if refusal := events_refusal(device):
-        logger.warning("kedge: events of the host tier are off: %s", refusal)
-        return {}
-    return {"enable_kv_cache_events": True, "medium": HOST_MEDIUM}
+    """Return the arguments of a host's pool with events; none where vLLM publishes none."""
+    return {"enable_kv_cache_events": True, "medium": HOST_MEDIUM} if device.enable_kv_cache_events else {}
 
 
 class TierEvents:

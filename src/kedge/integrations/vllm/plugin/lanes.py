@@ -15,7 +15,6 @@ Lanes of no running request compute the ends of answers that other agents read a
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -29,7 +28,6 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.adapters import installed
 from kedge.integrations.vllm.plugin.candidates import TranslationCandidate
 from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs
 from kedge.integrations.vllm.plugin.learning_budget import BaseShare
@@ -43,11 +41,8 @@ LANE_FIELDS = {
     "num_computed_tokens", "lora_request", "prefill_token_ids",
 }  # fmt: skip
 """Fields of `NewRequestData` that a lane sets"""
-LIMIT = installed().admission_limit
-LOWERED = ("max_num_scheduled_tokens", LIMIT)
+LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 """Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
-SKIPPED = "skipped_waiting" if installed().skips_apart else "deferred_waiting"
-"""The attribute of vLLM's scheduler with the waiting requests that were not ready when last looked at"""
 
 
 class AdmittedLanes(NamedTuple):
@@ -149,8 +144,10 @@ class GapLanes:
     connector: Any
     connector_prefix_cache_stats: PrefixCacheStats | None
     defer_block_free: bool
+    deferred_waiting: Collection[Request]
     finished_req_ids: set[str]
     kv_cache_manager: Any
+    max_num_active_reqs: int
     max_num_scheduled_tokens: int
     num_waiting_for_streaming_input: int
     pause_state: PauseState
@@ -172,25 +169,16 @@ class GapLanes:
         self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
 
     def _hold_back(self) -> None:
-        """Let no more requests run than run now: before 0.31, vLLM asserts that no more run than may."""
-        setattr(self, LIMIT, self._active)
+        """Let no more requests run than run now."""
+        self.max_num_active_reqs = self._active
 
     @property
     def _active(self) -> int:
         return len(self.running) + self.num_waiting_for_streaming_input
 
-    @property
-    def _skipped(self) -> Collection[Request]:
-        return getattr(self, SKIPPED)
-
     def _in_order(self) -> Iterable[Request]:
         """Return the waiting requests in the order of service."""
-        waiting = self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
-        if not installed().skips_apart:
-            return waiting
-        if self.policy is SchedulingPolicy.PRIORITY:
-            return heapq.merge(self._skipped, waiting)
-        return itertools.chain(self._skipped, waiting)
+        return self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
 
     def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
         if self._lanes is None:
@@ -228,11 +216,11 @@ class GapLanes:
         for one in self.running:
             wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
             demand += max(0, wanted - 1)
-        taken = lanes.grant(self._in_order(), set(self._skipped), budget, demand)
+        taken = lanes.grant(self._in_order(), set(self.deferred_waiting), budget, demand)
         left = budget.less(*taken)
         left = left.less(*self._grant_base(lanes, left, demand))
         self.max_num_scheduled_tokens = left.tokens + running
-        setattr(self, LIMIT, min(getattr(self, LIMIT), left.rows + running))
+        self.max_num_active_reqs = min(self.max_num_active_reqs, left.rows + running)
 
     def _grant_base(self, lanes: LaneGrants, left: LaneBudget, demand: int) -> LaneBudget:
         """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
@@ -291,5 +279,5 @@ class GapLanes:
                 by_source[source] -= tokens
 
 
-SCHEDULER_ATTRIBUTES = (GapLanes.__annotations__.keys() - {"_times"}) | {LIMIT, SKIPPED}
+SCHEDULER_ATTRIBUTES = GapLanes.__annotations__.keys() - {"_times"}
 """Attributes of vLLM's scheduler that lanes use"""

@@ -197,7 +197,7 @@ class _Ordered:
         super().__init__(*args, **parts)
         connector = self.connector  # type: ignore[attr-defined]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
-        self._plugin = connector.join(manager) if isinstance(connector, KedgeConnector) else None
+        self._plugin = connector.join() if isinstance(connector, KedgeConnector) else None
         self._by_cache: CachedFirstQueue | None = None
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         if self.policy is SchedulingPolicy.FCFS:  # type: ignore[attr-defined]
