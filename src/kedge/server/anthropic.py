@@ -156,12 +156,9 @@ def _call(block: Block, place: str) -> CalledTool:
 
 def _result(block: Block, place: str) -> ChatMessage:
     content = block.get("content") or ""
-    parts = [_part(one) for one in content] if isinstance(content, list) and all(map(_is_block, content)) else content
-    return _message("tool", parts, f"{place}.tool_result", tool_call_id=str(block.get("tool_use_id", "")))
-
-
-def _is_block(value: object) -> bool:
-    return isinstance(value, dict)
+    if isinstance(content, list):
+        content = [_part(one) if isinstance(one, dict) else one for one in content]
+    return _message("tool", content, f"{place}.tool_result", tool_call_id=str(block.get("tool_use_id", "")))
 
 
 def _tool(tool: OfferedTool) -> Tool:

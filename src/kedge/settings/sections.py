@@ -379,8 +379,10 @@ class EngineSettings(SettingsSection):
     """Blocks of the device tier; None takes as many as `kv_memory` holds."""
     kv_memory: Bytes = 1 << 30
     """Bytes of the device tier, unless `num_blocks` is set."""
-    max_batch_tokens: PositiveInt = 2048
-    """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks."""
+    max_batch_tokens: PositiveInt | None = None
+    """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks. None is 2048 on a GPU
+    and 256 on a CPU, where other requests would wait for seconds.
+    """
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""
     max_waiting: PositiveInt = 4096

@@ -71,3 +71,23 @@ def test_what_is_kept_is_a_tenants_own_and_bounded(tokenizer: HFTokenizer, compi
     assert len(compiled) == 4, "the oldest went"
     known.begin(first, other)
     assert len(compiled) == 5, "the time tells nothing of another tenant's"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"const": -9223372036854775808}',
+        '{"enum": ["a",-9223372036854775807]}',
+        '{"const": [-9223372036854775799]}',
+        '{"type": "integer", "minimum": -9223372036854775807, "maximum": -9223372036854775806}',
+        '{"type": "integer", "minimum":-1E30, "maximum":-9.3e18}',
+    ],
+)
+def test_numbers_that_would_end_the_process_are_refused(tokenizer: HFTokenizer, schema: str) -> None:
+    with pytest.raises(InvalidGrammar, match="too small"):
+        grammars(tokenizer).begin(f"start: %json {schema}")
+
+
+def test_other_long_numbers_are_taken(tokenizer: HFTokenizer) -> None:
+    said = '{"enum": [-9223372036854774000, 9223372036854775807, "at-99999999999999999999999", -1.5e-7]}'
+    assert grammars(tokenizer).begin(f"start: %json {said}")

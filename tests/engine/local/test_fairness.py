@@ -167,6 +167,21 @@ def test_a_tenant_with_long_prompts_holds_up_nobodys_answers() -> None:
         assert of_tenant(engine.passes[-1], STRANGER), "which goes on all the while"
 
 
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_short_request_waits_for_no_long_prompts_of_its_tenant(prompts: int) -> None:
+    engine = Stepped(max_batch_tokens=256, num_blocks=1024)
+    long = [engine.submit(call(seed=seed, size=900)) for seed in range(prompts)]
+    engine.step()
+    short = [engine.submit(call(seed=50 + at, size=60)) for at in range(4)]
+    engine.step()
+    assert [bool(one.first_token) for one in short] == [True, True, False, False], "they take half of a pass"
+    assert sum(len(item.positions) for item in engine.passes[-1] if item.sequence is long[0]) == 256 - 2 * 60
+    engine.step()
+    assert all(one.first_token for one in short) and not any(one.first_token for one in long)
+    engine.rest()
+    assert all(len(one.response) == 8 for one in (*long, *short))
+
+
 def test_a_tenant_alone_fills_its_passes() -> None:
     engine = Stepped(max_batch_tokens=256, num_blocks=1024)
     for part in "ab":

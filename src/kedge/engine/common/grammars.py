@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kedge.engine.common.tokenizer import HFTokenizer
 
 KEY = "grammar"
+NEGATIVE = re.compile(r"(?<=[\s:,\[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 EXCERPT = re.compile(r"\n\s*\d+ \|")
 MAX_REASON = 500
 """Characters of an error's reason"""
@@ -99,6 +100,8 @@ class Grammars:
             from llguidance import LLMatcher
         except ImportError:
             raise InvalidGrammar(KEY, brief(grammar), "needs llguidance (pip install 'kedge[server]')") from None
+        if any(float(found[0]) <= -(2.0**63) for found in NEGATIVE.finditer(grammar)):  # llguidance's stack overflows
+            raise InvalidGrammar(KEY, brief(grammar), "has a number that is too small: they must be above -2**63")
         matcher = LLMatcher(self._wrap(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             # llguidance's text without the excerpt of the grammar that follows it

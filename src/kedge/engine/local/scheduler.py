@@ -420,12 +420,17 @@ class Scheduler:
 
     def _next(self, room: bool) -> RequestSequence | None:
         """Return the waiting request that goes next. If it lacks a place or room, it blocks all others in the same
-        position, but not a tenant with nothing begun.
+        position, but not a tenant with nothing begun, nor short requests beside long prefills: those take up to half of
+        a pass.
         """
         if self._service:
             self._service.arrange(self.waiting)
         heads = self.waiting.heads()
-        return next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
+        first = next((one for one in heads if self._has_place(one) and (room or self._is_first(one))), None)
+        short = sum(len(one.todo) for one in self.running if len(one.todo) <= FEW)
+        if first or not room or len(self.running) >= self._max_running or short + FEW > self._budget // 2:
+            return first
+        return next((one for one in self.waiting if len(one.tokens) <= FEW), None)
 
     def _admit_aside(self) -> bool:
         """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""

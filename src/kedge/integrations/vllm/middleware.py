@@ -102,15 +102,11 @@ def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
 async def _run_with_hints(app: App, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
     """Run vLLM's application. A body gets its hints when it is read, since vLLM looks at the caller's key before."""
     failed: list[RequestError] = []
-    is_read = False
+    unread = [_headers(scope)]
 
     async def read() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
         try:
-            return await _with_hints(receive, _headers(scope))
+            return await (_with_hints(receive, unread.pop()) if unread else receive())
         except RequestError as error:
             failed.append(error)
             raise
@@ -134,8 +130,7 @@ async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
     body = await _content(receive, MAX_BODY_BYTES)
     if body is None:
         return {"type": "http.disconnect"}
-    passed_on = add_hints(body, headers)
-    return {"type": "http.request", "body": body if passed_on is None else passed_on, "more_body": False}
+    return {"type": "http.request", "body": add_hints(body, headers) or body, "more_body": False}
 
 
 async def _content(receive: Receive, most: int) -> bytes | None:

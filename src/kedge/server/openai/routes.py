@@ -7,7 +7,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from kedge.errors import InvalidGrammar, KedgeError
+from kedge.errors import KedgeError
 from kedge.server.http import (
     BODY_ERRORS,
     DONE,
@@ -79,13 +79,7 @@ async def _answer(job: GenerationJob, form: Format, request: Request) -> Respons
     call = await job.begin()
     if job.body.stream:
         return EventStream(_chunks(job, call, form, request), call.end)
-    try:
-        finished = await unless_gone(call, request)
-    except InvalidGrammar as error:
-        job.name_field(error)
-        raise
-    finally:
-        call.end()
+    finished = await unless_gone(job, call, request)
     if finished is None:
         return Response(status_code=CLIENT_GONE)
     write = partial(_whole, job, form, call, finished)

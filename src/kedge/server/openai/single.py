@@ -125,13 +125,7 @@ async def answer(
     call = await job.begin()
     if body.stream:
         return EventStream(_events(job, call, reader, writer, request), call.end)
-    try:
-        finished = await unless_gone(call, request)
-    except InvalidGrammar as error:
-        job.name_field(error)
-        raise
-    finally:
-        call.end()
+    finished = await unless_gone(job, call, request)
     if finished is None:
         return Response(status_code=CLIENT_GONE)
     (completion,) = finished
@@ -162,8 +156,8 @@ def _bytes(events: Iterable[AnswerEvent]) -> bytes:
     return b"".join(event(one.data, name=one.name) for one in events)
 
 
-async def unless_gone(call: GenerationCall, request: Request) -> list[Completion] | None:
-    """Return the call's completions, or None if the client disconnects first."""
+async def unless_gone(job: GenerationJob, call: GenerationCall, request: Request) -> list[Completion] | None:
+    """Return the completions of a job's call, or None if the client disconnects first. The call is over then."""
 
     async def is_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -173,6 +167,10 @@ async def unless_gone(call: GenerationCall, request: Request) -> list[Completion
     try:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
         return finished.result() if finished.done() else None
+    except InvalidGrammar as error:
+        job.name_field(error)
+        raise
     finally:
+        call.end()
         finished.cancel()
         gone.cancel()
