@@ -381,7 +381,7 @@ class EngineSettings(SettingsSection):
     """Bytes of the device tier, unless `num_blocks` is set."""
     max_batch_tokens: PositiveInt | None = None
     """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks. None is 2048 on a GPU
-    and 256 on a CPU, where other requests would wait for seconds.
+    and 512 on a CPU, where other requests would wait for seconds.
     """
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""

@@ -52,7 +52,7 @@ class EngineCore:
         parts.scheduler = self.scheduler = Scheduler(
             Admission(parts, self.requests),
             parts.costs,
-            max_batch_tokens=config.max_batch_tokens or (2048 if parts.storage.keys.is_cuda else 256),
+            max_batch_tokens=config.max_batch_tokens or (2048 if parts.storage.keys.is_cuda else 512),
             max_running=config.max_running,
             learning_share=config.learning.budget,
             jobs=parts.jobs,
