@@ -187,6 +187,13 @@ def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
     assert isinstance(ended, GenerationFailed) and isinstance(ended.__cause__, WrongThread)
 
 
+def test_a_closed_engine_is_told_as_closed_also_on_a_thread_with_its_threads_number(engine: LocalEngine) -> None:
+    engine.close()
+    assert not engine._mailbox.thread, "another thread may get it"
+    with pytest.raises(EngineClosed):
+        engine.inspect()
+
+
 def test_a_fork_gets_an_error(engine: LocalEngine) -> None:
     request, (reads, writes) = call(), os.pipe()
     if not os.fork():

@@ -162,7 +162,10 @@ class HFTokenizer:
     def _behind(self, raw: Tokenizer, text: str) -> _Encoded:
         """Return the tokens of `text` behind another text; as it is by itself where no other text keeps apart."""
         for lead in self._LEADS:
-            encoded = raw.encode(lead + text, add_special_tokens=False)
+            try:
+                encoded = raw.encode(lead + text, add_special_tokens=False)
+            except Exception:  # noqa: S112 (it has no class of its own) - the vocabulary lacks this lead
+                continue
             many = sum(end <= len(lead) for _, end in encoded.offsets)
             if all(begin >= len(lead) for begin, _ in encoded.offsets[many:]):
                 return _Encoded(tuple(encoded.ids[many:]), [end - len(lead) for _, end in encoded.offsets[many:]])

@@ -188,6 +188,7 @@ class EngineThread:
             self._mailbox.close()
             self._mailbox.drain()
             self._shut()
+            self._mailbox.thread = 0  # another thread may get its number
 
     def _guarded_step(self) -> None:
         """Run a step; after an error of the engine itself continue without what ran in it, unless `MAX_FAILURES` steps

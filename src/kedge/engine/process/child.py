@@ -20,7 +20,7 @@ from typing import Any
 from kedge.engine.base import Engine
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
 from kedge.errors import ConfigError, EngineClosed, Overloaded
-from kedge.types import GenerateRequest
+from kedge.types import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 Sent = Packed | Answer | Ready | Failed
@@ -122,8 +122,9 @@ class Host:
     def _take(self, call: Call) -> bool:
         """Start a call. Returns False for the last one."""
         request = call.arguments[0] if call.method == "submit" else None
-        if isinstance(request, GenerateRequest) and request.sampling.grammar:  # to read one takes up to a second
-            self._compile(call, request)
+        sampling = getattr(request, "sampling", None)
+        if isinstance(sampling, SamplingParams) and sampling.grammar:  # to read one takes up to a second
+            self._compile(call, call.arguments[0])
         elif call.method in IN_ORDER:
             self._answer(call)
         elif call.method != "close":
@@ -131,7 +132,7 @@ class Host:
         return call.method != "close"
 
     def _compile(self, call: Call, request: GenerateRequest) -> None:
-        if not self._compiling.put(request.tenant, partial(self._answer, call)):
+        if not self._compiling.put(str(request.tenant), partial(self._answer, call)):
             error = Overloaded("grammar", request.tenant, "too many of this tenant's grammars wait to be read")
             self._outbox.put(Answer(call.number or 0, error=error))
 
