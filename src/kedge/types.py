@@ -128,7 +128,8 @@ def take_value(of: object, name: str, kind: type[StrEnum]) -> None:
     """Let a field of a frozen dataclass that holds a member of `kind` be given as that member's value, too. What is no
     value is left as it is.
     """
-    found = next((member for member in kind if member == getattr(of, name)), None)
+    value = getattr(of, name)
+    found = None if isinstance(value, kind) else next((member for member in kind if member == value), None)
     if found is not None:
         object.__setattr__(of, name, found)
 

@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
     specials: Mapping[str, int]
     """Special tokens as they are spelled out."""
     most: int | None
-    """Tokens of the longest prompt that is served, where an engine has said so."""
+    """Most tokens that a prompt may have; None until an engine sets it."""
 
     def measure(self, text: str) -> None:
         """Raise `PromptTooLong` if `text` has more than twice as many tokens as a prompt may have.

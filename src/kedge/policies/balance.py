@@ -76,7 +76,7 @@ class Balances:
     def spend(
         self, request: GenerateRequest, device: float = 0.0, *, host: float = 0.0, learning: bool = False
     ) -> None:
-        """Add seconds that translation has taken, or learning for later ones: in passes, and beside a GPU's."""
+        """Add seconds that translation, or `learning`, took: in passes on the device, and of the host's time."""
         if found := self._of(request):
             found.spent += device if self._has_gpu else device + host
             found.has_learned = found.has_learned or learning

@@ -252,6 +252,6 @@ class GracefulServer(uvicorn.Server):
         failing = asyncio.create_task(fail_after_grace())
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
-            await asyncio.sleep(POLL_SECONDS)  # and answer new calls: they are told that the server is ending
+            await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
         await super().shutdown(sockets)
         failing.cancel()

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from kedge.types import (
     ReuseMode,
     RunId,
     RunKey,
+    SamplingParams,
     TenantId,
     is_owned,
     new_request_id,
@@ -205,6 +207,14 @@ def test_grammars_of_a_tenant_hold_up_no_others(tmp_path: Path) -> None:
         assert other.result(SECONDS).tokens
         served = [one for one in waiting if one.exception(SECONDS) is None]
         assert len(served) == 33
+
+
+def test_what_only_looks_like_a_request_is_refused_and_the_engine_goes_on(local: ProcessEngine) -> None:
+    plain = SUITE.request(local, "hello", max_tokens=3)
+    for odd in (SimpleNamespace(sampling=SamplingParams(grammar='start: "x"')), replace(plain, sampling=None), None):
+        with pytest.raises(RequestError):
+            local.submit(odd)  # type: ignore[arg-type]
+    assert local.submit(plain).result(SECONDS).tokens
 
 
 def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngine) -> None:

@@ -128,18 +128,18 @@ def _penalise(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     if not rows:
         return
     chosen, asked = logits[rows], [samplers[row] for row in rows]
-    said, times = torch.zeros_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
+    seen, times = torch.zeros_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
     for row, sampler in enumerate(asked):
         answer = torch.tensor(sampler.answer, dtype=torch.long, device=logits.device)
         times[row].index_add_(0, answer, torch.ones_like(answer, dtype=times.dtype))
-        said[row, torch.tensor(sampler.prompt, dtype=torch.long, device=logits.device)] = True
+        seen[row, torch.tensor(sampler.prompt, dtype=torch.long, device=logits.device)] = True
 
     def column(name: str) -> Tensor:
         return torch.tensor([[getattr(one.params, name)] for one in asked], device=logits.device, dtype=chosen.dtype)
 
     factor = column("repetition_penalty")
     repeated = torch.where(chosen > 0, chosen / factor, chosen * factor)
-    chosen = torch.where(said | (times > 0), repeated, chosen)
+    chosen = torch.where(seen | (times > 0), repeated, chosen)
     logits[rows] = chosen - column("frequency_penalty") * times - column("presence_penalty") * (times > 0)
 
 

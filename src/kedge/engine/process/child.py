@@ -122,9 +122,8 @@ class Host:
     def _take(self, call: Call) -> bool:
         """Start a call. Returns False for the last one."""
         request = call.arguments[0] if call.method == "submit" else None
-        sampling = getattr(request, "sampling", None)
-        if isinstance(sampling, SamplingParams) and sampling.grammar:  # to read one takes up to a second
-            self._compile(call, call.arguments[0])
+        if isinstance(request, GenerateRequest) and _has_grammar(request):  # to read one takes up to a second
+            self._compile(call, request)
         elif call.method in IN_ORDER:
             self._answer(call)
         elif call.method != "close":
@@ -151,6 +150,11 @@ class Host:
             self._outbox.put(answer)
         elif answer.error is not None and not isinstance(answer.error, EngineClosed):
             logger.error("%s failed", call.method, exc_info=answer.error)
+
+
+def _has_grammar(request: GenerateRequest) -> bool:
+    """Return whether a request has a grammar; nothing in it has been checked."""
+    return isinstance(request.sampling, SamplingParams) and bool(request.sampling.grammar)
 
 
 def main(descriptor: int) -> None:

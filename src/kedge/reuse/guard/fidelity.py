@@ -128,7 +128,7 @@ class Serving:
     """How far the last comparisons are nearer to the budget than to what was usual: a CUSUM of logarithms"""
     usual: float = 0.0
     since: MeanEvidence = field(default_factory=MeanEvidence)
-    """Comparisons since it was 0, where a change is likeliest to have been, and the mean until then"""
+    """Comparisons since `suspicion` was last 0, the likeliest start of a change. `usual` is the mean before it."""
 
     def has_risen(self, divergence: float, usual: float, budget: float, most: float = 7.0, limit: float = 4.0) -> bool:
         """Take a comparison. Returns whether the mean has risen: older comparisons say nothing of it any more."""

@@ -24,7 +24,6 @@ from vllm.config import SchedulerConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
@@ -151,7 +150,6 @@ class GapLanes:
     max_num_scheduled_tokens: int
     num_waiting_for_streaming_input: int
     pause_state: PauseState
-    policy: SchedulingPolicy
     requests: dict[str, Request]
     running: list[Request]
     scheduler_config: SchedulerConfig

@@ -175,6 +175,8 @@ class SchedulerSide:
 
     def ask_at_once(self, request: Request, answer: Answer) -> None:
         """Ask the only worker, by `answer`, about the next request before the step is scheduled."""
+        if request.request_id not in self._requests:  # without hints nothing is translated
+            return
         device, host = self.cached_blocks(request.block_hashes)
         if not host:  # what is worth loading comes first
             self.translations.ask_at_once(request, device * self._block_size, answer)
