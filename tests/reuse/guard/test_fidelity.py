@@ -113,7 +113,7 @@ def serving(proof: Proof) -> int | None:
 
 def test_nothing_serves_before_it_is_proved() -> None:
     proof = Proof()
-    assert serving(proof) is None and proof.to_try(BUDGET, ALPHA) == [*range(len(RUNGS))]
+    assert serving(proof) is None and sorted(proof.to_try(BUDGET, ALPHA)) == [*range(len(RUNGS))]
     found(proof, 2, 0.0, times=LEAST - 1)
     assert serving(proof) is None
     found(proof, 2, 0.0, times=1)
@@ -128,7 +128,7 @@ def test_the_cheapest_rung_that_is_proved_serves() -> None:
     found(proof, 0, 5 * BUDGET, computed=0.0)
     found(proof, 2, 0.9 * BUDGET, computed=0.1, times=LEAST)
     assert serving(proof) == 3, "one is too far off, the other may be"
-    assert proof.to_try(BUDGET, ALPHA) == [1, 2, 5], "what is dearer, or known to be too far off, is not tried"
+    assert sorted(proof.to_try(BUDGET, ALPHA)) == [1, 2], "what is dearer, or known to be too far off, is not tried"
 
 
 def test_anchors_that_were_too_far_off_are_tried_again_now_and_then() -> None:

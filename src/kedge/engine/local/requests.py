@@ -23,7 +23,14 @@ from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.engine.local.sessions import stop_reason
-from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError
+from kedge.errors import (
+    ForwardFailed,
+    GenerationFailed,
+    KedgeError,
+    OutOfBlocks,
+    RequestError,
+    TranslationRefused,
+)
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import TurnEnd
 from kedge.types import FinishReason, RequestId, ReuseMode
@@ -337,6 +344,8 @@ class Admission:
         parts, began = self._parts, time.monotonic()
         taken, plan = parts.shared.tokens, parts.runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
+        if sequence.request.guard.afresh and not plan.translates:
+            raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
         if parts.assembler.works_ahead:
             left = parts.shared.take(sequence, plan)  # it may change the table
             assert sequence.table is not None

@@ -9,7 +9,7 @@ below the budget, with confidence, serves from then on, and goes on being compar
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, log, sqrt
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -22,10 +22,14 @@ FORGET = 0.95
 """Factor on a comparison's weight at every later one: anchors change"""
 LEAST = 6
 """Comparisons of a rung before it can serve"""
+SETTLED = 40
+"""Comparisons after which a bound hardly gets tighter: older ones weigh an eighth"""
 CHECKED = 8
 """Calls on a new rung that are all compared"""
 STAYS = 0.9
 """A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
+MAX_BUDGETS = 6
+"""Budgets of one agent whose proofs are kept apart"""
 RETRIED = 4
 """Of the times that rungs are tried, one in so many includes those by anchors that were too far off"""
 FAR = 0.1
@@ -36,6 +40,8 @@ class Rung(NamedTuple):
     """A way of translating a prompt."""
 
     name: str
+    usual: float
+    """Mean divergence with SmolLM2 that reads (`docs/results/fidelity.md`): what is assumed before a comparison"""
     by_anchors: bool = False
     """Whether offsets of anchors are added; where there are none yet, the value is computed"""
     weak_error: float = inf
@@ -45,12 +51,12 @@ class Rung(NamedTuple):
 
 
 RUNGS = (
-    Rung("moved"),
-    Rung("anchors 0.25", True, 0.25),
-    Rung("anchors 0.15", True, 0.15),
-    Rung("anchors 0.1", True, 0.1),
-    Rung("moved, new answers computed", of_readers=True),
-    Rung("anchors 0.06", True, 0.06),
+    Rung("moved", 0.03),
+    Rung("anchors 0.25", 0.01, True, 0.25),
+    Rung("anchors 0.15", 0.0015, True, 0.15),
+    Rung("anchors 0.1", 0.0007, True, 0.1),
+    Rung("moved, new answers computed", 0.0015, of_readers=True),
+    Rung("anchors 0.06", 0.0002, True, 0.06),
 )
 LEARNING = 1
 """The rung of calls that are computed: anchors are learned from them"""
@@ -90,6 +96,15 @@ class MeanEvidence:
     def lower(self, alpha: float) -> float:
         """Return the lower bound of the mean, wrong with probability `alpha`."""
         return max(0.0, self.mean - self._radius(alpha, least=0.0))
+
+    def missing(self, budget: float, alpha: float) -> int:
+        """Return how many more values like the mean it takes until the upper bound is within `budget`."""
+        ahead = replace(self)
+        for more in range(SETTLED):
+            if ahead.upper(alpha) <= budget:
+                return more
+            ahead.observe(self.mean)
+        return SETTLED
 
     def _radius(self, alpha: float, least: float) -> float:
         if self.count < LEAST:
@@ -147,7 +162,7 @@ class Proof:
     rungs: dict[int, RungRecord] = field(default_factory=dict)
     noise: MeanEvidence = field(default_factory=MeanEvidence)
     """Nats a token from one dense answer to the same one in a pass of another shape: rounding alone"""
-    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(6))
+    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(MAX_BUDGETS))
     """By budget: calls may have budgets of their own"""
     seen: BoundedDict[tuple[int, int], None] = field(default_factory=lambda: BoundedDict(1024))
     """Rungs and hashes of the prompts that were compared on them"""
@@ -195,11 +210,13 @@ class Proof:
         return chosen
 
     def to_try(self, budget: float, alpha: float, hopeless: float = 4.0) -> list[int]:
-        """Return the rungs that may be cheaper than the one that serves and are not known to be too far off. Those by
-        anchors are tried again now and then, as anchors get better, those that translated nothing, and those of which
-        two comparisons already have a mean of `hopeless` budgets: each costs as many tokens as the answer has.
+        """Return the rungs that may be cheaper than the one that serves and are not known to be too far off, first the
+        one that lacks the fewest comparisons. Those by anchors are tried again now and then, as anchors get better,
+        those that translated nothing, and those of which two comparisons already have a mean of `hopeless` budgets:
+        each costs as many tokens as the answer has.
         """
         served = self.choose(budget, alpha)
+        least = RUNGS[served].weak_error if served is not None and RUNGS[served].by_anchors else 0.0
         dearest = inf if served is None else self.rungs[served].computed.mean
         self.tried += 1
         found = []
@@ -211,9 +228,18 @@ class Proof:
             is_far = seen is not None and seen.divergence.count > 1 and seen.divergence.mean > hopeless * budget
             is_near = seen is None or (seen.divergence.lower(alpha) <= budget and (is_turn or not is_far))
             is_open = is_near or (rung.by_anchors and is_turn)
-            if number != served and is_open and (seen is None or seen.computed.mean < dearest):
+            is_cheaper = rung.weak_error > least if seen is None else seen.computed.mean < dearest
+            if number != served and is_open and is_cheaper:
                 found.append(number)
-        return found
+        return sorted(found, key=lambda number: self._missing(number, budget, alpha))
+
+    def _missing(self, number: int, budget: float, alpha: float) -> tuple[int, float]:
+        """Return how many comparisons a rung lacks if they go on as they are, or are as is usual; and their mean."""
+        if seen := self.rungs.get(number):
+            return seen.divergence.missing(budget, alpha / len(RUNGS)), seen.divergence.mean
+        assumed = MeanEvidence()
+        assumed.observe(RUNGS[number].usual)
+        return 1 + assumed.missing(budget, alpha / len(RUNGS)), assumed.mean
 
     def note(self, budget: float, alpha: float) -> FidelityNote:
         """Return the proof as it stands, for receipts."""
@@ -239,6 +265,14 @@ class Proof:
         self.rungs = {number: one for number, one in self.rungs.items() if not RUNGS[number].by_anchors}
 
 
+class SavedServing(NamedTuple):
+    """A budget, the rung that serves under it, and its calls so far."""
+
+    budget: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    rung: str
+    calls: Annotated[int, Field(ge=0, lt=2**53)]
+
+
 class SavedProof(BaseModel):
     """An agent's proof as plain data, rungs by name: those of another version are left out. Whatever is malformed
     raises `ValueError`.
@@ -248,15 +282,25 @@ class SavedProof(BaseModel):
     agent: str = Field(max_length=4096)
     rungs: dict[str, tuple[MeanEvidence, MeanEvidence]]
     noise: MeanEvidence | None = None
+    serving: list[SavedServing] = Field([], max_length=MAX_BUDGETS)
 
     @classmethod
     def of(cls, agent: str, proof: Proof) -> SavedProof:
         """Return a proof as data."""
         rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
-        return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None)
+        served = [
+            SavedServing(budget, RUNGS[one.rung].name, one.calls)
+            for budget, one in proof.serving.items()
+            if one.rung is not None
+        ]
+        return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None, serving=served)
 
     def proof(self) -> Proof:
         """Return the proof as it goes on."""
         numbers = {rung.name: number for number, rung in enumerate(RUNGS)}
         known = {numbers[name]: RungRecord(*pair) for name, pair in self.rungs.items() if name in numbers}
-        return Proof(known, self.noise or MeanEvidence())
+        proof = Proof(known, self.noise or MeanEvidence())
+        for budget, rung, calls in self.serving:
+            if numbers.get(rung) in known:
+                proof.serving[budget] = Serving(numbers[rung], calls)
+        return proof

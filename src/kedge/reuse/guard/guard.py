@@ -212,7 +212,7 @@ class QualityGuard:
 
     def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
         """Return the rungs on which a check translates what it tries: those that may come to serve the agent, or that
-        which does. Beside a check of what is served, one of those that may be cheaper.
+        which does. Beside a check of what is served, those that may be cheaper.
         """
         if tried not in ("", EVERYTHING):
             return [request.guard.rung]
@@ -220,8 +220,7 @@ class QualityGuard:
             proof = self._proofs.get(request.workflow_agent)
             if proof is None or isinf(budget := self.budget(request)):
                 return [request.guard.rung] if tried else []
-            found: list[int | None] = [*proof.to_try(budget, self._settings.alpha)]
-            return found if tried else found[:1] if self._rng.random() < TRIED else []
+            return [*proof.to_try(budget, self._settings.alpha)]
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""

@@ -14,7 +14,8 @@ from kedge.engine.common.guarding import guarded_calls
 from kedge.engine.common.guarding.check import Check, dense_check, trial
 from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_CREDIT, MAX_WAITING, PATIENCE, CheckThread
 from kedge.engine.common.stream import TokenStream
-from kedge.errors import EngineClosed, Overloaded
+from kedge.errors import EngineClosed, Overloaded, TranslationRefused
+from kedge.guard import EVERYTHING
 from kedge.settings import GuardSettings
 from kedge.types import Completion, FinishReason, GenerateRequest, Segment, TenantId, TokenDelta
 from tests.engine.common.guarding.fakes import GOOD, request
@@ -51,12 +52,13 @@ class Bench:
         size: int = 12,
         tenant: str = "default",
         rungs: Sequence[int | None] = (None,),
+        tried: str = "a",
     ) -> Check:
         asked = replace(request(run=run, agent=agent), tenant=TenantId(tenant))
         if size != asked.prompt_tokens:
             asked = GenerateRequest((Segment((1,) * size, "p0"), *asked.segments[1:2]), asked.sampling, asked.reuse)
         done = answer(GOOD)
-        check = dense_check(asked, done, self.settings, []) if dense else trial(asked, done, self.settings, "a", rungs)
+        check = dense_check(asked, done, self.settings, []) if dense else trial(asked, done, self.settings, tried, rungs)
         self.checks.add(check)
         return check
 
@@ -223,8 +225,9 @@ def test_too_many_drop_those_of_the_tenant_with_the_most() -> None:
 def test_a_check_of_several_requests_is_judged_when_all_are_answered() -> None:
     with bench() as one:
         check = one.add(rungs=[0, 1, None])
-        assert one.begun.acquire(timeout=10) and len(one.under_way) == 1, "one after the other"
-        one.begun.release()
+        for _ in range(3):
+            assert one.begun.acquire(timeout=10), "at once"
+        one.begun.release(3)
         assert one.checks.is_under_way(check.requests[2].request_id)
         for _ in range(3):
             assert one.judged == []
@@ -250,7 +253,30 @@ def test_a_check_of_which_a_request_is_cancelled_shows_nothing_and_ends(finished
             one.finish()
         one.finish(FinishReason.CANCELLED)
         assert one.checks.drain(10) and one.judged == [] and (one.checks.done, one.checks.dropped) == (0, 1)
-        assert not one.under_way
+
+
+def test_what_cannot_be_translated_yet_is_no_more_than_tried_in_vain() -> None:
+    with bench() as one:
+        check = one.add(rungs=[0, 1, 2])
+        for _ in range(2):
+            assert one.begun.acquire(timeout=10)
+        for request, stream in one.under_way:
+            stream.put(TranslationRefused("request_id", request.request_id, "nothing"))
+        one.under_way.clear()
+        assert one.checks.drain(10) and one.judged == [check] and one.checks.computed == 0
+
+
+def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> None:
+    with bench() as one:
+        one.checks._pause = LONG
+        check = one.add(tried=EVERYTHING, rungs=[3, 1, 2])
+        assert check.narrowed().requests == (check.requests[0], check.requests[3]), "and its control"
+        one.checks.arrived()
+        one.checks.left(2 * check.narrowed().cost)
+        one.checks.arrived()
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10) and [len(done.requests) for done in one.judged] == [2]
 
 
 def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:

@@ -75,6 +75,12 @@ class Check:
         computed = {ReuseMode.OFF: size, ReuseMode.TRANSLATE: size // 5, ReuseMode.EXACT: 1}
         return sum(one.sampling.max_tokens + computed[one.reuse] for one in self.requests)
 
+    def narrowed(self) -> Check:
+        """Return the check on one rung alone, the first: what is worth it while requests are served."""
+        first = next((one for one in self.requests if one.reuse is ReuseMode.TRANSLATE), None)
+        kept = (one for one in self.requests if one is first or one.reuse is not ReuseMode.TRANSLATE)
+        return replace(self, requests=(*kept,))
+
     def noise(self, answers: Sequence[Completion | None]) -> float | None:
         """Return the divergence of the control from the served answer: rounding alone. None where it has none."""
         pairs = zip(self.requests, answers, strict=True)

@@ -1,8 +1,9 @@
 """The guard between an engine and its callers: it changes requests as they arrive and reads their completions.
 
-A thread carries out checks one by one: freely while the engine is idle, else within a token budget. An engine is idle
-once no request has come for as long as a check takes, so that what such checks delay is at most as much as was waited
-for. Ends of runs wait until no check needs what the run shared.
+A thread carries out checks one by one: freely while the engine is idle, else within a token budget, and then on the
+most promising rung alone, so that proof gets on by one rung after the other. An engine is idle once no request has
+come for as long as a check takes, so that what such checks delay is at most as much as was waited for. Ends of runs
+wait until no check needs what the run shared.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isinf
@@ -19,7 +21,7 @@ from math import isinf
 from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
 from kedge.engine.common.stream import Tap
-from kedge.errors import EngineClosed, KedgeError
+from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
@@ -261,7 +263,9 @@ class CheckThread:
             return 0
         if self._in_flight == 0:
             return max(0.0, self._idle_since + self._pause - time.monotonic())
-        if self._credit >= (cost := min(MAX_CREDIT, self._waiting[0].cost)):  # a longer one would wait for ever
+        first = self._waiting[0].narrowed()
+        if self._credit >= (cost := min(MAX_CREDIT, first.cost)):  # a longer one would wait for ever
+            self._waiting[0] = first
             self._credit, self._paid = self._credit - cost, cost
             return 0
         return None
@@ -269,21 +273,10 @@ class CheckThread:
     def _carry_out(self, check: Check) -> None:
         is_done, computed, began = False, 0, time.monotonic()
         try:
-            answers, in_vain = list[Completion | None](), set[bool]()
-            for request in check.requests:
-                rung = request.guard.rung
-                kind = None if rung is None else RUNGS[rung].by_anchors
-                if kind in in_vain:  # nothing to start from yet, so all of it would be computed
-                    answers.append(None)
-                    continue
-                answers.append(answer := self._submit(request).result())
-                if answer.finish_reason is FinishReason.CANCELLED:
-                    break
-                computed += answer.receipt.computed + len(answer.tokens)
-                if kind is not None and not answer.receipt.translated:
-                    in_vain.add(kind)
-            else:
-                is_done = True
+            answers = list[Completion | None]()
+            is_done = self._answer(check.requests, answers)
+            computed = sum(answer.receipt.computed + len(answer.tokens) for answer in answers if answer is not None)
+            if is_done:
                 self._judged(check, answers)
         except KedgeError as error:  # the engine was closed, or has no room for it
             logger.debug("a check was not carried out: %s", error)
@@ -298,6 +291,30 @@ class CheckThread:
             self.computed += computed
             self.done += is_done
             self.dropped += not is_done
+
+
+    def _answer(self, requests: Sequence[GenerateRequest], answers: list[Completion | None]) -> bool:
+        """Add the answers to all requests, of which several run at once. None: nothing is translated in such a way yet.
+        That is found out by one request by anchors and one without, so that no others compute all of a prompt in vain.
+        Returns False once one is cancelled, as all are then.
+        """
+        kinds = [None if (rung := one.guard.rung) is None else RUNGS[rung].by_anchors for one in requests]
+        firsts = [at for at, kind in enumerate(kinds) if kind is None or at == kinds.index(kind)]
+        answers += [None] * len(requests)
+
+        def run(which: Sequence[int]) -> bool:
+            streams = [self._submit(requests[at]) for at in which]
+            for at, stream in zip(which, streams, strict=True):
+                with suppress(TranslationRefused):
+                    answers[at] = answer = stream.result()
+                    if answer.finish_reason is FinishReason.CANCELLED:
+                        return False
+            return True
+
+        if not run(firsts):
+            return False
+        found = {kinds[at] for at in firsts if (answer := answers[at]) and answer.receipt.translated}
+        return run([at for at, kind in enumerate(kinds) if at not in firsts and kind in found])
 
 
 @dataclass(slots=True)
