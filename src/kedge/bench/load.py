@@ -96,6 +96,8 @@ class TeamSizes:
     answer: int
 
 
+LONG_READ = 4
+"""Passages of a long question to a real model: some 550 tokens with SmolLM2"""
 USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
 """The sizes of the cases with a random model."""
 
@@ -103,7 +105,7 @@ USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
 def team(case: str, settings: LoadSettings) -> LoadTeam:
     """Return the team of a case. Raises `ConfigError` for an unknown size."""
     if settings.model is not None:
-        return real_team(settings, taught=30 if case == WARM else 0)
+        return real_team(settings, 30 if case.startswith(WARM) else 0, LONG_READ if case.endswith(LONG) else 1)
     device, seed = settings.device, settings.seed
     if case == NANO:
         return nano_team(device, seed)
@@ -122,15 +124,21 @@ def nano_questions(seed: int) -> Questions:
     return drawn(seed, lambda rng: (one.text for one in TASKS["math"].questions("test", rng.getrandbits(64))))
 
 
-def real_team(settings: LoadSettings, taught: int = 0) -> LoadTeam:
+def real_team(settings: LoadSettings, taught: int = 0, passages: int = 1) -> LoadTeam:
     """Return the reading team of a real model, in an engine with the default settings."""
-    return LoadTeam(*load_model(settings.model, settings.engine()), *reading_team(settings.seed), taught=taught)
+    flow, asked = reading_team(settings.seed, passages)
+    return LoadTeam(*load_model(settings.model, settings.engine()), flow, asked, taught=taught)
 
 
-def reading_team(seed: int) -> tuple[Workflow, Questions]:
-    """Return the team that reads, and questions about paragraphs of XQuAD, in another order for each client."""
+def reading_team(seed: int, passages: int = 1) -> tuple[Workflow, Questions]:
+    """Return the team that reads, and questions about paragraphs of XQuAD, in another order for each client. Each
+    stands behind so many `passages`, its own the last.
+    """
     workload, rows = real.load("reading", None, seed)
-    texts = [question.text for question in rows]
+    alone = [question.text for question in rows]
+    read = [text.partition("\n\n")[0] for text in alone]
+    behind = [[read[at - more] for more in range(1, passages)] for at in range(len(read))]
+    texts = ["\n\n".join((*before, text)) for before, text in zip(behind, alone, strict=True)]
     return workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts))))
 
 
@@ -423,7 +431,8 @@ class LoadSettings:
     @property
     def case_names(self) -> tuple[str, ...]:
         """The cases there are."""
-        return (COLD, WARM) if self.model else (NANO, self.model_size, f"{self.model_size}{LONG}")
+        real = (COLD, WARM, f"{COLD}{LONG}", f"{WARM}{LONG}")
+        return real if self.model else (NANO, self.model_size, f"{self.model_size}{LONG}")
 
     def engine(
         self,

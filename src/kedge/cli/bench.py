@@ -221,8 +221,8 @@ def load(
     case: Annotated[
         list[str] | None,
         options.name(
-            help="nano, SIZE or SIZE-long, SIZE that of --model-size; with --model cold or warm, from the state of 30 "
-            "questions; repeatable."
+            help="nano, SIZE or SIZE-long, SIZE that of --model-size; with --model cold, warm (from the state of 30 "
+            "questions), and both with -long; repeatable."
         ),
     ] = None,
     clients: Annotated[list[int] | None, options.number(help="Default 1, 8 and 32, quick 1 and 8; repeatable.")] = None,
