@@ -191,7 +191,10 @@ def test_a_warm_team_starts_from_what_a_run_before_has_proved(tmp_path: Path) ->
 
 def test_what_served_says_how_near_it_is_and_what_proving_took() -> None:
     known = LoadSettings(seconds=600, model=Path("nano"), device="cpu")
-    assert known.case_names == (COLD, WARM) and team(WARM, known).taught > team(COLD, known).taught == 0
+    assert (
+        known.case_names == (COLD, WARM, "cold-long", "warm-long")
+        and team(WARM, known).taught > team(COLD, known).taught == 0
+    )
     asked = replace(some(real_team(known), 3), guard=GuardSettings(fidelity=0.5))
     figures = load(asked, known, 2, ReuseMode.TRANSLATE).as_json()
     assert (figures["calls"], figures["errors"]) == (2 * 3 * 3, 0)

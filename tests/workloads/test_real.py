@@ -43,7 +43,7 @@ def test_the_seed_orders_the_questions(name: str) -> None:
     assert team.workflow().inputs == (QUESTION,)
 
 
-@pytest.mark.parametrize("name", ["reading", "reading-picks"])
+@pytest.mark.parametrize("name", ["reading", "reading-picks", "reading-long"])
 def test_every_paragraph_is_read_before_one_is_read_again(name: str) -> None:
     asked = real.load(name, seed=3)[1]
     assert len({one.facts["id"] for one in asked}) == len(asked)
@@ -134,7 +134,7 @@ def test_a_file_replaces_the_packages_questions(tmp_path: Path) -> None:
         real.load("gsm8k", file)
     with pytest.raises(ConfigError, match="no-such"):
         real.load("reading", tmp_path / "no-such.jsonl")
-    with pytest.raises(ConfigError, match="must be one of gsm8k, reading, reading-picks"):
+    with pytest.raises(ConfigError, match="must be one of gsm8k, reading, reading-picks, reading-long"):
         real.load("riddles")
 
 

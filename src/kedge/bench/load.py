@@ -46,8 +46,8 @@ from kedge.settings import AnchorSettings, EngineSettings, GuardSettings
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
-from kedge.workloads import real
-from kedge.workloads.base import QUESTION
+from kedge.workloads import reading, real
+from kedge.workloads.base import QUESTION, Team
 from kedge.workloads.miniature import TASKS, workflow
 
 NANO = "nano"
@@ -96,8 +96,6 @@ class TeamSizes:
     answer: int
 
 
-LONG_READ = 4
-"""Passages of a long question to a real model: some 550 tokens with SmolLM2"""
 USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
 """The sizes of the cases with a random model."""
 
@@ -105,7 +103,8 @@ USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
 def team(case: str, settings: LoadSettings) -> LoadTeam:
     """Return the team of a case. Raises `ConfigError` for an unknown size."""
     if settings.model is not None:
-        return real_team(settings, 30 if case.startswith(WARM) else 0, LONG_READ if case.endswith(LONG) else 1)
+        asked = reading.LONG if case.endswith(LONG) else reading.READING
+        return real_team(settings, 30 if case.startswith(WARM) else 0, asked)
     device, seed = settings.device, settings.seed
     if case == NANO:
         return nano_team(device, seed)
@@ -124,21 +123,16 @@ def nano_questions(seed: int) -> Questions:
     return drawn(seed, lambda rng: (one.text for one in TASKS["math"].questions("test", rng.getrandbits(64))))
 
 
-def real_team(settings: LoadSettings, taught: int = 0, passages: int = 1) -> LoadTeam:
-    """Return the reading team of a real model, in an engine with the default settings."""
-    flow, asked = reading_team(settings.seed, passages)
+def real_team(settings: LoadSettings, taught: int = 0, team: Team = reading.READING) -> LoadTeam:
+    """Return a team that reads of a real model, in an engine with the default settings."""
+    flow, asked = reading_team(settings.seed, team)
     return LoadTeam(*load_model(settings.model, settings.engine()), flow, asked, taught=taught)
 
 
-def reading_team(seed: int, passages: int = 1) -> tuple[Workflow, Questions]:
-    """Return the team that reads, and questions about paragraphs of XQuAD, in another order for each client. Each
-    stands behind so many `passages`, its own the last.
-    """
-    workload, rows = real.load("reading", None, seed)
-    alone = [question.text for question in rows]
-    read = [text.partition("\n\n")[0] for text in alone]
-    behind = [[read[at - more] for more in range(1, passages)] for at in range(len(read))]
-    texts = ["\n\n".join((*before, text)) for before, text in zip(behind, alone, strict=True)]
+def reading_team(seed: int, team: Team = reading.READING) -> tuple[Workflow, Questions]:
+    """Return a team that reads, and questions about paragraphs of XQuAD, in another order for each client."""
+    workload, rows = real.load(team.name, None, seed)
+    texts = [question.text for question in rows]
     return workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts))))
 
 

@@ -1,10 +1,13 @@
-"""Reading: three agents answer questions about paragraphs of XQuAD, with free words or with a pick of its answers."""
+"""Reading: three agents answer questions about paragraphs of XQuAD, with free words or with a pick of its answers; of
+one paragraph, or of the last of several.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kedge.types import AgentId
@@ -61,6 +64,16 @@ def questions(row: Row, longest: int = 60) -> list[Question]:
     return asked
 
 
+def lengthened(paragraphs: Sequence[Sequence[Question]], passages: int = 4) -> list[list[Question]]:
+    """Return questions by paragraph, each behind the passages before it: of `passages`, some 550 tokens for SmolLM2."""
+    read = [about[0].text.partition("\n\n")[0] for about in paragraphs]
+    before = ([read[at - more] for more in range(passages - 1, 0, -1)] for at in range(len(read)))
+    return [
+        [replace(one, text="\n\n".join((*texts, one.text))) for one in about]
+        for about, texts in zip(paragraphs, before, strict=True)
+    ]
+
+
 def _overlaps(one: str, other: str) -> bool:
     return one[:1] == other[:1] or normal(one) in normal(other) or normal(other) in normal(one)
 
@@ -92,3 +105,4 @@ PICKS = replace(
     agents=tuple(replace(agent, max_tokens=48) for agent in READING.agents),
     constrained=pick_grammar,
 )
+LONG = replace(READING, name="reading-long")

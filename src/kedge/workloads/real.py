@@ -11,7 +11,7 @@ from kedge.workloads import gsm8k, reading
 from kedge.workloads.base import Question, Workload
 from kedge.workloads.rows import read_rows
 
-TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.PICKS)}
+TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.PICKS, reading.LONG)}
 
 
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, list[Question]]:
@@ -29,5 +29,7 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, 
     paragraphs = read_rows(file or data / "xquad-en.jsonl", reading.questions, "XQuAD")
     if name == reading.PICKS.name:
         paragraphs = [[one for one in about if one.facts["options"]] for about in paragraphs]
+    if name == reading.LONG.name:
+        paragraphs = reading.lengthened(paragraphs)
     rounds = zip_longest(*rng.sample(paragraphs, len(paragraphs)))
     return TEAMS[name], [one for one in chain.from_iterable(rounds) if one]

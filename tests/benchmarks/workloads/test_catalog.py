@@ -22,7 +22,7 @@ DATASETS: dict[str, tuple[Workload, tuple[str, ...]]] = {
     "math500": (mathematics.MATH500, (r"\boxed{1} no: \boxed{\frac{1}{2}} of it", r"$\boxed{x^{2}}$")),
     "aime": (mathematics.AIME, (r"It is \boxed{042}.",)),
 }
-WITHOUT = {"code", "humaneval", "reading", "reading-picks"}
+WITHOUT = {"code", "humaneval", "reading", "reading-picks", "reading-long"}
 """Teams whose last agent answers with code or a text as a whole"""
 
 

@@ -58,7 +58,9 @@ class Bench:
         if size != asked.prompt_tokens:
             asked = GenerateRequest((Segment((1,) * size, "p0"), *asked.segments[1:2]), asked.sampling, asked.reuse)
         done = answer(GOOD)
-        check = dense_check(asked, done, self.settings, []) if dense else trial(asked, done, self.settings, tried, rungs)
+        check = (
+            dense_check(asked, done, self.settings, []) if dense else trial(asked, done, self.settings, tried, rungs)
+        )
         self.checks.add(check)
         return check
 

@@ -294,7 +294,6 @@ class CheckThread:
             self.done += is_done
             self.dropped += not is_done
 
-
     def _answer(self, requests: Sequence[GenerateRequest], answers: list[Completion | None]) -> bool:
         """Add the answers to all requests, of which several run at once. None: nothing is translated in such a way yet.
         That is found out by one request by anchors and one without, so that no others compute all of a prompt in vain.
@@ -464,7 +463,8 @@ class GuardedCalls:
         findings = [seen.finding for seen in ways if seen.finding is not None]
         tried = {one.guard.rung for one in check.requests if one.guard.rung is not None}
         if check.tried in ("", EVERYTHING) and (findings or tried):
-            placeholders = {name for seen in ways for name in seen.names}
+            named = {one.name for one in check.of.segments if one.is_placeholder}
+            placeholders = {name for seen in ways for name in seen.names} or named
             tried -= {one.rung for one in findings}
             self.guard.found(check.of, placeholders, findings, tried, check.noise(answers))
         for seen in ways:
