@@ -191,6 +191,10 @@ class Proof:
                 self.rungs[finding.rung] = RungRecord(one.since, record.computed)
                 one.suspicion = 0.0
 
+    def is_rounded(self, budget: float, alpha: float) -> bool:
+        """Return whether rounding may count: below a hundredth of the budget, as in float32, none is taken off."""
+        return self.noise.upper(alpha) > 0.01 * budget
+
     def choose(self, budget: float, alpha: float) -> int | None:
         """Return the rung to serve on: the cheapest that is proved; the one that serves until it is no longer within
         the budget in the mean. None: none is. All rungs together are wrong with probability `alpha`.

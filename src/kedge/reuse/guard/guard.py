@@ -222,6 +222,12 @@ class QualityGuard:
                 return [request.guard.rung] if tried else []
             return [*proof.to_try(budget, self._settings.alpha)]
 
+    def needs_control(self, request: GenerateRequest) -> bool:
+        """Return whether a trial of a request has to measure what rounding alone makes of its answer."""
+        with self._lock:
+            proof = self._proofs.get(request.workflow_agent)
+            return proof is None or proof.is_rounded(self.budget(request), self._settings.alpha)
+
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""
         agent, placeholders = request.workflow_agent, tuple(placeholders)

@@ -435,7 +435,8 @@ class GuardedCalls:
                 self.guard.translated(served, names)
                 rungs = self.guard.to_try(served, call.tried) if call.is_checked else []
                 if call.tried and rungs:
-                    self.checks.add(trial(served, done, self._settings, call.tried, rungs))
+                    has_control = self.guard.needs_control(served)
+                    self.checks.add(trial(served, done, self._settings, call.tried, rungs, has_control=has_control))
                 elif call.is_checked and names:
                     beside = [one for one in rungs if one is not None]
                     self.checks.add(dense_check(served, done, self._settings, beside))
