@@ -79,9 +79,6 @@ class GuardOrders:
     translated KV compared with computed KV, also not of the tokens that are computed anyway"""
     watched: frozenset[str] = frozenset()
     """Placeholders whose values have such tokens in this request"""
-    glances: bool = False
-    """Whether these are but some of the values, so that the tokens are few: only large errors of several values refute
-    the translation"""
     pick: str = ""
     """The text before what the agent picks in its answers, see `kedge.decisions.pick_of`; "": nothing in them is known
     to be a pick"""

@@ -285,54 +285,30 @@ def grown_up(*names: str) -> QualityGuard:
 def test_translated_tokens_of_what_is_new_are_drawn_in_every_call() -> None:
     one, asked = QualityGuard(NONE), request("a", "b")
     for _ in range(SETTLED):
-        orders = one.orders(asked)
-        assert orders.watched == {"a", "b"} and not orders.glances
+        assert one.orders(asked).watched == {"a", "b"}
         one.translated(asked, ("a", "b"))
-    assert any(one.orders(asked).glances for _ in range(20))
+    assert any(not one.orders(asked).watched for _ in range(20))
 
 
-def test_later_two_values_are_glanced_at_in_every_call_and_all_are_watched_in_a_share() -> None:
+def test_later_all_are_watched_in_a_share_of_the_calls_and_what_is_new_in_all() -> None:
     one, asked = grown_up("a", "b", "d"), request("a", "b", "c", "d")  # c was never translated
     seen = [one.orders(asked) for _ in range(400)]
-    glances = [orders.watched for orders in seen if orders.glances]
-    assert set(glances) == {frozenset("abc"), frozenset("bcd"), frozenset("acd")}
-    assert {orders.watched for orders in seen if not orders.glances} == {frozenset("abcd")}
-    assert all(orders.sentinels == (1 if orders.glances else 2) for orders in seen)
-    assert 30 < len(seen) - len(glances) < 70 and 70 < glances.count(frozenset("abc")) < 170
+    assert {orders.watched for orders in seen} == {frozenset("c"), frozenset("abcd")}
+    assert all(orders.sentinels == 2 for orders in seen)
+    assert 70 < [orders.watched for orders in seen].count(frozenset("abcd")) < 130
     for _ in range(SETTLED):
         one.sentinels_read(asked, {"a": [0.3]}, weak=True)
-    with_weak = [one.orders(asked) for _ in range(400)]
-    assert {orders.watched for orders in with_weak} == {frozenset("c"), frozenset("abcd")}
-    assert 30 < [orders.watched for orders in with_weak].count(frozenset("abcd")) < 70
-
-
-def test_a_single_value_is_not_glanced_at_but_watched_more_often() -> None:
-    one, asked = grown_up("a"), request("a")
-    seen = [one.orders(asked) for _ in range(400)]
-    assert not any(orders.glances and orders.watched for orders in seen)
-    assert 70 < sum(orders.watched == {"a"} for orders in seen) < 130
+    with_weak = [one.orders(asked).watched for _ in range(400)]
+    assert 30 < with_weak.count(frozenset("abcd")) < 70
 
 
 def test_while_one_is_new_it_alone_is_watched_and_while_one_is_withheld_all_are() -> None:
     one, asked = grown_up("a", "b"), request("a", "b", "c")
     one.translated(asked, ("c",))
-    seen = [one.orders(asked) for _ in range(40)]
-    assert {orders.watched for orders in seen} == {frozenset("c"), frozenset("abc")}
-    assert all(orders.glances is (orders.watched == {"c"}) for orders in seen)
+    assert {one.orders(asked).watched for _ in range(40)} == {frozenset("c"), frozenset("abc")}
     one = grown_up("a", "b")
     one.observe(asked, ("a",), CHANGED)
-    assert all(one.orders(asked).watched == {"a", "b", "c"} and not one.orders(asked).glances for _ in range(20))
-
-
-def test_a_glance_refutes_only_by_large_errors_of_all_that_it_sees() -> None:
-    one, asked = grown_up("a", "b"), request("a", "b")
-    glance = request("a", "b", guard=GuardOrders(sentinels=2, watched=frozenset("ab"), glances=True))
-    assert one.sentinels_read(glance, {"a": [0.4], "b": [0.5]}) is SentinelFinding.USUAL
-    for few in ({"a": [2.0], "b": [0.4]}, {"a": [0.9], "b": [0.9]}, {"a": [2.0]}):
-        assert one.sentinels_read(glance, few) is SentinelFinding.UNUSUAL
-    assert not one.orders(asked).withheld
-    assert one.sentinels_read(glance, {"a": [0.9], "b": [1.2]}) is SentinelFinding.REFUTED
-    assert one.orders(asked).withheld == {"a", "b"}
+    assert all(one.orders(asked).watched == {"a", "b", "c"} for _ in range(20))
 
 
 def test_after_a_suspicion_it_is_new_again() -> None:

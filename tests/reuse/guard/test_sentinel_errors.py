@@ -16,13 +16,12 @@ from kedge.reuse.guard.record import (
     SentinelVerdict,
     UsualError,
     judge_drawn,
-    judge_glance,
     judge_weak,
 )
 
 USUAL, UNUSUAL, REFUTED = SentinelFinding
 NEW = UsualError()
-JUDGES = judge_drawn, judge_glance, judge_weak
+JUDGES = judge_drawn, judge_weak
 
 
 def usual(error: float, calls: int = SETTLED) -> UsualError:

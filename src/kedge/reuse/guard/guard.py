@@ -30,7 +30,6 @@ from kedge.reuse.guard.record import (
     SentinelFinding,
     from_data,
     judge_drawn,
-    judge_glance,
     judge_weak,
     to_data,
 )
@@ -48,10 +47,10 @@ RARER, RAREST = 0.5, 1 / 64
 what a comparison needs is gathered while a call is served, and there is nothing to compare unless it is translated.
 """
 
-WATCHED, WATCHED_ALONE, GLANCED = 0.125, 0.25, 2
+WATCHED, WATCHED_ALONE = 0.125, 0.25
 """Share of an agent's calls in which translated tokens of all values are drawn as sentinels, once it is not new. The
-draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels; where an agent has none,
-one token each of so many values is drawn. The larger share is for agents without weak tokens that have fewer values."""
+draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels; the larger share is for
+agents without any."""
 
 MORE = 4.0
 """Times the usual share of compared calls near the limit, or while it is not known whether decisions change"""
@@ -143,35 +142,28 @@ class QualityGuard:
         withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
         # each of its placeholders' breaches is a new one
         epoch = sum(record.epoch for record in records.values()) + self._epochs.get(request.workflow_agent, 0)
-        watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
-        sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
+        watched = self._watched({key.placeholder: records.get(key) for key in keys})
         rung, is_proving = None, not isinf(budget := self.budget(request))
         if is_proving:
             rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, self._settings.alpha)
         if mode is GuardMode.SHADOW or (is_proving and rung is None):
             withheld, rung = frozenset((EVERYTHING,)), LEARNING if is_proving else None
         ordered = replace(request.guard, withheld=withheld, rung=rung, epoch=epoch)
-        return replace(ordered, sentinels=sentinels, watched=watched, glances=glances)
+        return replace(ordered, sentinels=self._settings.sentinels, watched=watched)
 
     def budget(self, request: GenerateRequest) -> float:
         """Return the mean divergence that a request's agent may have; infinite: any, without proof."""
         return self._settings.fidelity if request.guard.fidelity is None else request.guard.fidelity
 
-    def _watched(self, records: Mapping[str, GuardRecord | None]) -> tuple[frozenset[str], bool]:
-        """Return the placeholders of a request whose translated tokens are drawn as sentinels, and whether that is a
-        glance. Where one is withheld, what else is translated is not trusted either.
+    def _watched(self, records: Mapping[str, GuardRecord | None]) -> frozenset[str]:
+        """Return the placeholders of a request whose translated tokens are drawn as sentinels: new ones always, all in
+        a share of the calls. Where one is withheld, what else is translated is not trusted either.
         """
         known = [record for record in records.values() if record]
-        new = {name for name, record in records.items() if record is None or record.is_new}
-        old = sorted(records.keys() - new)
-        has_weak = any(record.weak_errors.is_settled for record in known)
-        share = WATCHED if has_weak or len(old) >= GLANCED else WATCHED_ALONE
-        if not old or self._rng.random() < share or any(record.withheld for record in known):
-            return frozenset(records), False
-        is_learning = any(record.is_new and record.is_translated for record in known)
-        if is_learning or has_weak or len(old) < GLANCED:
-            return frozenset(new), True
-        return frozenset((*new, *self._rng.sample(old, GLANCED))), True
+        share = WATCHED if any(record.weak_errors.is_settled for record in known) else WATCHED_ALONE
+        if self._rng.random() < share or any(record.withheld for record in known):
+            return frozenset(records)
+        return frozenset(name for name, record in records.items() if record is None or record.is_new)
 
     def verdict(self, request: GenerateRequest) -> GuardVerdict:
         """Return what is ordered for a request that arrives, and whether its answer is to be compared.
@@ -294,7 +286,7 @@ class QualityGuard:
             keys = {name: GuardKey(*request.workflow_agent, name) for name in errors}
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
             usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
-            judge = judge_weak if weak else judge_glance if request.guard.glances else judge_drawn
+            judge = judge_weak if weak else judge_drawn
             verdict = judge(errors, usual, self._settings.max_sentinel_error)
             for name, found in sorted(errors.items()):
                 if verdict.finding is not SentinelFinding.REFUTED:

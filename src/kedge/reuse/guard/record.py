@@ -27,9 +27,6 @@ FORGET = 0.02
 """Weight of a new error in the usual one"""
 UNUSUAL = 2.0
 """Times the usual error of a placeholder's drawn tokens from which a call is checked"""
-GLANCE_REFUTES = 2.0
-"""Times the limit above which a glance at drawn tokens of a few values refutes a call, in their mean. One token
-is that far off by chance now and then, so each value has to be above the limit as well"""
 WEAK_UNUSUAL, WEAK_REFUTES = 1.5, 2.0
 """Times the usual error of a call's weak tokens from which it is checked, and from which it is refuted"""
 LEAST_WEAK = 4
@@ -86,17 +83,6 @@ def judge_drawn(errors: Errors, usual: Mapping[str, UsualError], limit: float) -
     settled = (name for name in means if usual[name].is_settled)
     is_unusual = any(means[name] > UNUSUAL * usual[name].mean for name in settled)
     return SentinelVerdict(SentinelFinding.UNUSUAL if is_unusual else SentinelFinding.USUAL)
-
-
-def judge_glance(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:  # noqa: ARG001
-    """Judge drawn tokens of a few values. What is not a number always refutes the call."""
-    means = {name: fmean(found) for name, found in errors.items()}
-    if not all(map(isfinite, means.values())):
-        return _refuted(means, dict.fromkeys(means, inf))
-    above = sum(mean > limit for mean in means.values())
-    if above == len(means) > 1 and _overall(errors) > GLANCE_REFUTES * limit:
-        return _refuted(means, dict.fromkeys(means, limit))
-    return SentinelVerdict(SentinelFinding.UNUSUAL if above else SentinelFinding.USUAL)
 
 
 def judge_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
