@@ -389,6 +389,8 @@ class Lane(AbstractContextManager["Lane"]):
         oracle = Oracle(workload.flows)
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
+        if not policy.status_aware:
+            self.engine.query(lambda parts: setattr(parts.loading, "lets_pass", False))
         self._workload = workload
         client = PlainFlowClient if policy.plain else FlowClient
         self._clients = [
@@ -471,7 +473,6 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
         host_blocks=host if policy.host else 0,
         policy="lru" if policy.evict == "lru" else "sessions",
         prefetch_window=2.0 if policy.prefetch else -1.0,
-        status_aware=policy.status_aware,
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)

@@ -30,7 +30,7 @@ class Driver(World):
     """One random operation at a time, each of which may be refused for want of blocks."""
 
     def __init__(self, seed: int, host_blocks: int, **settings: object) -> None:
-        super().__init__(14, host_blocks, decode_reserve=1, copy_jobs=1, copy_bytes=5, **settings)
+        super().__init__(14, host_blocks, copy_jobs=1, **settings)
         self.rng = random.Random(seed)
         self.leases: dict[RequestId, tuple[Lease, str, Namespace]] = {}
         self.waiting: dict[RequestId, tuple[str, Namespace]] = {}

@@ -94,8 +94,6 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
         ({"engine": {"tiers": {"host_blocks": -1}}}, "engine.tiers.host_blocks", -1),
         ({"engine": {"tiers": {"policy": "fifo"}}}, "engine.tiers.policy", "fifo"),
-        ({"engine": {"tiers": {"copy_jobs": 0}}}, "engine.tiers.copy_jobs", 0),
-        ({"engine": {"tiers": {"max_wait": -1}}}, "engine.tiers.max_wait", -1),
         ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
         ({"engine": {"tiers": {"prefetch_window": "inf"}}}, "engine.tiers.prefetch_window", "inf"),
         ({"server": {"port": 65536}}, "server.port", 65536),
@@ -203,9 +201,9 @@ def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_a_host_tier_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     toml("[engine.tiers]\nhost_memory = '2MiB'\npolicy = 'lru'\n")
-    monkeypatch.setenv("KEDGE_ENGINE__TIERS__MAX_SKIPS", "3")
+    monkeypatch.setenv("KEDGE_ENGINE__TIERS__BACKUP_HITS", "3")
     tiers = Settings.load().engine.tiers
-    assert (tiers.host_memory, tiers.policy, tiers.max_skips) == (2 << 20, "lru", 3)
+    assert (tiers.host_memory, tiers.policy, tiers.backup_hits) == (2 << 20, "lru", 3)
 
 
 def test_settings_do_not_change() -> None:

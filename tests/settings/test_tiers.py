@@ -8,9 +8,8 @@ from kedge.settings import TierSettings
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("host_blocks", -1), ("copy_jobs", 0), ("copy_bytes", 0), ("backup_hits", -1), ("prefetch_jobs", -1),
-     ("decode_reserve", -1)],
-)  # fmt: skip
+    [("host_blocks", -1), ("backup_hits", -1)],
+)
 def test_a_bad_number_is_named(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.tiers\.{name}={value}"):
         TierSettings(**{name: value})

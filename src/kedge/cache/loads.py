@@ -11,7 +11,7 @@ from kedge.cache.copies import Direction, Outcome, Purpose
 from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
-from kedge.policies.prefetch import Candidate, is_awaited, is_within
+from kedge.policies.prefetch import PREFETCH_JOBS, Candidate, is_awaited, is_within
 from kedge.structures.heaps import LazyHeap
 from kedge.types import Namespace, RequestId
 
@@ -162,17 +162,17 @@ class Prefetcher:
         if not self.due:
             return
         self.due = False
-        settings = self._tiers.settings
+        unlabelled = self._tiers.settings.unlabelled_step
         under_way = sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
-        slots = settings.prefetch_jobs - under_way
+        slots = PREFETCH_JOBS - under_way
         refused: list[TreeNode] = []
         while slots > len(refused) and (node := self._targets.pop()):
             candidate = self._candidate(node)
 
             def may_go(victim: TreeNode, candidate: Candidate[TreeNode] = candidate) -> bool:
-                return not victim.wanted and candidate.may_replace(victim, settings.unlabelled_step)
+                return not victim.wanted and candidate.may_replace(victim, unlabelled)
 
-            slots -= self._tiers.load(node, Purpose.PREFETCH, may_go, settings.decode_reserve) is not None
+            slots -= self._tiers.load(node, Purpose.PREFETCH, may_go) is not None
             if self._is_target(node):
                 refused.append(node)
         for node in refused:

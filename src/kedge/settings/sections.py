@@ -260,8 +260,12 @@ class GuardSettings(SettingsSection):
     """Placeholders of agents that are watched at once; the one used longest ago starts anew."""
 
 
+VIRTUAL_STEP = 8.0
+"""The step at which traffic without a forecast competes under the policy `steps`: behind most agents of a workflow"""
+
+
 class TierSettings(SettingsSection):
-    """The host tier, the eviction policy of both tiers, and how long a request waits for KV from the host."""
+    """The host tier, and the eviction policy of both tiers."""
 
     section = "engine.tiers"
 
@@ -275,31 +279,15 @@ class TierSettings(SettingsSection):
     such sessions tend to return."""
     prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
     """Fixed prompts and histories of sessions needed within this many steps are prefetched; below 0 none are."""
-    prefetch_jobs: NonNegativeInt = 4
-    """Prefetches that may be queued or under way."""
-    copy_jobs: PositiveInt = 2
-    """Copies that may be under way in each direction."""
-    copy_bytes: Bytes = 256 << 20
-    """Bytes that may be under way in each direction; a single copy may always be."""
     backup_hits: NonNegativeInt | None = 1
     """Hits after which KV outside fixed prompts is backed up: 0 at once, None never. Fixed prompts always are."""
-    decode_reserve: NonNegativeInt = 0
-    """Device blocks that a prefetch leaves free or evictable for running requests."""
-    virtual_step: Seconds = 8.0
-    """The step at which traffic without a forecast competes under the policy `steps`."""
-    status_aware: bool = True
-    """Whether a request that waits for KV from the host lets those behind it go first."""
-    max_skips: NonNegativeInt = 32
-    """Requests that may go before one that waits for KV from the host; then it computes what it lacks."""
-    max_wait: Seconds = 10.0
-    """Seconds that a request waits for KV from the host; then it computes what it lacks."""
     throttle: Seconds = 0.0
     """Least seconds per copied block. For benchmarks: it gives a CPU the copy costs of a GPU."""
 
     @property
     def unlabelled_step(self) -> float:
         """Steps until KV is needed of which nothing is expected: under `sessions` it goes first."""
-        return math.inf if self.policy == "sessions" else self.virtual_step
+        return math.inf if self.policy == "sessions" else VIRTUAL_STEP
 
     def host_pool_size(self, block_bytes: int) -> int:
         """Return the number of blocks in the host tier, with blocks of `block_bytes` bytes.

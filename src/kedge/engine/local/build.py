@@ -131,7 +131,7 @@ class EngineParts:
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
-        self.loading = Loading(cache, tiers, has_host=copier is not None)
+        self.loading = Loading(cache, has_host=copier is not None)
         self.assembler = components.assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.fixed = FixedPrompts(cache, self.sessions)

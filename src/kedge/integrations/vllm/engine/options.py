@@ -44,7 +44,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "max_batch_tokens": _USE_OWN.format("max_num_batched_tokens"),
         "max_running": _USE_OWN.format("max_num_seqs"),
     },
-    "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NO_EFFECT),
+    "tiers": {"backup_hits": _NO_EFFECT},
     "learning": {"max_pending": _USE_OWN.format("max_captures")},
 }
 """Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
