@@ -77,7 +77,7 @@ class World:
         **settings: object,
     ) -> None:
         self.copier = FakeCopier()
-        tiers = TierSettings(host_blocks=host_blocks, **settings)
+        tiers = TierSettings(host_memory=f"{host_blocks} blocks", **settings)
         policy = policy or steps_to_execution()
         self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes)
         self.cache.tiers.transfers.jobs = copy_jobs

@@ -148,7 +148,7 @@ class Driver(World):
         self.settle()
         self.cache.clear()
         stats = self.cache.stats()
-        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache.tiers.settings.host_blocks)
+        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache.tiers.host_blocks)
         ended = sum(count for outcomes in stats.transfers.values() for count in outcomes.values())
         assert ended == next(self.cache.tiers.transfers._ids), "every transfer ends in exactly one outcome"
 

@@ -9,10 +9,10 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import MAX_AGENTS, MAX_BLOCKS, MAX_LOOKED_AT, MAX_VALUES
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
-    MAX_AGENTS,
     FoundAgent,
     FoundAgents,
     SharedHeads,
@@ -38,8 +38,6 @@ from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind
 
 FIRST, LOOKED = 4, 4
 """Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
-MAX_REVIEWED = 64
-"""Agents of which prompts are kept"""
 MAX_PROMPT_BYTES = 1 << 17
 """Bytes of a prompt that is looked at"""
 
@@ -54,7 +52,7 @@ class TemplateReviews:
 
     def __init__(self, texts: KnownTexts) -> None:
         self._texts = texts
-        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_REVIEWED)
+        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_LOOKED_AT)
         """Prompts with answers that their agent's template has no slot for"""
 
     def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
@@ -85,22 +83,15 @@ def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
     return {one.label for one in texts if is_answer(one.label)}
 
 
-MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
-"""Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are
+MAX_EXAMPLE_BYTES = 1 << 23
+"""Bytes of prompts that are kept as examples; the oldest is forgotten first. Agents that take turns are
 learned only while `EXAMPLES` prompts of each are among them.
 """
 LEAST_LONGER = 32
 """Tokens by which prompts have to begin alike for longer than an agent's do so that another is looked for"""
-MAX_LABELS = 1 << 16
-"""Kinds of values that are remembered"""
-MAX_ASKED = 4096
-"""Requests without an answer yet"""
-MAX_VALUES = 8192
-"""Values of which it is remembered that they were read"""
 CONTEXT_START, CONTEXT_END = 4, 12
-"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
-MAX_TRAIL = 4
-"""Tokens behind a value of which it is known whether they follow it everywhere"""
+"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed; as many
+as the first are looked at behind a value, whether they follow it everywhere"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +150,7 @@ class _Examples:
     def keep(self, asked: _Asker) -> None:
         self._askers.append(asked)
         self._nbytes += len(asked.prompt)
-        while len(self._askers) > MAX_EXAMPLES or self._nbytes > MAX_EXAMPLE_BYTES:
+        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_EXAMPLE_BYTES:
             self._nbytes -= len(self._askers.popleft().prompt)
 
     def drop(self, asked: _Asker) -> None:
@@ -189,8 +180,8 @@ class Discovery:
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
         self._examples = _Examples()
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
-        self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
-        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
+        self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
+        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_BLOCKS)
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
     @property
@@ -331,7 +322,7 @@ class Discovery:
         for slot in template.slots:
             # An answer's last tokens may be joined with what follows: then nothing follows it as its agent had it.
             is_whole = not is_answer(slot.label) or self.texts.is_whole(slot.first)
-            after = token_bytes.unpack(slot.after)[:MAX_TRAIL] if is_whole else ()
+            after = token_bytes.unpack(slot.after)[:CONTEXT_START] if is_whole else ()
             first = before is template.head
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
             stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import MAX_AGENTS, MAX_BLOCKS, MAX_OF_ONE
 from kedge.discovery.templates import Filled, PromptTemplate, agent_of
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
@@ -15,10 +16,8 @@ BLOCK_TOKENS = 16
 """Tokens of a block, and the least that an agent is known by"""
 VARIANTS = 3
 """Ways in which prompts went on from the same beginning, that make it an agent's"""
-MAX_BLOCKS = 2048
+MAX_LENGTH = 2048
 """Blocks of a prompt that are looked at"""
-MAX_NODES = 1 << 16
-"""Blocks that are remembered; the one that was seen longest ago is forgotten first"""
 
 
 class SharedHeads:
@@ -29,7 +28,7 @@ class SharedHeads:
     from its last one in one way, so long histories make no agents.
     """
 
-    def __init__(self, capacity: int = MAX_NODES) -> None:
+    def __init__(self, capacity: int = MAX_BLOCKS) -> None:
         self._after: BoundedDict[Hashable, set[Hashable]] = BoundedDict(capacity)
 
     def __len__(self) -> int:
@@ -38,7 +37,7 @@ class SharedHeads:
 
     def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
         """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
-        chain = chain[:MAX_BLOCKS]
+        chain = chain[:MAX_LENGTH]
         for block, after in zip(chain, (*chain[1:], rest), strict=True):
             known = self._after.use(block, set)
             if len(known) < VARIANTS:
@@ -49,15 +48,15 @@ class SharedHeads:
 
         Those before the last one are mostly what agents have in common.
         """
-        return [at for at in range(min(len(chain), MAX_BLOCKS) - 1, -1, -1) if self.is_head(chain[at])]
+        return [at for at in range(min(len(chain), MAX_LENGTH) - 1, -1, -1) if self.is_head(chain[at])]
 
     def is_head(self, block: Hashable) -> bool:
         """Return whether a block is the end of a fixed prompt."""
         return len(self._after.get(block, ())) >= VARIANTS
 
 
-MAX_AGENTS, MAX_TEMPLATES, MAX_NAMES = 1024, 4, 16
-"""Agents, and templates and names of one of them, that are remembered"""
+MAX_TEMPLATES = 4
+"""Templates of an agent that are remembered"""
 LEAST_SHARE = 1 / 16
 """Share of an agent's fixed prompt by which prompts that begin alike for longer may be another agent's"""
 MAX_PASSED = 16
@@ -112,7 +111,7 @@ class FoundAgent:
     def absorb(self, other: FoundAgent) -> None:
         """Take over the calls and templates of an agent that is this one."""
         other.same_as = self
-        self.names = [*self.names, *other.names][:MAX_NAMES]
+        self.names = [*self.names, *other.names][:MAX_OF_ONE]
         self.templates = [*self.templates, *other.templates][:MAX_TEMPLATES]
         self.calls += other.calls
         self.prompt_tokens += other.prompt_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.common.guarding import check
+from kedge.engine.common.guarding import check, guarded_calls
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardMode, GuardOrders
@@ -151,8 +151,9 @@ def test_an_aborted_run_and_a_closed_engine_leave_nothing_waiting() -> None:
     assert last.result(10)
 
 
-def test_32_clients_at_once() -> None:
-    with engine(max_pending=4) as one:
+def test_32_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_calls, "MAX_PENDING", 4)
+    with engine() as one:
 
         def client(number: int) -> list[GenerateRequest]:
             asked = [

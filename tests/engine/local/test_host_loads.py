@@ -157,9 +157,8 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 def test_closing_while_copies_are_under_way() -> None:
     before = copiers()
-    with engine_of(
-        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=1000)
-    ) as engine:
+    tiers = TierSettings(host_memory=f"{AMPLE} blocks", throttle=1000)
+    with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(60)
         assert figures(engine)["cache"]["offloading_blocks"] > 0

@@ -79,7 +79,9 @@ def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> G
 def engine_with(**tiers: object) -> Iterator[LocalEngine]:
     """An engine with little room; when it is left, its books are right."""
     blocks = tiers.pop("num_blocks", ROOM)
-    with engine_of(model(), num_blocks=blocks, block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
+    if "host_blocks" in tiers:
+        tiers["host_memory"] = f"{tiers.pop('host_blocks')} blocks"
+    with engine_of(model(), kv_memory=f"{blocks} blocks", block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
         yield engine
         settle(engine)
 

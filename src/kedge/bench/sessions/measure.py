@@ -177,7 +177,7 @@ class SessionHooks:
 
 def tiered_cache(capacity: int, host_times: int = 0) -> CacheManager:
     """Return an empty cache of `capacity` device blocks, and `host_times` as many in a host tier."""
-    tiers = TierSettings(host_blocks=host_times * capacity)
+    tiers = TierSettings(host_memory=f"{host_times * capacity} blocks")
     return CacheManager(capacity, 1, policy_of(tiers), tiers, NoCopier())
 
 

@@ -49,6 +49,7 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings
+from kedge.settings.sections import blocks_in
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
@@ -108,9 +109,9 @@ class EngineParts:
         self.runner, self.config = runner, config
         size, tiers = config.block_size, config.tiers
         block_bytes = runner.spec.bytes_per_token * size
-        num_blocks = config.num_blocks or config.kv_memory // block_bytes
+        num_blocks = blocks_in(config.kv_memory, block_bytes)
         if num_blocks < 1:
-            raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
+            raise ConfigError("engine.kv_memory", config.kv_memory, f"too small: a block has {block_bytes} bytes")
         self.capacity = num_blocks * size
         """Tokens of the device tier"""
         self.longest = min(runner.max_positions, self.capacity)

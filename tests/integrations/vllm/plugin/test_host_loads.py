@@ -60,7 +60,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.tier = 0.0, Tier()
         monkeypatch.setattr(host_loads, "time", SimpleNamespace(monotonic=lambda: self.now))
-        settings = TierSettings(host_blocks=10)
+        settings = TierSettings(host_memory="10 blocks")
         prompts: Any = SimpleNamespace(prompts={}, steps={})
         self.policy = HostLoads(self.tier, prompts, SimpleNamespace(), settings, SIZE)  # type: ignore[arg-type]
         self.requests = [RequestLoad(self.request(name), owner=name) for name in "abc"]

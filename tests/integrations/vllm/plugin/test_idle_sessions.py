@@ -44,7 +44,7 @@ class Engine:
         self.queue = replace_queue(self.pool, POLICY, whole_sets=True)
         self.tier = HostTier(self.pool, HOST, POLICY, 1)
         self.tier.load_pays = lambda _: self.pays  # type: ignore[method-assign]
-        self.settings = TierSettings(host_blocks=HOST, **tiers)
+        self.settings = TierSettings(host_memory=f"{HOST} blocks", **tiers)
         self.trusted = self.pays = True
         self.idle = IdleSessions(self.tier, self.settings, lambda: self.trusted)
         self.queue.on_evicted = self.idle.on_evicted
