@@ -389,8 +389,9 @@ class Lane(AbstractContextManager["Lane"]):
         oracle = Oracle(workload.flows)
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
-        if not policy.status_aware:
-            self.engine.query(lambda parts: setattr(parts.loading, "lets_pass", False))
+        self.engine.query(lambda parts: setattr(parts.loading, "lets_pass", policy.status_aware))
+        if not policy.prefetch:
+            self.engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", -1.0))
         self._workload = workload
         client = PlainFlowClient if policy.plain else FlowClient
         self._clients = [
@@ -472,7 +473,6 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
     tiers = TierSettings(
         host_memory=f"{host if policy.host else 0} blocks",
         policy="lru" if policy.evict == "lru" else "sessions",
-        prefetch_window=2.0 if policy.prefetch else -1.0,
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
 from kedge.cache.node import HOST
 from kedge.policies.eviction import EvictionPolicy, Namespace
-from kedge.policies.prefetch import COPY_JOBS
+from kedge.policies.prefetch import COPY_JOBS, PREFETCH_WINDOW
 from kedge.settings import TierSettings
 from kedge.types import RequestId, TenantId
 
@@ -74,6 +74,7 @@ class World:
         policy: EvictionPolicy | None = None,
         block_bytes: int = 1,
         copy_jobs: int = COPY_JOBS,
+        prefetch_window: float = PREFETCH_WINDOW,
         **settings: object,
     ) -> None:
         self.copier = FakeCopier()
@@ -81,6 +82,7 @@ class World:
         policy = policy or steps_to_execution()
         self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes)
         self.cache.tiers.transfers.jobs = copy_jobs
+        self.cache.prefetcher.window = prefetch_window
         self.tree = self.cache._tree
         self.requests = 0
 

@@ -93,7 +93,6 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
         ({"engine": {"tiers": {"policy": "fifo"}}}, "engine.tiers.policy", "fifo"),
         ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
-        ({"engine": {"tiers": {"prefetch_window": "inf"}}}, "engine.tiers.prefetch_window", "inf"),
         ({"server": {"port": 65536}}, "server.port", 65536),
         ({"server": {"snapshot_interval": 0}}, "server.snapshot_interval", 0),
         ({"server": {"grace": -1}}, "server.grace", -1),

@@ -11,7 +11,7 @@ from kedge.cache.copies import Direction, Outcome, Purpose
 from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
-from kedge.policies.prefetch import PREFETCH_JOBS, Candidate, is_awaited, is_within
+from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_awaited, is_within
 from kedge.structures.heaps import LazyHeap
 from kedge.types import Namespace, RequestId
 
@@ -140,7 +140,8 @@ class Prefetcher:
     def __init__(self, tiers: Tiers, probability: Callable[[TreeNode], float]) -> None:
         """Take `probability(node)`: how likely a node is needed as soon as its step says."""
         self._tiers, self._probability = tiers, probability
-        self._window = tiers.settings.prefetch_window
+        self.window = PREFETCH_WINDOW
+        """Steps within which is prefetched; benchmarks set it below 0"""
         self._targets: LazyHeap[TreeNode] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)
         self.due = False
         """Whether something has changed since the last look: the forecast, what is loaded, or who holds blocks."""
@@ -154,7 +155,7 @@ class Prefetcher:
     def cancel_outside(self) -> None:
         """Cancel loads that have not started, that no request waits for, and whose step is outside the window."""
         for transfer in self._tiers.transfers.queued(Direction.LOAD):
-            if not (is_within(transfer.end.step, self._window) or transfer.demanded or transfer.outcome):
+            if not (is_within(transfer.end.step, self.window) or transfer.demanded or transfer.outcome):
                 self._tiers.cancel(transfer)
 
     def start(self) -> None:
@@ -180,7 +181,7 @@ class Prefetcher:
 
     def _is_target(self, node: TreeNode) -> bool:
         """Return whether it ends a prompt within the window, is on the host only, and not on its way."""
-        if not (node.labels and node.state is State.HOST and is_within(node.step, self._window)):
+        if not (node.labels and node.state is State.HOST and is_within(node.step, self.window)):
             return False
         if not is_awaited(node.step):
             return True

@@ -10,6 +10,9 @@ from kedge.policies.eviction import StepView, distance
 
 Target = TypeVar("Target")
 
+PREFETCH_WINDOW = 2.0
+"""Fixed prompts and histories of sessions needed within this many steps are prefetched: the next agent, and the one
+behind it"""
 PREFETCH_JOBS = 4
 """Prefetches that may be queued or under way, so that what is forecast for later does not delay what is next"""
 COPY_JOBS = 2

@@ -219,11 +219,6 @@ class GuardSettings(SettingsSection):
     budget: Share = 0.25
     """Tokens of such checks, and of proofs, while requests run, as a share of the tokens that these compute. In idle
     time they are free."""
-    sentinels: NonNegativeInt = 2
-    """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share
-    of the others. Where they differ from what translation wrote by half or more, the
-    prompt is computed before its first token. In other calls of an agent whose values are translated whole, one token
-    each of two values, which both have to be off. With 0, tokens that are computed anyway are not compared either."""
 
 
 VIRTUAL_STEP = 8.0
@@ -242,8 +237,6 @@ class TierSettings(SettingsSection):
     """What is evicted first: `lru` is the least recently used, `steps` the KV of the agent that runs last by the
     forecast (and without a forecast the same as `lru`), `sessions` what returns last, by the forecast or else by when
     such sessions tend to return."""
-    prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
-    """Fixed prompts and histories of sessions needed within this many steps are prefetched; below 0 none are."""
     backup_hits: NonNegativeInt | None = 1
     """Hits after which KV outside fixed prompts is backed up: 0 at once, None never. Fixed prompts always are."""
     throttle: Seconds = 0.0

@@ -49,7 +49,7 @@ def small(tiny_llama: Path, stock: object, request: pytest.FixtureRequest) -> It
     On a CPU vLLM switches asynchronous scheduling off. Its scheduler, which counts tokens ahead of the device, can be
     named all the same; what is not run here is that a step is scheduled before the one before it has ended.
     """
-    tiers = {"host_memory": "100 blocks", "prefetch_window": 1.0}
+    tiers = {"host_memory": "100 blocks"}
     with (
         pytest.MonkeyPatch.context() as patched,
         driver(
@@ -61,6 +61,7 @@ def small(tiny_llama: Path, stock: object, request: pytest.FixtureRequest) -> It
         ) as built,
     ):
         patched.setattr(host_loads, "PREFETCH_JOBS", 1)
+        patched.setattr(host_loads, "PREFETCH_WINDOW", 1.0)
         yield built
 
 

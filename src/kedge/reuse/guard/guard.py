@@ -43,6 +43,11 @@ from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId
 logger = logging.getLogger(__name__)
 MAX_AGENTS = 4096
 """Placeholders of agents that are watched at once, a bound for memory; the one used longest ago starts anew"""
+SENTINELS = 2
+"""Translated tokens of every value that the model computes as well in an agent's first calls and in a random share of
+the others. Where they are off by more than `MAX_SENTINEL_ERROR` in the mean, the prompt is computed before its first
+token. In other calls of an agent whose values are translated whole, one token each of two values, which both have to be
+off"""
 MAX_SENTINEL_ERROR = 0.5
 """Highest mean relative error of a call's sentinel tokens: the norm of the difference over that of the computed keys or
 values. At 1 they say nothing of what was computed. Of one token each of two values: the highest error of each, and half
@@ -151,7 +156,7 @@ class QualityGuard:
         # each of its placeholders' breaches is a new one
         epoch = sum(record.epoch for record in records.values()) + self._epochs.get(request.workflow_agent, 0)
         watched, glances = self._watched({key.placeholder: records.get(key) for key in keys})
-        sentinels = min(1, self._settings.sentinels) if glances else self._settings.sentinels
+        sentinels = min(1, SENTINELS) if glances else SENTINELS
         rung, is_proving = None, not isinf(budget := self.budget(request))
         if is_proving:
             rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, ALPHA)

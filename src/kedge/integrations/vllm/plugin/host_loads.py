@@ -22,7 +22,15 @@ from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.receipts import RequestLoad
 from kedge.policies.eviction import StepView, distance
-from kedge.policies.prefetch import COPY_JOBS, MAX_WAIT_S, PREFETCH_JOBS, Candidate, is_within, may_replace
+from kedge.policies.prefetch import (
+    COPY_JOBS,
+    MAX_WAIT_S,
+    PREFETCH_JOBS,
+    PREFETCH_WINDOW,
+    Candidate,
+    is_within,
+    may_replace,
+)
 from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
 from kedge.structures.bounded import BoundedDict
@@ -146,7 +154,7 @@ class IdleSessions:
             self._near.pop(session, None)
             if next_run is None:
                 self._drop(session)
-            elif next_run[0] >= 0 and is_within(next_run[0], self._settings.prefetch_window):
+            elif next_run[0] >= 0 and is_within(next_run[0], PREFETCH_WINDOW):
                 self._near[session] = next_run[0]
                 if self._has_left(session):
                     self._consider(session)
@@ -357,7 +365,7 @@ class HostLoads:
         settings, candidates = self.settings, list[Candidate[AgentKey]]()
         for key, hashes in self._prompts.prompts.items():
             next_run = self._prompts.steps.get(key)
-            if next_run is None or not is_within(next_run.steps, settings.prefetch_window):
+            if next_run is None or not is_within(next_run.steps, PREFETCH_WINDOW):
                 continue
             # Tails are evicted first, so with its last block on the device all of a prompt is.
             if hashes and not has_end(self.tier.device, hashes):
