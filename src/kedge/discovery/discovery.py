@@ -9,7 +9,7 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import MAX_AGENTS, MAX_BLOCKS, MAX_LOOKED_AT, MAX_VALUES
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BLOCKS, MAX_LOOKED_AT, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
@@ -21,7 +21,6 @@ from kedge.discovery.found_agents import (
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.runs import FoundRun, FoundRuns, PromptEnds, TextsOfRuns
 from kedge.discovery.templates import (
-    EXAMPLES,
     Example,
     Filled,
     Occurrence,
@@ -36,7 +35,7 @@ from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
-FIRST, LOOKED = 4, 4
+FIRST = 4
 """Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
 MAX_PROMPT_BYTES = 1 << 17
 """Bytes of a prompt that is looked at"""
@@ -75,7 +74,7 @@ class TemplateReviews:
 
 def _is_due(calls: int) -> bool:
     """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
-    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < LOOKED
+    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < FIRST
 
 
 def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
@@ -87,8 +86,6 @@ MAX_EXAMPLE_BYTES = 1 << 23
 """Bytes of prompts that are kept as examples; the oldest is forgotten first. Agents that take turns are
 learned only while `EXAMPLES` prompts of each are among them.
 """
-LEAST_LONGER = 32
-"""Tokens by which prompts have to begin alike for longer than an agent's do so that another is looked for"""
 CONTEXT_START, CONTEXT_END = 4, 12
 """Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed; as many
 as the first are looked at behind a value, whether they follow it everywhere"""
@@ -275,7 +272,7 @@ class Discovery:
         if asked.agent is None:
             return False
         known = asked.agent.head
-        return (asked.ends[0][0] + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
+        return (asked.ends[0][0] + 1) * BLOCK_TOKENS >= known + max(SHORT, LEAST_SHARE * known)
 
     def _label_of(self, asked: _Asker) -> str:
         """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""

@@ -13,14 +13,11 @@ from html import escape
 from typing import Any
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import LEAST_TOKENS, MAX_LOOKED_AT
+from kedge.discovery.bounds import LEAST_TOKENS, MAX_LOOKED_AT, SHORT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
 from kedge.types import AgentId
 
-SHORT = 32
-"""Tokens of a value, at most, that may stand in the middle of fixed text, such as a time or a name; as many have to be
-saved in a call so that it is worth a word"""
 ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if they are the same in another order"""
 SAMPLE = 64
