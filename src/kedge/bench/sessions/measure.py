@@ -25,8 +25,6 @@ from kedge.types import Namespace, RequestId, TenantId
 SPACE = Namespace(TenantId("trace"))
 STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
 """What an answer ended with, in traces; all else is unknown."""
-MAX_PUMPS = 1000
-"""Rounds in which all copies that one event asks for are made."""
 
 
 def leading(chain: Iterable[int], cached: Container[int]) -> int:
@@ -139,10 +137,9 @@ class CacheReplay:
 
     def _copy(self) -> None:
         """Make all copies between the tiers, which take no virtual time."""
-        for _ in range(MAX_PUMPS):
+        self.cache.pump()
+        while self.cache.transferring:
             self.cache.pump()
-            if not self.cache.transferring:
-                return
 
 
 class SessionHooks:
