@@ -29,7 +29,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.guard import GuardMode
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, Translation
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import (
     AgentId,
     Completion,
@@ -294,10 +294,9 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
     """
     is_moved = settings.estimator == MOVED
     anchors = AnchorSettings(
-        **estimator_settings("token" if is_moved else settings.estimator),
+        estimator="token" if is_moved else settings.estimator,
         capacity=settings.samples,
         min_anchors=settings.samples,
-        gamma=2.0,
         max_bytes=64 << 30,
         max_error=1e9,
         weak_error=1e9,
@@ -305,7 +304,7 @@ def engine_config(settings: TtftSettings) -> EngineSettings:
     longest = settings.prefix + settings.question + settings.agents * (settings.output + settings.samples + LEAD) + TAIL
     return EngineSettings(
         device=settings.device,
-        num_blocks=settings.agents * longest // 16 + 64,
+        kv_memory=f"{settings.agents * longest // 16 + 64} blocks",
         max_batch_tokens=ONE_PASS if pick_device(settings.device).type == "cuda" else 2048,
         anchors=anchors,
         planner=PlannerSettings(by_cost=False, move="always" if is_moved else "never"),

@@ -47,7 +47,7 @@ def main() -> None:
         block_size=BLOCK,
         enforce_eager=True,
         num_gpu_blocks_override=4 * BLOCKS + 9,
-        kv_transfer_config=transfer_config({"tiers": {"host_blocks": AGENTS * BLOCKS + 20}}),
+        kv_transfer_config=transfer_config({"tiers": {"host_memory": f"{AGENTS * BLOCKS + 20} blocks"}}),
     )
     for turn in range(3):
         receipts = [ask(llm, agent, turn) for agent in range(AGENTS)]

@@ -187,7 +187,7 @@ def engine_of(name: str) -> Any:
     from kedge.engine.local.engine import LocalEngine
     from kedge.settings import EngineSettings
 
-    return LocalEngine(config=EngineSettings(block_size=16, num_blocks=CAPACITY // 16))
+    return LocalEngine(config=EngineSettings(block_size=16, kv_memory=f"{CAPACITY // 16} blocks"))
 
 
 @contextmanager

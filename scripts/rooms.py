@@ -16,15 +16,23 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: drawn by scripts/rooms.py -->", "<!-- end of rooms -->"
 DRAWN = ("", "engine", "engine.local", "server", "integrations.vllm")
-"""Packages below `kedge` that get a drawing of their members."""
+"""Packages below `kedge` that get a drawing of their members; the first two say what each is."""
 WIDTH = 100
 
 
 def rooms(graph: ImportGraph) -> str:
     """Return the drawings of all packages in `DRAWN`, each with a heading."""
     packages = [("kedge", *filter(None, name.split("."))) for name in DRAWN]
-    parts = (f"`{'.'.join(package)}`\n\n```text\n{drawing(graph, package)}```\n" for package in packages)
-    return "\n".join(parts)
+    drawings = [*(drawing(graph, one) for one in packages[:2]), *(names(graph, one) for one in packages[2:])]
+    parts = zip(packages, drawings, strict=True)
+    return "\n".join(f"`{'.'.join(package)}`\n\n```text\n{drawn}```\n" for package, drawn in parts)
+
+
+def names(graph: ImportGraph, package: Name) -> str:
+    """Return the names of a package's members, a line for each floor, the highest first."""
+    floor = floors(graph.siblings(package))
+    on = {number: [member for member in sorted(floor) if floor[member] == number] for number in set(floor.values())}
+    return "".join(f"{number:>2}  {', '.join(on[number])}\n" for number in sorted(on, reverse=True))
 
 
 def drawing(graph: ImportGraph, package: Name) -> str:

@@ -29,7 +29,7 @@ TEAMS = 2
 """Teams for each replica."""
 URL = "http://127.0.0.1:8000"
 ROOM = {"num_gpu_blocks_override": 4 * FIXED // BLOCK + 9}
-HOST = {"tiers": {"host_blocks": TEAMS * AGENTS * FIXED // BLOCK + 8, "prefetch_window": 1.0}}
+HOST = {"tiers": {"host_memory": f"{TEAMS * AGENTS * FIXED // BLOCK + 8} blocks"}}
 
 
 @contextmanager

@@ -234,9 +234,9 @@ def settings(*, translate: bool) -> EngineSettings:
     translates all that it finds, whatever comes of it.
     """
     if not translate:
-        return EngineSettings(num_blocks=BLOCKS)
+        return EngineSettings(kv_memory=f"{BLOCKS} blocks")
     return EngineSettings(
-        num_blocks=BLOCKS,
+        kv_memory=f"{BLOCKS} blocks",
         anchors=AnchorSettings(min_anchors=2, max_error=1e9, weak_error=1e9),
         planner=PlannerSettings(by_cost=False, min_translated=0),
         discovery=DiscoverySettings(mode=DiscoveryMode.TRANSLATE),

@@ -129,7 +129,7 @@ class RealModel:
         from kedge.engine.local.engine import LocalEngine
         from kedge.settings import EngineSettings
 
-        fixed = {"num_blocks": 64, "device": "cpu", "planner": {"by_cost": False}, "guard": {"mode": "off"}}
+        fixed = {"kv_memory": "64 blocks", "device": "cpu", "planner": {"by_cost": False}, "guard": {"mode": "off"}}
         config = EngineSettings(dtype=self.dtype, **{**fixed, **settings})
         with LocalEngine.from_runner(*self.loaded, config) as engine:
             yield engine

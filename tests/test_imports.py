@@ -47,7 +47,6 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
-    "anchors.registry.ESTIMATORS",
     "engine.local.build",
     "engine.local.build.apart",
     "engine.local.components.Assembler",
@@ -77,8 +76,6 @@ BENCHMARKS_MAY_IMPORT = {
     "anchors.offsets.OffsetTable",
     "anchors.offsets.empty_table",
     "anchors.pool.AnchorPool",
-    "anchors.registry.CRITERIA",
-    "anchors.registry.ESTIMATORS",
     "anchors.sites.OffsetEstimate",
     "anchors.sites.no_offsets",
     "anchors.store.AnchorStore",

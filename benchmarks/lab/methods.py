@@ -20,7 +20,6 @@ from torch.nn.functional import cosine_similarity
 
 from kedge.anchors.base_store import BaseStore, KnownBase
 from kedge.anchors.offsets import empty_table
-from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.sites import OffsetEstimate, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, translate_into
@@ -40,7 +39,6 @@ from kedge.models import NANO_BOTH
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation, spans_of
-from kedge.settings import estimator_settings
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, Source, Tokens
 from kedge.workloads.miniature import TOOLS, role_last
 
@@ -449,7 +447,7 @@ _PAPER: Mapping[str, Any] = {
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
     """Return KVCOMM as published without some of its three steps (Table 5)."""
     steps = Ablation(rotation, values, prefixes)
-    return Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER, EngineComponents(assembler=steps))
+    return Method(ReuseMode.TRANSLATE, {"estimator": "interpolate"}, _PAPER, EngineComponents(assembler=steps))
 
 
 def cacheblend(*ratios: float) -> Method:
@@ -489,7 +487,7 @@ METHODS: Mapping[str, Method] = {
     "epic": epic(16),
     "cacheblend": cacheblend(*RATIOS),
     "relay": relay(),
-    "kvcomm": Method(ReuseMode.TRANSLATE, estimator_settings("interpolate"), _PAPER),
+    "kvcomm": Method(ReuseMode.TRANSLATE, {"estimator": "interpolate"}, _PAPER),
     "no-rotation": ablation(rotation=False, values=True, prefixes=True),
     "no-phi": ablation(rotation=True, values=False, prefixes=True),
     "no-prefix": ablation(rotation=True, values=True, prefixes=False),
@@ -503,34 +501,19 @@ METHODS: Mapping[str, Method] = {
 """`kvcomm`, `epic`, `cacheblend` and `relay` are as published. Numbers are percent of tokens computed or corrected."""
 
 
-def _estimators() -> Iterator[str]:
-    """Yield estimators at one reuse rate, then some with a trail behind each value, and with weak tokens computed."""
-    alike = {
-        name: f"kvcomm:estimator={name}{'' if 'temperature' in estimator_settings(name) else ':temperature=10'}"
-        for name in ESTIMATORS
-    }
-    weak = "criterion=error:max_error=1e9:min_anchors=2"
-    for more in (f"{weak}:weak_error=1e9", f"{weak}:weak_error=1e9:trail=2", f"{weak}:trail=2"):
-        yield from (f"{one}:{more}" for one in alike.values())
-
-
 def _levels() -> Iterator[str]:
-    """Yield estimators that share every value they can, by the predicted error above which they compute tokens."""
-    shared = "criterion=error:max_error=1e9:min_anchors=2:recompute_short=0:min_translated=0"
-    few = (0.15, 0.5)
-    for name, levels in {"token": (0.15, 0.3, 0.5, 0.8), "interpolate": few}.items():
-        yield from (f"{name}:{shared}:weak_error={level:g}" for level in levels)
+    """Yield methods that share every value they can, by the predicted error above which they compute tokens."""
+    shared = "max_error=1e9:min_anchors=2:recompute_short=0:min_translated=0"
+    yield from (f"token:{shared}:weak_error={level:g}" for level in (0.15, 0.3, 0.5, 0.8))
 
 
 SETS: Mapping[str, tuple[str, ...]] = {
     "table-5": ("kvcomm", "no-rotation", "no-phi", "no-prefix", "only-rotation", "only-phi", "only-prefix"),
     "table-6": (
-        *(f"kvcomm:gamma={gamma:g}" for gamma in (0.1, 0.3, 0.5, 0.7, 0.9)),
+        *(f"kvcomm:max_error={gamma:g}" for gamma in (0.1, 0.3, 0.5, 0.7, 0.9)),
         *(f"kvcomm:capacity={size}" for size in (5, 10, 15, 20, 25)),
         *(f"token:weak_error={error:g}" for error in (0.1, 0.15, 0.2, 0.25, 0.4, 1e9)),
     ),
-    "table-a3": tuple(f"{name}:criterion={one}" for name in ("kvcomm", "token") for one in CRITERIA),
-    "table-a4": ("rotation", "rotation:trail=2", *_estimators()),
     "frontier": (
         "kedge", *_levels(), "rotation", "kvcomm", "epic:recompute_head=4",
         "epic", "epic:recompute_head=64", "cacheblend-10", "cacheblend", "cacheblend-40", "relay-0", "relay-20",

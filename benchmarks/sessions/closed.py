@@ -166,7 +166,7 @@ class KedgeSystem(ServingSystem):
 
 def systems(capacity: int, host_times: int) -> Mapping[str, Callable[[], ServingSystem]]:
     """Return the systems to compare by name, with `capacity` device blocks."""
-    host = TierSettings(host_blocks=host_times * capacity, backup_hits=0)
+    host = TierSettings(host_memory=f"{host_times * capacity} blocks", backup_hits=0)
     return {
         "lru": partial(ServingSystem, capacity, TierSettings(policy="lru")),
         "kedge": partial(KedgeSystem, capacity, TierSettings()),

@@ -372,7 +372,7 @@ def lane_settings(name: str, load: SessionLoad, model: Path) -> tuple[dict[str, 
         return None, {"kv_offloading_size": host * block_bytes(model, 2) / 2**30}
     if name == STOCK:
         return None, {}
-    tiers = {"host_blocks": host} if name == KEDGE_HOST else {}
+    tiers = {"host_memory": f"{host} blocks"} if name == KEDGE_HOST else {}
     return {"reuse": "exact", "tiers": tiers}, {"scheduler_cls": SCHEDULER}
 
 

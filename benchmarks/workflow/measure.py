@@ -389,6 +389,9 @@ class Lane(AbstractContextManager["Lane"]):
         oracle = Oracle(workload.flows)
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
+        self.engine.query(lambda parts: setattr(parts.loading, "lets_pass", policy.status_aware))
+        if not policy.prefetch:
+            self.engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", -1.0))
         self._workload = workload
         client = PlainFlowClient if policy.plain else FlowClient
         self._clients = [
@@ -468,17 +471,16 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
     host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in workload.prompts)
     longest = max(map(len, workload.prompts))
     tiers = TierSettings(
-        host_blocks=host if policy.host else 0,
+        host_memory=f"{host if policy.host else 0} blocks",
         policy="lru" if policy.evict == "lru" else "sessions",
-        prefetch_window=2.0 if policy.prefetch else -1.0,
-        status_aware=policy.status_aware,
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)
     discovery = DiscoverySettings(mode=DiscoveryMode.EXACT if policy.plain else DiscoveryMode.OFF)
     return EngineSettings(
-        num_blocks=blocks, block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers, discovery=discovery
-    )
+        kv_memory=f"{blocks} blocks", block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers,
+        discovery=discovery,
+    )  # fmt: skip
 
 
 COMPARED = ("lru_device", "lru_host", "full")

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, KeyReader, Query
-from kedge.errors import ConfigError
 from tests.anchors.helpers import DIM, HEADS, generator, random_kv
 
 
@@ -63,30 +62,27 @@ def test_ends_compare_as_many_last_tokens_as_both_have() -> None:
 def test_projection_is_orthonormal_seeded_and_only_where_needed() -> None:
     base = random_kv(3, 0)
     wide = torch.cat([base.keys[2].flatten(1), base.values[2].flatten(1)], dim=1)
-    assert torch.equal(KeyReader(None, 2 * HEADS * DIM).read((1, 2, 3), base).keys, wide)
-    first, second = (KeyReader(None, 4).read((1, 2, 3), base).keys for _ in range(2))
+    assert torch.equal(KeyReader(2 * HEADS * DIM).read((1, 2, 3), base).keys, wide)
+    first, second = (KeyReader(4).read((1, 2, 3), base).keys for _ in range(2))
     assert first.shape == (3, 4)
     assert torch.equal(first, second)
     basis = torch.zeros(1, 2 * HEADS * DIM, HEADS, DIM)
     basis[0].flatten(1)[: HEADS * DIM] = torch.eye(HEADS * DIM)  # unit vectors as keys, zeros as values: rows of P
-    rows = KeyReader(0, 4).read((), type(base)(basis, basis.flip(1))).keys
+    rows = KeyReader(4).read((), type(base)(basis, basis.flip(1))).keys
     torch.testing.assert_close(rows.T @ rows, torch.eye(4), atol=1e-5, rtol=0)
 
 
-def test_the_layer_is_at_two_thirds_of_the_depth_or_as_set() -> None:
+def test_the_layer_is_at_two_thirds_of_the_depth() -> None:
     base = random_kv(2, 0, layers=9)
     tokens, everything = (1, 2), 2 * HEADS * DIM
-    assert torch.equal(KeyReader(None, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[6].flatten(1))
-    assert torch.equal(KeyReader(5, everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[5].flatten(1))
+    assert torch.equal(KeyReader(everything).read(tokens, base).keys[:, : HEADS * DIM], base.keys[6].flatten(1))
     shallow = random_kv(2, 0, layers=1)
-    assert len(KeyReader(None, 4).read(tokens, shallow).keys) == 2
-    with pytest.raises(ConfigError, match="engine.anchors.match_layer=9"):
-        KeyReader(9, 4).read(tokens, base)
+    assert len(KeyReader(4).read(tokens, shallow).keys) == 2
 
 
 def test_rounding_is_no_difference_but_context_is() -> None:
     base = random_kv(6, 0, torch.bfloat16)
-    query = KeyReader(None, 64).read(tuple(range(6)), base)
+    query = KeyReader(64).read(tuple(range(6)), base)
     anchor = Anchor(AnchorId(0), query.tokens, query.keys)
     assert anchor.is_value(Query(query.tokens, query.keys * 1.01, query.tolerance))
     assert not anchor.is_value(Query(query.tokens, query.keys * 1.2, query.tolerance))

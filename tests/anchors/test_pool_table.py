@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.anchors.pool import PoolTable
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
@@ -52,7 +53,8 @@ def in_context_like(base: KVSegment) -> KVSegment:
 
 @both
 def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
-    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6, "max_pools": 4, "max_sites": 3}))
+    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6}))
+    store.table = PoolTable(AnchorSettings().max_bytes, max_pools=4)
     sizes = []
     for number in range(2000):
         pool = POOL._replace(placeholder=f"p{number % 7}")
@@ -94,7 +96,8 @@ def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
 
 
 def test_pools_are_dropped_in_order_of_use() -> None:
-    store = AnchorStore(AnchorSettings(**{**TOKEN, "max_pools": 2}))
+    store = AnchorStore(AnchorSettings(**TOKEN))
+    store.table = PoolTable(AnchorSettings().max_bytes, max_pools=2)
     pools = [SOME_POOL._replace(placeholder=name) for name in "abc"]
     for seed in range(3):
         observe(store, sample(seed, pool=pools[0]))

@@ -18,7 +18,7 @@ def at_distances(*distances: float, tokens: int = 1) -> Match:
     keys = [torch.full((tokens, 1), d / tokens**0.5) for d in distances]
     block = KeyBlock([Anchor(AnchorId(i), (0,) * tokens, k) for i, k in enumerate(keys)])
     query = Query((0,) * tokens, torch.zeros(tokens, 1), 1e-3)
-    return Match(query, block, None, Interpolate(10.0).propose(query, block, None))
+    return Match(query, block, None, Interpolate().propose(query, block, None))
 
 
 def learned(distance: torch.Tensor, error: torch.Tensor, *prefix: float, times: int = 1) -> Calibration:
@@ -44,7 +44,7 @@ def test_entropy_means_the_same_at_any_scale_and_length(scale: float, tokens: in
 
 
 def test_entropy_never_shares_from_one_anchor_or_from_shorter_ones() -> None:
-    criterion = Entropy(1e9, 10.0)
+    criterion = Entropy(1e9)
     assert criterion.lacks(2, at_distances(1.0, 2.0).block, NONE) == "longer than every anchor"
     assert criterion.lacks(1, at_distances(0.0).block, NONE) == "only one anchor is as long"
     assert criterion.lacks(1, at_distances(0.0, 1.0).block, NONE) == ""

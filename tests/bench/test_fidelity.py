@@ -32,7 +32,7 @@ from kedge.settings import EngineSettings
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH, MiniatureTeam
 
-SMALL: Mapping[str, Any] = {"num_blocks": 256, "device": "cpu"}
+SMALL: Mapping[str, Any] = {"kv_memory": "256 blocks", "device": "cpu"}
 TEAM = MiniatureTeam(MATH)
 SIZES = FidelitySettings(questions=3, taught=5, tokens=8, timed=1, at_once=2, engine=SMALL)
 

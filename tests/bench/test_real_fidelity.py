@@ -26,7 +26,7 @@ BANDS = {
 
 def measured(smollm2: RealModel, methods: tuple[str, ...], **sizes: int) -> dict[str, float]:
     """Return the KL of `methods` and of the yardsticks on `reading`."""
-    engine: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 256}
+    engine: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": "256 blocks"}
     settings = FidelitySettings(smollm2.path, timed=0, at_once=4, engine=engine, **sizes)
     found = measure(*real.load("reading"), {name: SERVED[name] for name in methods}, settings)
     return {name: one["kl"] for name, one in (found["yardsticks"] | found["methods"]).items()}

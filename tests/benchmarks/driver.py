@@ -15,5 +15,6 @@ class ComponentsDriver(Driver):
     def __init__(self, components: EngineComponents, family: str = "llama", **settings: object) -> None:
         self.runner = checked_runner(tiny_model(family))
         planner = PlannerSettings(by_cost=False, recompute_head=0, min_translated=0, move="never")
-        wanted = {"num_blocks": 256, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner, **settings}
+        fixed = {"kv_memory": "256 blocks", "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": planner}
+        wanted = {**fixed, **settings}
         self.core = EngineCore(build.EngineParts(self.runner, EngineSettings(**wanted), components=components))

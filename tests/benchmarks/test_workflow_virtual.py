@@ -84,10 +84,12 @@ class VirtualEngine:
     def __init__(self, name: str, workload: FlowWorkload, hints: Hints) -> None:
         policy, self.flow, self.hints, self.now = POLICIES[name], workload.flows[0], hints, 0.0
         self.copier = VirtualCopier(LOAD * PREFILL * BLOCK / SIZES.fixed)
-        tiers = TierSettings(host_blocks=1000 if policy.host else 0, prefetch_window=2.0 if policy.prefetch else -1.0)
+        tiers = TierSettings(host_memory="1000 blocks" if policy.host else 0)
         is_kedge = policy.evict == "sessions"
         evict = steps_to_execution(tiers.unlabelled_step) if is_kedge else lru
         self.cache = CacheManager(workload.room // BLOCK, BLOCK, evict, tiers, self.copier)
+        if not policy.prefetch:
+            self.cache.prefetcher.window = -1
         self.sessions = SessionCaching(self.cache, is_kedge, lambda: self.now)
         self.cache.observe_compute(SIZES.fixed, PREFILL)
         self.progress = RunProgress(self.flow.graph, self.flow.run, ForecastBoard())

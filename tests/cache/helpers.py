@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
 from kedge.cache.node import HOST
 from kedge.policies.eviction import EvictionPolicy, Namespace
+from kedge.policies.prefetch import COPY_JOBS, PREFETCH_WINDOW
 from kedge.settings import TierSettings
 from kedge.types import RequestId, TenantId
 
@@ -72,12 +73,16 @@ class World:
         block_size: int = 1,
         policy: EvictionPolicy | None = None,
         block_bytes: int = 1,
+        copy_jobs: int = COPY_JOBS,
+        prefetch_window: float = PREFETCH_WINDOW,
         **settings: object,
     ) -> None:
         self.copier = FakeCopier()
-        tiers = TierSettings(host_blocks=host_blocks, **settings)
+        tiers = TierSettings(host_memory=f"{host_blocks} blocks", **settings)
         policy = policy or steps_to_execution()
         self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes)
+        self.cache.tiers.transfers.jobs = copy_jobs
+        self.cache.prefetcher.window = prefetch_window
         self.tree = self.cache._tree
         self.requests = 0
 

@@ -28,10 +28,10 @@ FIRST = "HEADerone"
 class Memory:
     """A cache with blocks of four tokens, and what its device blocks hold, token by token."""
 
-    def __init__(self, num_blocks: int = 16, **tiers: Any) -> None:
+    def __init__(self, num_blocks: int = 16, host_blocks: int = 0, **tiers: Any) -> None:
         self.copier, self.made, self.fails = FakeCopier(), list[tuple[int, int, int]](), False
-        settings = TierSettings(**tiers)
-        copier = self.copier if settings.host_blocks else None
+        settings = TierSettings(host_memory=f"{host_blocks} blocks", **tiers)
+        copier = self.copier if host_blocks else None
         self.cache = CacheManager(num_blocks, SIZE, tiers=settings, copier=copier, copy_beginning=self.copy_beginning)
         self.count = 0
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.cache import loads
 from kedge.cache.node import TreeNode
 from kedge.policies.prefetch import Candidate, is_within, may_replace
 from tests.cache.helpers import NS, World
@@ -62,8 +64,9 @@ def test_all_branches_are_loaded_and_nobody_outside_the_window() -> None:
     assert world.cache.stats().prefetched_hit_tokens == 2
 
 
-def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first() -> None:
-    world = World(9, host_blocks=12, prefetch_jobs=1)
+def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "PREFETCH_JOBS", 1)
+    world = World(9, host_blocks=12)
     on_host_only(world, a="AA", b="BB")
     world.cache.on_forecast({"a": (1.0, 0.2), "b": (1.0, 0.8)})
     world.cache.pump()
@@ -72,18 +75,6 @@ def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first() -> None:
     world.copier.end_all()
     world.cache.pump()
     assert world.on_device("AA", "BB") == ["BB"] and len(world.copier.submitted) == 1
-
-
-def test_a_reserve_remains_for_running_requests() -> None:
-    world = World(6, host_blocks=12, decode_reserve=2)
-    on_host_only(world, a="AAA")
-    running = world.admit("xy")
-    world.forecast(a=0)
-    world.settle()
-    assert not world.on_device("AAA")
-    world.cache.abort(running.request_id)
-    world.settle()
-    assert world.on_device("AAA") == ["AAA"], "tried again once blocks came free"
 
 
 def test_what_leaves_the_window_before_it_starts_is_cancelled() -> None:

@@ -30,7 +30,7 @@ class Driver(World):
     """One random operation at a time, each of which may be refused for want of blocks."""
 
     def __init__(self, seed: int, host_blocks: int, **settings: object) -> None:
-        super().__init__(14, host_blocks, decode_reserve=1, copy_jobs=1, copy_bytes=5, **settings)
+        super().__init__(14, host_blocks, copy_jobs=1, **settings)
         self.rng = random.Random(seed)
         self.leases: dict[RequestId, tuple[Lease, str, Namespace]] = {}
         self.waiting: dict[RequestId, tuple[str, Namespace]] = {}
@@ -148,7 +148,7 @@ class Driver(World):
         self.settle()
         self.cache.clear()
         stats = self.cache.stats()
-        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache.tiers.settings.host_blocks)
+        assert (stats.free_blocks, stats.host_free_blocks) == (14, self.cache.tiers.host_blocks)
         ended = sum(count for outcomes in stats.transfers.values() for count in outcomes.values())
         assert ended == next(self.cache.tiers.transfers._ids), "every transfer ends in exactly one outcome"
 

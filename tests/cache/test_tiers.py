@@ -274,7 +274,7 @@ def test_a_block_without_bytes_is_refused() -> None:
 
 def test_a_host_tier_needs_a_copier() -> None:
     with pytest.raises(ConfigError, match="host_blocks=4"):
-        CacheManager(4, tiers=TierSettings(host_blocks=4))
+        CacheManager(4, tiers=TierSettings(host_memory="4 blocks"))
 
 
 def test_a_copy_that_ends_twice_is_a_bug() -> None:

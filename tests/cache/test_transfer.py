@@ -9,15 +9,14 @@ from kedge.cache.copies import Purpose
 from kedge.cache.node import Transfer, TreeNode
 from kedge.cache.tiers import TransferQueue
 from kedge.errors import PlanError
-from kedge.settings import TierSettings
 from tests.cache.helpers import NS, FakeCopier
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 
 
-def queue(jobs: int = 1, limit: int = 100, block_bytes: int = 1) -> tuple[TransferQueue, FakeCopier]:
+def queue(jobs: int = 1) -> tuple[TransferQueue, FakeCopier]:
     copier = FakeCopier()
-    return TransferQueue(copier, TierSettings(copy_jobs=jobs, copy_bytes=limit), block_bytes), copier
+    return TransferQueue(copier, jobs), copier
 
 
 def enqueue(transfers: TransferQueue, purpose: Purpose, blocks: int = 1) -> Transfer:
@@ -68,7 +67,7 @@ def test_promoting_what_has_started_hurries_its_copy() -> None:
 
 
 def test_prefetches_under_way_do_not_hold_up_a_demand() -> None:
-    transfers, copier = queue(jobs=2, limit=2)
+    transfers, copier = queue(jobs=2)
     first = enqueue(transfers, Purpose.PREFETCH, 2)
     transfers.start()
     demands = [enqueue(transfers, Purpose.DEMAND) for _ in range(3)]
@@ -80,8 +79,8 @@ def test_prefetches_under_way_do_not_hold_up_a_demand() -> None:
     assert [*transfers.queued(LOAD)] == [demands[2], waiting]
 
 
-def test_limits_count_jobs_and_bytes_of_each_direction() -> None:
-    transfers, copier = queue(jobs=3, limit=40, block_bytes=10)
+def test_limits_count_the_jobs_of_each_direction() -> None:
+    transfers, copier = queue(jobs=2)
     for blocks in (2, 2, 1):
         enqueue(transfers, Purpose.PREFETCH, blocks)
     enqueue(transfers, Purpose.BACKUP, 4)
@@ -95,18 +94,6 @@ def test_limits_count_jobs_and_bytes_of_each_direction() -> None:
     transfers.start()
     assert [len(copy.sources) for copy in copier.submitted] == [2, 4, 1]
     assert transfers.demanded_blocks(LOAD) == 1, "what is under way counts, too"
-
-
-def test_a_transfer_larger_than_the_limit_goes_alone() -> None:
-    transfers, copier = queue(jobs=9, limit=3)
-    enqueue(transfers, Purpose.PREFETCH, 1)
-    enqueue(transfers, Purpose.PREFETCH, 50)
-    transfers.start()
-    assert [len(copy.sources) for copy in copier.submitted] == [1]
-    copier.end()
-    transfers.drain()
-    transfers.start()
-    assert [len(copy.sources) for copy in copier.submitted] == [50]
 
 
 def test_only_what_has_not_started_is_cancelled() -> None:

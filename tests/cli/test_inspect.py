@@ -276,26 +276,13 @@ def graph_file(folder: Path, text: str = GRAPH) -> Path:
     return file
 
 
-def test_a_step_graph_at_every_point_of_the_run(tmp_path: Path) -> None:
+def test_a_step_graph_is_drawn_with_its_nodes(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", str(graph_file(tmp_path)), "--all"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
     assert "[planner] → [writer] → [reviewer] → [publisher]" in lines
     assert "2 reviewer writer planner 30%, publisher 70%" in lines
     assert "0 planner none; again after reviewer" in lines
-    at = lines.index("at the start 0 1 2 3")
-    assert lines[at:] == [
-        "at the start 0 1 2 3",
-        "while planner runs 0 1 2 3",
-        "after planner 2 0 1 2",
-        "while writer runs 2 0 1 2",
-        "after writer 1 2 0 1",
-        "while reviewer runs 1 2 0 1",
-        "after reviewer 0 1 2 0",
-        "while publisher runs – – – 0",
-        "after publisher – – – –",
-        "",
-    ]
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 

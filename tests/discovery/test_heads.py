@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from kedge.discovery.found_agents import VARIANTS, SharedHeads
+from kedge.discovery.bounds import EXAMPLES
+from kedge.discovery.found_agents import SharedHeads
 
 
 def test_the_last_block_with_three_continuations_is_the_end_of_the_fixed_prompt() -> None:
     heads = SharedHeads()
     for role in "xyz":
         assert heads.find(["system", role]) == []
-        for question in range(VARIANTS):
+        for question in range(EXAMPLES):
             heads.observe(["system", role, question], "end")
     assert [heads.find(["system", role, 9]) for role in "xyz"] == [[1, 0]] * 3
     assert heads.find(["system", "new"]) == [0]
@@ -27,7 +28,7 @@ def test_prompts_that_are_repeated_or_continued_make_no_agent() -> None:
 
 def test_a_prompt_that_ends_within_a_block_goes_on_in_its_own_way() -> None:
     heads = SharedHeads()
-    for rest in range(VARIANTS):
+    for rest in range(EXAMPLES):
         heads.observe(["a"], rest)
     assert heads.find(["a"]) == [0]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kedge.discovery import Discovery, PlainRequests, Served, plain_requests
+from kedge.discovery.bounds import MAX_OF_ONE
 from kedge.discovery.report import line, page
-from kedge.discovery.totals import MAX_REASONS, OTHERS
+from kedge.discovery.totals import OTHERS
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.types import (
     AgentId,
@@ -120,7 +121,7 @@ def test_what_was_saved_and_why_other_text_was_not_is_reported() -> None:
     assert (report["exact_tokens"], report["translated_tokens"]) == (40 * 16, 20)
     assert requests.totals.exact_tokens == 40 * 16
     assert report["why_not"][0] == ("only N% of the prompt could be translated", 40)
-    assert len(report["why_not"]) == MAX_REASONS + 1 and dict(report["why_not"])[OTHERS] == 10
+    assert len(report["why_not"]) == MAX_OF_ONE + 1 and dict(report["why_not"])[OTHERS] == 10
     shown = page(report)
     assert "saved by the prefix cache" in shown and "only N% of the prompt" in shown
     assert "1600 prompt tokens 640 were cached, 20 translated" in line(report)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.discovery import runs as runs_module
-from kedge.discovery.runs import END, HORIZON, MAX_SUCCESSORS, FoundRun, FoundRuns, Successors
+from kedge.discovery.bounds import MAX_OF_ONE
+from kedge.discovery.runs import END, HORIZON, FoundRun, FoundRuns, Successors
 from kedge.types import AgentId, RunId
 from kedge.workflow.steps import NextRun
 
@@ -131,7 +132,7 @@ def test_memory_is_bounded_and_probabilities_add_up(calls: list[tuple[int, int]]
         if ends:
             found.ended(run, now + 0.5)
         for known in found.successors._after.values():
-            assert len(known.weights) <= MAX_SUCCESSORS + 1
+            assert len(known.weights) <= MAX_OF_ONE + 1
             assert abs(known.total - sum(known.weights.values())) < 1e-9
         assert all(0 < one.probability <= 1 + 1e-9 for one in found.forecast(run).values())
-    assert len(found) <= runs_module.MAX_RUNS
+    assert len(found) <= runs_module.MAX_AGENTS

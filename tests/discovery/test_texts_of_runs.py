@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kedge.discovery import runs
-from kedge.discovery.runs import LEAST_TOKENS, LEAST_VALUES, TextsOfRuns
+from kedge.discovery.bounds import LEAST_TOKENS
+from kedge.discovery.runs import LEAST_VALUES, TextsOfRuns
 from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 
 A, B, C = map(AgentId, "abc")

@@ -140,7 +140,7 @@ def test_the_engine_answers_as_the_model_that_the_file_was_written_from(family: 
     full = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
     )
-    with LocalEngine(file, EngineSettings(num_blocks=64)) as engine:
+    with LocalEngine(file, EngineSettings(kv_memory="64 blocks")) as engine:
         assert engine.inspect()["dtype"] == "float32"  # as the file is, whatever this CPU is faster in
         request = GenerateRequest(
             (Segment(tuple(prompt[0].tolist()), "p"),), SamplingParams(max_tokens=16, ignore_eos=True), ReuseMode.OFF
@@ -155,7 +155,7 @@ def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
     for module in (model_folder, dtypes):
         monkeypatch.setattr(module, "bfloat16_is_faster", lambda: is_faster)
     chosen = "bfloat16" if is_faster else "float32"
-    with LocalEngine(file, EngineSettings(num_blocks=64)) as engine:
+    with LocalEngine(file, EngineSettings(kv_memory="64 blocks")) as engine:
         assert engine.inspect()["dtype"] == chosen
     exact = AutoModelForCausalLM.from_pretrained(model_path(file, "float32"), dtype=torch.float32)
     kept: Any = AutoModelForCausalLM.from_pretrained(model_path(file), dtype="auto")
@@ -291,7 +291,7 @@ def test_what_would_answer_wrongly_is_refused(
 def test_chat_templates_and_ends_of_turns_are_the_files(tmp_path: Path) -> None:
     model = tiny_model(LLAMA.config)
     ends = replace(LLAMA, values={"tokenizer.ggml.eot_token_id": 259})
-    with LocalEngine(write_gguf(tmp_path / "m.gguf", ends, model), EngineSettings(num_blocks=64)) as engine:
+    with LocalEngine(write_gguf(tmp_path / "m.gguf", ends, model), EngineSettings(kv_memory="64 blocks")) as engine:
         assert engine.runner.eos_token_ids == {258, 259}
         assert engine.tokenizer.chat("be", "hi") == "<s>system: be</s><s>user: hi</s><s>"
         assert engine.tokenizer.encode("<s>ab c") == (257, 256, *engine.tokenizer.encode(" c"))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 
 import pytest
 
-from kedge.errors import ConfigError
 from kedge.policies.fixed_prompts import FixedBoundary, FixedLengths
 from kedge.types import GenerateRequest, SampleId, Segment
 
@@ -97,22 +95,6 @@ def test_a_template_that_begins_with_a_variable_has_no_fixed_part() -> None:
     assert observe(FixedBoundary(), [suffix() + FIXED for _ in range(5)])[-1] == 0
 
 
-def test_the_marker_wins() -> None:
-    boundary = FixedBoundary()
-    observe(boundary, prompts(*[50] * 6))
-    call = prompts(50)[0]
-    assert boundary.observe("a", call, 0.0, marker=12) == 12
-    assert boundary.observe("a", call, 0.0, marker=0) == 0
-    assert boundary.observe("new", call, 0.0, marker=len(call)) == len(call)
-
-
-@pytest.mark.parametrize("marker", [-1, 71, 10**9])
-def test_a_marker_outside_the_prompt_is_none(marker: int) -> None:
-    boundary = FixedBoundary()
-    observe(boundary, prompts(*[50] * 6))
-    assert boundary.observe("a", prompts(50)[0], 0.0, marker=marker) == 50
-
-
 def test_agents_are_apart() -> None:
     boundary = FixedBoundary(confirmations=1)
     observe(boundary, prompts(50, 50), "a")
@@ -145,23 +127,6 @@ def test_no_more_agents_than_its_capacity() -> None:
         observe(boundary, prompts(50, 50), agent)
     assert len(boundary) == 3
     assert [observe(boundary, prompts(50), agent) for agent in "cadb"] == [[50], [50], [50], [None]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"confirmations": 0}, "confirmations"),
-        ({"confirmations": 9}, "confirmations"),
-        ({"ttl": 0.0}, "ttl"),
-        ({"ttl": math.nan}, "ttl"),
-        ({"capacity": 0}, "capacity"),
-        ({"max_tokens": -1}, "max_tokens"),
-    ],
-)
-def test_bad_settings(settings: dict[str, float], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        FixedBoundary(**settings)  # type: ignore[arg-type]
-    assert (caught.value.key, caught.value.value) == (f"boundary: {key}", pytest.approx(settings[key], nan_ok=True))
 
 
 def test_no_more_tokens_than_its_bound() -> None:

@@ -15,16 +15,12 @@ from scripts.discovery_crowd import crowd
 def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small bounds, so that a small crowd fills them."""
     for module, name, limit in (
-        (found_agents, "MAX_NODES", 256),
-        (discovery, "MAX_EXAMPLES", 32),
-        (runs, "MAX_ENDS", 64),
-        (runs, "MAX_SAMPLES", 64),
-        (runs, "MAX_KINDS", 64),
+        (discovery, "MAX_AGENTS", 32),
         (discovery, "MAX_VALUES", 64),
-        (discovery, "MAX_LABELS", 64),
-        (discovery, "MAX_ASKED", 64),
+        (discovery, "MAX_BLOCKS", 64),
+        (runs, "MAX_AGENTS", 32),
+        (runs, "MAX_VALUES", 64),
         (known_texts, "MAX_TEXTS", 32),
-        (runs, "MAX_RUNS", 32),
         (discovery_crowd, "HEADS", 10),
     ):
         monkeypatch.setattr(module, name, limit)

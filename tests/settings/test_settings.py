@@ -65,8 +65,8 @@ def test_a_named_file_replaces_the_default_one() -> None:
 
 
 def test_anchors_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEDGE_ENGINE__ANCHORS__GAMMA", "0.5")
-    assert Settings.load().engine.anchors.gamma == 0.5
+    monkeypatch.setenv("KEDGE_ENGINE__ANCHORS__MAX_ERROR", "0.5")
+    assert Settings.load().engine.anchors.max_error == 0.5
 
 
 @pytest.mark.parametrize(("text", "size"), [("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("4096", 4096), (4096, 4096)])
@@ -79,32 +79,27 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
     [
         ({"reuse": "maybe"}, "reuse", "maybe"),
         ({"engine": {"block_size": 0}}, "engine.block_size", 0),
-        ({"engine": {"num_blocks": -1}}, "engine.num_blocks", -1),
+        ({"engine": {"kv_memory": "-1 blocks"}}, "engine.kv_memory", "-1 blocks"),
         ({"engine": {"kv_memory": "lots"}}, "engine.kv_memory", "lots"),
-        ({"engine": {"kv_memory": 0}}, "engine.kv_memory", 0),
         ({"engine": {"device": "tpu"}}, "engine.device", "tpu"),
         ({"engine": {"dtype": "int4"}}, "engine.dtype", "int4"),
         ({"engine": {"max_running": "many"}}, "engine.max_running", "many"),
         ({"engine": {"anchors": {"capacity": 0}}}, "engine.anchors.capacity", 0),
         ({"engine": {"guard": {"fidelity": "best"}}}, "engine.guard.fidelity", "best"),
         ({"engine": {"guard": {"fidelity": -1}}}, "engine.guard.fidelity", -1),
-        ({"engine": {"anchors": {"noise": 0}}}, "engine.anchors.noise", 0),
+        ({"engine": {"anchors": {"noise": 0}}}, "engine.anchors.noise", 0),  # a setting once
         ({"engine": {"planner": {"min_translated": 2}}}, "engine.planner.min_translated", 2),
         ({"engine": {"tiers": {"host_memory": -1}}}, "engine.tiers.host_memory", -1),
         ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
-        ({"engine": {"tiers": {"host_blocks": -1}}}, "engine.tiers.host_blocks", -1),
         ({"engine": {"tiers": {"policy": "fifo"}}}, "engine.tiers.policy", "fifo"),
-        ({"engine": {"tiers": {"copy_jobs": 0}}}, "engine.tiers.copy_jobs", 0),
-        ({"engine": {"tiers": {"max_wait": -1}}}, "engine.tiers.max_wait", -1),
         ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
-        ({"engine": {"tiers": {"prefetch_window": "inf"}}}, "engine.tiers.prefetch_window", "inf"),
         ({"server": {"port": 65536}}, "server.port", 65536),
         ({"server": {"snapshot_interval": 0}}, "server.snapshot_interval", 0),
         ({"server": {"grace": -1}}, "server.grace", -1),
         ({"server": {"log_format": "xml"}}, "server.log_format", "xml"),
         ({"server": {"limits": {"anchors": 0}}}, "server.limits.anchors", 0),
         ({"server": {"limits": {"host_memory": "much"}}}, "server.limits.host_memory", "much"),
-        ({"engine": {"anchors": {"top_k": True}}}, "engine.anchors.top_k", True),
+        ({"engine": {"anchors": {"capacity": True}}}, "engine.anchors.capacity", True),
         ({"engine": {"planner": {"min_translated": False}}}, "engine.planner.min_translated", False),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
@@ -136,7 +131,7 @@ def test_all_bad_keys_are_named() -> None:
         ("KEDGE_ENGINE__NOTHING", "1", "engine.nothing"),
         ("KEDGE_ENGINE", "{'block_size': 3}", "engine"),
         ("KEDGE_ENGINE_BLOCK_SIZE", "3", "KEDGE_ENGINE_BLOCK_SIZE"),
-        ("KEDGE_ENGINE_ANCHORS__GAMMA", "3", "KEDGE_ENGINE_ANCHORS__GAMMA"),
+        ("KEDGE_ENGINE_ANCHORS__CAPACITY", "3", "KEDGE_ENGINE_ANCHORS__CAPACITY"),
     ],
 )
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, key: str) -> None:
@@ -203,9 +198,9 @@ def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_a_host_tier_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     toml("[engine.tiers]\nhost_memory = '2MiB'\npolicy = 'lru'\n")
-    monkeypatch.setenv("KEDGE_ENGINE__TIERS__MAX_SKIPS", "3")
+    monkeypatch.setenv("KEDGE_ENGINE__TIERS__BACKUP_HITS", "3")
     tiers = Settings.load().engine.tiers
-    assert (tiers.host_memory, tiers.policy, tiers.max_skips) == (2 << 20, "lru", 3)
+    assert (tiers.host_memory, tiers.policy, tiers.backup_hits) == (2 << 20, "lru", 3)
 
 
 def test_settings_do_not_change() -> None:

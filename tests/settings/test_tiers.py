@@ -8,9 +8,8 @@ from kedge.settings import TierSettings
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("host_blocks", -1), ("copy_jobs", 0), ("copy_bytes", 0), ("backup_hits", -1), ("prefetch_jobs", -1),
-     ("decode_reserve", -1)],
-)  # fmt: skip
+    [("host_memory", -1), ("backup_hits", -1)],
+)
 def test_a_bad_number_is_named(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.tiers\.{name}={value}"):
         TierSettings(**{name: value})
@@ -19,7 +18,8 @@ def test_a_bad_number_is_named(name: str, value: int) -> None:
 def test_the_host_tier_is_sized_by_blocks_or_by_memory() -> None:
     assert TierSettings().host_pool_size(100) == 0
     assert TierSettings(host_memory=1024).host_pool_size(100) == 10
-    assert TierSettings(host_memory=1024, host_blocks=3).host_pool_size(100) == 3
+    assert TierSettings(host_memory="3 blocks").host_pool_size(100) == 3
+    assert TierSettings(host_memory="0 blocks").host_pool_size(100) == 0
 
 
 def test_memory_for_not_a_single_block_is_refused() -> None:

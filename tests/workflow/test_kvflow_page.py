@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kedge.types import AgentId, Namespace, RunId, TenantId
-from kedge.workflow.export import export, lanes
+from kedge.workflow.export import lanes
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.spec import build_step_graph
 from kedge.workflow.steps import UNKNOWN
@@ -38,11 +38,6 @@ def test_python_and_yaml_say_the_same() -> None:
 def test_the_lanes_that_inspect_draws() -> None:
     drawn = [[node.id for node in lane] for lane in lanes(build_step_graph(yaml.safe_load(YAML[0])))]
     assert " → ".join(f"[{' | '.join(lane)}]" for lane in drawn) in PAGE.splitlines()
-
-
-def test_the_mermaid_text_that_inspect_prints() -> None:
-    (shown,) = re.findall(r"^```mermaid\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert shown == export(build_step_graph(yaml.safe_load(YAML[0])), "mermaid")
 
 
 def test_following_a_run() -> None:

@@ -12,7 +12,6 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.types import Tokens
 
@@ -61,6 +60,8 @@ class Anchor:
         return bool((difference <= allowed).all())
 
 
+MATCH_DIM = 32
+"""Dimensions that base KV is projected to before it is compared, a bound on what that costs"""
 _SEED = 20_250_102
 _CHUNK = 128
 """Queries compared at once on a CPU, so that their distances to 10,000 anchor tokens fit a cache and one buffer."""
@@ -71,24 +72,20 @@ _FAR = 1e30
 
 
 class KeyReader:
-    """A reader of key vectors [tokens, match_dim] from the base KV of one layer, K and V side by side over all heads.
+    """A reader of key vectors [tokens, dim] from the base KV of one layer, K and V side by side over all heads.
 
-    A wider layer is projected to `match_dim` by a random orthonormal matrix with a fixed seed, so that key vectors can
-    be compared across processes. Layer 0 has seen no context; the default lies at two thirds of the depth, where base
+    A wider layer is projected to `dim` by a random orthonormal matrix with a fixed seed, so that key vectors can
+    be compared across processes. Layer 0 has seen no context; the one at two thirds of the depth is read, where base
     KV says most of what its context has changed.
     """
 
-    def __init__(self, match_layer: int | None, match_dim: int) -> None:
-        self._layer, self._dim = match_layer, match_dim
+    def __init__(self, dim: int = MATCH_DIM) -> None:
+        self._dim = dim
         self._projection: Tensor | None = None
 
     def read(self, tokens: Tokens, base: KVSegment) -> Query:
-        """Return the query for a value. Raises `ConfigError` if the model has no such layer."""
-        layer = self._layer
-        if layer is None:
-            layer = min(max(1, 2 * base.layers // 3), base.layers - 1)
-        elif layer >= base.layers:
-            raise ConfigError("engine.anchors.match_layer", layer, f"the model has {base.layers} layers")
+        """Return the query for a value."""
+        layer = min(max(1, 2 * base.layers // 3), base.layers - 1)
         wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()
         return Query(tokens, self._project(wide), max(1e-3, 4 * torch.finfo(base.dtype).eps))
 

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from kedge.anchors.anchor import KeyBlock
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimators import Match, anchor_weights
+from kedge.anchors.estimators import SHARP, Match, anchor_weights
+
+GAMMA = 0.3
+"""Highest entropy of a shareable value as the paper has it"""
+MAX_ERROR = 0.35
+"""Highest mean predicted error of a shareable value, tuned on the toy models"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Entropy:
     """
 
     gamma: float
-    temperature: float
+    temperature: float = SHARP
     calibrates: bool = False
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002

@@ -14,6 +14,11 @@ from torch import Tensor
 
 from kedge.anchors.anchor import KeyBlock, Neighbours, Query
 
+TOP_K, NOISE = 8, 0.1
+"""Anchor tokens that a token's offset is blended from, and the share of the variance of an offset that key vectors do
+not explain: with more of it, weights are more equal. Tuned on the toy models"""
+TEMPERATURE, SHARP = 10.0, 100.0
+"""Sharpness of an anchor's weight: for the prefix segment behind a value, and for whole anchors (KVCOMM)"""
 _TINY = 1e-30
 
 
@@ -79,7 +84,7 @@ class Interpolate:
     The weights come from the L2 distance over all tokens; the prefix segment after the value takes the same ones.
     """
 
-    temperature: float
+    temperature: float = SHARP
     aligned: bool = True
 
     def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
@@ -112,9 +117,9 @@ class Token:
     value's.
     """
 
-    top_k: int
-    noise: float
-    temperature: float
+    top_k: int = TOP_K
+    noise: float = NOISE
+    temperature: float = TEMPERATURE
     last: int = 16
     """Tokens at the end of a value that determine the weights for the prefix segment after it"""
     aligned: bool = False

@@ -18,6 +18,8 @@ from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId, WorkflowId
 
+MAX_POOLS, MAX_SITES = 256, 64
+"""Pools at once, and sites of one: bounds for safety; the least recently used goes first"""
 WINDOW = 5
 """A full pool drops the least used of this many anchors added earliest."""
 
@@ -27,7 +29,7 @@ class AnchorPool:
     cached; agents that saw the same values share one.
     """
 
-    def __init__(self, capacity: int, max_sites: int, blocks: int = 4) -> None:
+    def __init__(self, capacity: int, max_sites: int = MAX_SITES, blocks: int = 4) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
         """In the order in which they were added"""
         self.sites: dict[PlaceholderSite, SiteOffsets] = {}
@@ -158,8 +160,8 @@ class PoolStats:
 class PoolTable:
     """All pools by key, least recently used first. What exceeds a bound is dropped, least used anchors first."""
 
-    def __init__(self, max_pools: int, max_bytes: int) -> None:
-        self._max_pools, self._max_bytes = max_pools, max_bytes
+    def __init__(self, max_bytes: int, max_pools: int = MAX_POOLS) -> None:
+        self._max_bytes, self._max_pools = max_bytes, max_pools
         self.pools: dict[PoolKey, AnchorPool] = {}
         self.limits: dict[TenantId, TenantLimit] = {}
         self._others = NO_LIMIT

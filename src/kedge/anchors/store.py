@@ -8,10 +8,9 @@ from itertools import count
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.criteria import Error
-from kedge.anchors.estimators import Match, Proposal
+from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
+from kedge.anchors.estimators import Estimator, Interpolate, Match, Proposal, Token
 from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
-from kedge.anchors.registry import CRITERIA, ESTIMATORS
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
@@ -34,21 +33,28 @@ class AnchorStats:
     """Anchors dropped because their tenant exceeded its limit."""
 
 
+def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
+    """Return the estimator that the settings name, with its criterion."""
+    if config.estimator == "interpolate":
+        return Interpolate(), Entropy(GAMMA if config.max_error is None else config.max_error)
+    most = MAX_ERROR if config.max_error is None else config.max_error
+    return Token(), Error(config.min_anchors, most, config.weak_error)
+
+
 class AnchorStore:
-    """All pools of one model. Raises `ConfigError` for an unknown estimator or criterion."""
+    """All pools of one model."""
 
     without_offsets = staticmethod(rotated)
 
     def __init__(self, config: AnchorSettings, remembered: int = 64) -> None:
         """Create an empty store, which keeps the matches of so many values."""
         self.config = config
-        self.reader = KeyReader(config.match_layer, config.match_dim)
-        self._estimator = ESTIMATORS[config.estimator](config)
+        self.reader = KeyReader()
+        self._estimator, self._criterion = methods(config)
         self._queries: BoundedDict[Hashable, Query] = BoundedDict(remembered)
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
-        self._criterion = CRITERIA[config.criterion](config)
-        self.table = PoolTable(config.max_pools, config.max_bytes)
+        self.table = PoolTable(config.max_bytes)
         self._ids = count()
         self._observed = self._used = 0
 
@@ -159,7 +165,7 @@ class AnchorStore:
 
         A full pool drops no anchor for a value that was shareable anyway (Algorithm 1 makes anchors of others only):
         otherwise an agent that prefills densely for another reason would displace anchors that other agents use. The
-        site first estimates the value from its earlier data, which calibrates the criterion `error`. Raises `PlanError`
+        site first estimates the value from its earlier data, which calibrates the criterion. Raises `PlanError`
         where base and real KV differ in tokens, `TranslationRefused` where offsets are not finite.
         """
         if not sample.tokens:
@@ -202,7 +208,7 @@ class AnchorStore:
 
     def empty_pool(self) -> AnchorPool:
         """Return a pool with this store's bounds that is not part of it."""
-        return AnchorPool(self.config.capacity, self.config.max_sites)
+        return AnchorPool(self.config.capacity)
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""

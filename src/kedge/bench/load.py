@@ -58,10 +58,10 @@ PREFIX, LEAD, TAIL = 512, 24, 16
 LEAD_IN, TRAIL = 4, 2
 """Tokens of the line before the question, and those with which everything behind a value begins."""
 AGENTS = 5
-SHARE_ALL = {"gamma": 2.0, "max_error": 1e9}
+SHARE_ALL = {"max_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
 OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
-OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0, "max_sentinel_error": 1e9}
+OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0}
 """Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
 
 Questions = Callable[[str], Iterator[str]]

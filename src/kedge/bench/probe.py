@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
-from kedge.anchors.registry import ESTIMATORS
 from kedge.bench.shapes import Loaded
 from kedge.engine.base import Engine, Stream
 from kedge.engine.common.grammars import Grammars
@@ -25,7 +24,8 @@ from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
+from kedge.settings.sections import EstimatorName
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.graph import Workflow
@@ -91,7 +91,10 @@ SERVED: Mapping[str, Method] = {
     "exact": Method(ReuseMode.EXACT),
     "served": Method(ReuseMode.TRANSLATE, guard={}),
     "kedge": Method(ReuseMode.TRANSLATE),
-    **{name: Method(ReuseMode.TRANSLATE, estimator_settings(name), {"move": "unlearned"}) for name in ESTIMATORS},
+    **{
+        name: Method(ReuseMode.TRANSLATE, {"estimator": name}, {"move": "unlearned"})
+        for name in get_args(EstimatorName)
+    },
 }
 """What an engine can be set to. `served` is the default, cold start and proof included, `kedge` moves without
 proof, and an estimator's name is Kedge with that estimator's anchors

@@ -336,7 +336,7 @@ def longest_call(work: FlowWorkload) -> int:
 def plugin(work: FlowWorkload, throttle: float) -> dict[str, Any]:
     """Return the plug-in's settings: the host holds all fixed prompts twice."""
     host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in work.prompts)
-    return {"reuse": "exact", "tiers": {"host_blocks": host, "throttle": throttle}}
+    return {"reuse": "exact", "tiers": {"host_memory": f"{host} blocks", "throttle": throttle}}
 
 
 def flow_figures(

@@ -11,7 +11,7 @@ from kedge.cache.copies import Direction, Outcome, Purpose
 from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
-from kedge.policies.prefetch import Candidate, is_awaited, is_within
+from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_awaited, is_within
 from kedge.structures.heaps import LazyHeap
 from kedge.types import Namespace, RequestId
 
@@ -140,7 +140,8 @@ class Prefetcher:
     def __init__(self, tiers: Tiers, probability: Callable[[TreeNode], float]) -> None:
         """Take `probability(node)`: how likely a node is needed as soon as its step says."""
         self._tiers, self._probability = tiers, probability
-        self._window = tiers.settings.prefetch_window
+        self.window = PREFETCH_WINDOW
+        """Steps within which is prefetched; benchmarks set it below 0"""
         self._targets: LazyHeap[TreeNode] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)
         self.due = False
         """Whether something has changed since the last look: the forecast, what is loaded, or who holds blocks."""
@@ -154,7 +155,7 @@ class Prefetcher:
     def cancel_outside(self) -> None:
         """Cancel loads that have not started, that no request waits for, and whose step is outside the window."""
         for transfer in self._tiers.transfers.queued(Direction.LOAD):
-            if not (is_within(transfer.end.step, self._window) or transfer.demanded or transfer.outcome):
+            if not (is_within(transfer.end.step, self.window) or transfer.demanded or transfer.outcome):
                 self._tiers.cancel(transfer)
 
     def start(self) -> None:
@@ -162,17 +163,17 @@ class Prefetcher:
         if not self.due:
             return
         self.due = False
-        settings = self._tiers.settings
+        unlabelled = self._tiers.settings.unlabelled_step
         under_way = sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
-        slots = settings.prefetch_jobs - under_way
+        slots = PREFETCH_JOBS - under_way
         refused: list[TreeNode] = []
         while slots > len(refused) and (node := self._targets.pop()):
             candidate = self._candidate(node)
 
             def may_go(victim: TreeNode, candidate: Candidate[TreeNode] = candidate) -> bool:
-                return not victim.wanted and candidate.may_replace(victim, settings.unlabelled_step)
+                return not victim.wanted and candidate.may_replace(victim, unlabelled)
 
-            slots -= self._tiers.load(node, Purpose.PREFETCH, may_go, settings.decode_reserve) is not None
+            slots -= self._tiers.load(node, Purpose.PREFETCH, may_go) is not None
             if self._is_target(node):
                 refused.append(node)
         for node in refused:
@@ -180,7 +181,7 @@ class Prefetcher:
 
     def _is_target(self, node: TreeNode) -> bool:
         """Return whether it ends a prompt within the window, is on the host only, and not on its way."""
-        if not (node.labels and node.state is State.HOST and is_within(node.step, self._window)):
+        if not (node.labels and node.state is State.HOST and is_within(node.step, self.window)):
             return False
         if not is_awaited(node.step):
             return True

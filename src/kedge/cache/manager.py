@@ -159,12 +159,12 @@ class CacheManager:
         self.block_size, self.num_blocks = block_size, num_blocks
 
         def lost(node: TreeNode) -> None:
-            self._prefetcher.consider(node)
+            self.prefetcher.consider(node)
 
         self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes)
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
-        self._prefetcher = Prefetcher(self.tiers, self._probability)
+        self.prefetcher = Prefetcher(self.tiers, self._probability)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
         self._borrowers: Counter[int] = Counter()
@@ -317,12 +317,12 @@ class CacheManager:
                 self._insert(held, (*full, *self._partial.padded(rest)))
             self._tree.unlock(node)
         self._end(held)
-        self._prefetcher.due = True
+        self.prefetcher.due = True
 
     def abort(self, request_id: RequestId) -> None:
         """End a lease; what it had not committed is freed. Raises `PlanError` without a lease."""
         self._end(self._holding(request_id))
-        self._prefetcher.due = True
+        self.prefetcher.due = True
 
     # the workflow ---------------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class CacheManager:
             self.tiers.backups.back_up(node)
         if node is None or next_run is None:
             return 0
-        self._prefetcher.consider(node)
+        self.prefetcher.consider(node)
         return sum(step.size for step in node.path()) * self.block_size
 
     def on_forecast(self, changes: Changes) -> None:
@@ -356,9 +356,9 @@ class CacheManager:
             else:
                 self._next_runs[key] = next_run
                 if node := self._tree.labels.move(key, next_run[0]):
-                    self._prefetcher.consider(node)
-        self._prefetcher.due = True
-        self._prefetcher.cancel_outside()
+                    self.prefetcher.consider(node)
+        self.prefetcher.due = True
+        self.prefetcher.cancel_outside()
 
     def pump(self) -> bool:
         """Land what has been copied, try denied demands again, prefetch, and hand new copies to the copier.
@@ -367,9 +367,9 @@ class CacheManager:
         nothing runs but copies do.
         """
         ended = bool(self.tiers.drain())
-        self._prefetcher.due |= ended
+        self.prefetcher.due |= ended
         if not self._demands.retry():
-            self._prefetcher.start()
+            self.prefetcher.start()
         self.tiers.transfers.start()
         return ended
 

@@ -25,7 +25,7 @@ from kedge.cache.node import DEVICE, HOST, Handle, State, Tier, Transfer, TreeNo
 from kedge.cache.radix_tree import Allowed, RadixTree
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy
-from kedge.policies.prefetch import CostModel
+from kedge.policies.prefetch import COPY_JOBS, CostModel
 from kedge.settings import TierSettings
 from kedge.types import Namespace, TenantId
 
@@ -36,8 +36,9 @@ class TransferQueue:
     Speculative transfers never delay demanded ones: for a demand the limits count other demands only.
     """
 
-    def __init__(self, copier: Copier | None, limits: TierSettings, block_bytes: int) -> None:
-        self._copier, self._limits, self._block_bytes = copier, limits, block_bytes
+    def __init__(self, copier: Copier | None, jobs: int = COPY_JOBS) -> None:
+        """Start with none under way, of so many copies at once in each direction."""
+        self._copier, self.jobs = copier, jobs
         self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
         self._started: dict[int, Transfer] = {}
         self._ids = itertools.count()
@@ -119,9 +120,7 @@ class TransferQueue:
 
     def _fits(self, transfer: Transfer) -> bool:
         lane = (one for one in self._started.values() if one.copy.direction is transfer.copy.direction)
-        ahead = [one.blocks for one in lane if one.demanded or not transfer.demanded]
-        total = (sum(ahead) + transfer.blocks) * self._block_bytes
-        return not ahead or (len(ahead) < self._limits.copy_jobs and total <= self._limits.copy_bytes)
+        return sum(one.demanded or not transfer.demanded for one in lane) < self.jobs
 
     def _hurry(self, transfer: Transfer) -> None:
         assert self._copier is not None
@@ -226,7 +225,7 @@ class Tiers:
         self.tree = RadixTree(block_size, policy)
         self.pools = TierPools(self.tree, num_blocks, self.host_blocks, on_lost)
         self.counters = self.pools.counters
-        self.transfers = TransferQueue(copier, settings, block_bytes)
+        self.transfers = TransferQueue(copier)
         self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
         self._landed: list[Transfer] = []
@@ -234,9 +233,7 @@ class Tiers:
 
     # loads ----------------------------------------------------------------------------------------------------
 
-    def load(
-        self, node: TreeNode, purpose: Purpose, allowed: Callable[[TreeNode], bool], reserve: int = 0
-    ) -> Transfer | None:
+    def load(self, node: TreeNode, purpose: Purpose, allowed: Callable[[TreeNode], bool]) -> Transfer | None:
         """Queue the load of what `missing(node)` finds, if there is room on the device. Returns None, having changed
         nothing, where there is none, or where nothing is missing.
         """
@@ -245,9 +242,8 @@ class Tiers:
             return None
         self.tree.lock_path(nodes[-1])
         needed, targets = sum(step.size for step in nodes), None
-        if self.pools[DEVICE].num_free + self.tree.shares[DEVICE].evictable - needed >= reserve:
-            with suppress(OutOfBlocks):
-                targets = self.pools.allocate(DEVICE, needed, Reason(purpose), allowed=allowed)
+        with suppress(OutOfBlocks):
+            targets = self.pools.allocate(DEVICE, needed, Reason(purpose), allowed=allowed)
         if targets is None:
             self.counters.denied_loads += 1
             self.tree.unlock(nodes[-1])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from kedge.types import AgentId
     from kedge.workflow.graph import Agent, Workflow
     from kedge.workflow.savings import RunSavings, ValueLengths
-    from kedge.workflow.step_graph import Node, NodeId, RunState, StepGraph
+    from kedge.workflow.step_graph import Node, StepGraph
 
 
 FORMAT_OF = {".mmd": "mermaid", ".dot": "dot"}
@@ -98,7 +97,7 @@ def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput,
     if output.printed is not None:
         return
     if isinstance(flow, StepGraph):
-        console.print(lanes_text(graph))
+        console.print(lanes_text(graph), nodes_table(graph))
     else:
         savings = _savings(flow, counts)
         console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
@@ -107,11 +106,9 @@ def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput,
         for line in paragraphs(advice(savings), *conflicts(flow), _assumptions(counts), width=console.width):
             console.print(line, markup=False, highlight=False)
         if show_all:
-            console.print(calls_table(savings), _agents(flow))
-    if show_all or isinstance(flow, StepGraph):
-        console.print(flow_text(graph, console.width, points=show_all))
-    if not show_all:
-        console.print("--all shows every call, agent and step.", style="dim")
+            console.print(calls_table(savings), _agents(flow), nodes_table(graph))
+        else:
+            console.print("--all shows every call, agent and step.", style="dim")
     if output.file:
         console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
 
@@ -225,68 +222,8 @@ def paragraphs(*texts: str, width: int) -> Iterator[str]:
         yield from textwrap.wrap(text, min(width, 100), break_on_hyphens=False)
 
 
-MOST_POINTS = 60
-_LONGEST_TEXT, _GAP = 32, 3
-
-
-class Point(NamedTuple):
-    """A point of a run: the last event, and the state after it."""
-
-    text: str
-    state: RunState
-
-
-def points(graph: StepGraph) -> Iterator[Point]:
-    """Yield all points of a run in which every node starts as soon as it can, and finishes as declared.
-
-    Where one of several nodes comes next, all of them are followed, one after the other; no state comes twice.
-    """
-    from kedge.workflow.step_graph import RunState
-
-    todo, seen = [Point("at the start", RunState())], set[RunState]()
-    while todo:
-        point = todo.pop()
-        if point.state not in seen:
-            seen.add(point.state)
-            yield point
-            todo += reversed(list(_next_points(graph, point.state)))
-
-
-def _next_points(graph: StepGraph, state: RunState) -> Iterator[Point]:
-    options = list(_options(graph, state))
-    for nodes in options:
-        after = state
-        for node in nodes:
-            after = graph.started(after, node)
-        yield Point(_while(graph, after), after)
-    if state.running and not options:
-        first = next(node for node in graph.ids if node in state.running)
-        after = graph.finished(state, first)
-        yield Point(f"after {first}" + (f", {_while(graph, after)}" if after.running else ""), after)
-
-
-def _options(graph: StepGraph, state: RunState) -> Iterator[tuple[NodeId, ...]]:
-    """Yield the sets of nodes that can start together: all that can run, with one of those that exclude each other; or
-    a loop again.
-    """
-    ready = graph.ready(state)
-    new = [node for node in ready if node not in state.done]
-    choosers = [other for other in graph.nodes if other.id in state.done]
-    chosen = [node for node in new if any(node in other.then for other in choosers)]
-    together = tuple(node for node in new if node not in chosen)
-    if new:
-        yield from ((*together, node) for node in chosen) if chosen else (together,)
-    if not state.running:
-        yield from ((node,) for node in ready if node in state.done)
-
-
-def _while(graph: StepGraph, state: RunState) -> str:
-    running = [node for node in graph.ids if node in state.running]
-    return f"while {' + '.join(running)} run{'s' if len(running) == 1 else ''}"
-
-
-def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
-    """Render the nodes of a graph, on request with all `points` of its run, for a terminal of `width` columns."""
+def nodes_table(graph: StepGraph) -> Table:
+    """Return the table of the nodes of a graph, by their steps before the run."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "node", "runs after", "and then one of"):
         table.add_column(column, overflow="fold", justify="right" if column == "step" else "left")
@@ -294,7 +231,7 @@ def flow_text(graph: StepGraph, width: int, *, points: bool) -> Group:
         for at, node in enumerate(lane):
             then = ", ".join(f"{name} {odds:.0%}" for name, odds in node.odds.items())
             table.add_row("" if at else str(step), node.id, waits(node), then, end_section=at == len(lane) - 1)
-    return Group(table, *(_points_tables(graph, width) if points else ()))
+    return table
 
 
 def lanes_text(graph: StepGraph) -> Text:
@@ -311,37 +248,3 @@ def waits(node: Node) -> str:
 
 def _all(names: Collection[str]) -> str:
     return " + ".join(sorted(names))
-
-
-def _points_tables(graph: StepGraph, width: int) -> Iterator[Table | Text]:
-    shown = list(islice(points(graph), MOST_POINTS + 1))
-    text = min(_LONGEST_TEXT, max(len(point.text) for point in shown))
-    for agents in _that_fit(list(graph.nodes_of), width - text - _GAP):
-        yield _points_table(graph, shown[:MOST_POINTS], agents)
-    if len(shown) > MOST_POINTS:
-        yield Text(f"… the first {MOST_POINTS} points; there are more")
-
-
-def _that_fit(agents: Sequence[AgentId], width: int) -> Iterator[list[AgentId]]:
-    """Split the agents into groups with names that fit side by side in `width` columns."""
-    group: list[AgentId] = []
-    for agent in agents:
-        if group and sum(len(one) + _GAP for one in [*group, agent]) > width:
-            yield group
-            group = []
-        group.append(agent)
-    yield group
-
-
-def _points_table(graph: StepGraph, shown: Iterable[Point], agents: Sequence[AgentId]) -> Table:
-    from kedge.workflow.steps import UNKNOWN
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="steps-to-execution", title_justify="left")
-    table.add_column("point of the run", overflow="fold", max_width=_LONGEST_TEXT)
-    for agent in agents:
-        table.add_column(agent, justify="right", overflow="fold")
-    for point in shown:
-        next_runs = graph.next_runs(point.state)
-        steps = (next_runs[agent].steps for agent in agents)
-        table.add_row(point.text, *("–" if one == UNKNOWN else str(int(one)) for one in steps))
-    return table

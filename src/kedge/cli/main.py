@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from click import UsageError
 from rich.console import Console
 from typer.core import TyperGroup
 
@@ -16,7 +17,7 @@ from kedge.cli.run import run
 from kedge.cli.serve import serve
 from kedge.errors import KedgeError
 
-EXIT_BAD_INPUT = 2
+EXIT_BAD_INPUT = UsageError.exit_code
 
 
 class _Commands(TyperGroup):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kedge.settings import ServerSettings, Settings
 
 
-EXIT_ENGINE_ENDED = 70
+EXIT_ENGINE_ENDED = os.EX_SOFTWARE
 """Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
 HANG_SECONDS = 20.0
 """Seconds that the server may take to end after the engine did."""

@@ -9,10 +9,10 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BLOCKS, MAX_LOOKED_AT, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
-    MAX_AGENTS,
     FoundAgent,
     FoundAgents,
     SharedHeads,
@@ -21,7 +21,6 @@ from kedge.discovery.found_agents import (
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.runs import FoundRun, FoundRuns, PromptEnds, TextsOfRuns
 from kedge.discovery.templates import (
-    EXAMPLES,
     Example,
     Filled,
     Occurrence,
@@ -36,10 +35,8 @@ from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
-FIRST, LOOKED = 4, 4
+FIRST = 4
 """Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
-MAX_REVIEWED = 64
-"""Agents of which prompts are kept"""
 MAX_PROMPT_BYTES = 1 << 17
 """Bytes of a prompt that is looked at"""
 
@@ -54,7 +51,7 @@ class TemplateReviews:
 
     def __init__(self, texts: KnownTexts) -> None:
         self._texts = texts
-        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_REVIEWED)
+        self._examples: BoundedDict[AgentId, list[Example]] = BoundedDict(MAX_LOOKED_AT)
         """Prompts with answers that their agent's template has no slot for"""
 
     def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
@@ -77,7 +74,7 @@ class TemplateReviews:
 
 def _is_due(calls: int) -> bool:
     """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
-    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < LOOKED
+    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < FIRST
 
 
 def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
@@ -85,22 +82,13 @@ def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
     return {one.label for one in texts if is_answer(one.label)}
 
 
-MAX_EXAMPLES, MAX_EXAMPLE_BYTES = 1024, 1 << 23
-"""Prompts, and their bytes, that are kept as examples; the oldest is forgotten first. Agents that take turns are
+MAX_EXAMPLE_BYTES = 1 << 23
+"""Bytes of prompts that are kept as examples; the oldest is forgotten first. Agents that take turns are
 learned only while `EXAMPLES` prompts of each are among them.
 """
-LEAST_LONGER = 32
-"""Tokens by which prompts have to begin alike for longer than an agent's do so that another is looked for"""
-MAX_LABELS = 1 << 16
-"""Kinds of values that are remembered"""
-MAX_ASKED = 4096
-"""Requests without an answer yet"""
-MAX_VALUES = 8192
-"""Values of which it is remembered that they were read"""
 CONTEXT_START, CONTEXT_END = 4, 12
-"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
-MAX_TRAIL = 4
-"""Tokens behind a value of which it is known whether they follow it everywhere"""
+"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed; as many
+as the first are looked at behind a value, whether they follow it everywhere"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +147,7 @@ class _Examples:
     def keep(self, asked: _Asker) -> None:
         self._askers.append(asked)
         self._nbytes += len(asked.prompt)
-        while len(self._askers) > MAX_EXAMPLES or self._nbytes > MAX_EXAMPLE_BYTES:
+        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_EXAMPLE_BYTES:
             self._nbytes -= len(self._askers.popleft().prompt)
 
     def drop(self, asked: _Asker) -> None:
@@ -189,8 +177,8 @@ class Discovery:
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
         self._examples = _Examples()
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
-        self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_ASKED)
-        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_LABELS)
+        self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
+        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_BLOCKS)
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
     @property
@@ -284,7 +272,7 @@ class Discovery:
         if asked.agent is None:
             return False
         known = asked.agent.head
-        return (asked.ends[0][0] + 1) * BLOCK_TOKENS >= known + max(LEAST_LONGER, LEAST_SHARE * known)
+        return (asked.ends[0][0] + 1) * BLOCK_TOKENS >= known + max(SHORT, LEAST_SHARE * known)
 
     def _label_of(self, asked: _Asker) -> str:
         """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""
@@ -331,7 +319,7 @@ class Discovery:
         for slot in template.slots:
             # An answer's last tokens may be joined with what follows: then nothing follows it as its agent had it.
             is_whole = not is_answer(slot.label) or self.texts.is_whole(slot.first)
-            after = token_bytes.unpack(slot.after)[:MAX_TRAIL] if is_whole else ()
+            after = token_bytes.unpack(slot.after)[:CONTEXT_START] if is_whole else ()
             first = before is template.head
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
             stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]

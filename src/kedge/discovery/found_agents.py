@@ -7,29 +7,26 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BLOCKS, MAX_OF_ONE
 from kedge.discovery.templates import Filled, PromptTemplate, agent_of
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
 
 BLOCK_TOKENS = 16
 """Tokens of a block, and the least that an agent is known by"""
-VARIANTS = 3
-"""Ways in which prompts went on from the same beginning, that make it an agent's"""
-MAX_BLOCKS = 2048
+MAX_LENGTH = 2048
 """Blocks of a prompt that are looked at"""
-MAX_NODES = 1 << 16
-"""Blocks that are remembered; the one that was seen longest ago is forgotten first"""
 
 
 class SharedHeads:
     """The blocks that prompts begin with, each with the blocks that came after it. One thread owns it.
 
     Beginnings are hashed block by block. A block is the end of an agent's fixed prompt as soon as new prompts went on
-    from it in `VARIANTS` ways; of several such blocks in a prompt the last one counts. A session's next turn goes on
+    from it in `EXAMPLES` ways; of several such blocks in a prompt the last one counts. A session's next turn goes on
     from its last one in one way, so long histories make no agents.
     """
 
-    def __init__(self, capacity: int = MAX_NODES) -> None:
+    def __init__(self, capacity: int = MAX_BLOCKS) -> None:
         self._after: BoundedDict[Hashable, set[Hashable]] = BoundedDict(capacity)
 
     def __len__(self) -> int:
@@ -38,10 +35,10 @@ class SharedHeads:
 
     def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
         """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
-        chain = chain[:MAX_BLOCKS]
+        chain = chain[:MAX_LENGTH]
         for block, after in zip(chain, (*chain[1:], rest), strict=True):
             known = self._after.use(block, set)
-            if len(known) < VARIANTS:
+            if len(known) < EXAMPLES:
                 known.add(after)
 
     def find(self, chain: Sequence[Hashable]) -> list[int]:
@@ -49,21 +46,17 @@ class SharedHeads:
 
         Those before the last one are mostly what agents have in common.
         """
-        return [at for at in range(min(len(chain), MAX_BLOCKS) - 1, -1, -1) if self.is_head(chain[at])]
+        return [at for at in range(min(len(chain), MAX_LENGTH) - 1, -1, -1) if self.is_head(chain[at])]
 
     def is_head(self, block: Hashable) -> bool:
         """Return whether a block is the end of a fixed prompt."""
-        return len(self._after.get(block, ())) >= VARIANTS
+        return len(self._after.get(block, ())) >= EXAMPLES
 
 
-MAX_AGENTS, MAX_TEMPLATES, MAX_NAMES = 1024, 4, 16
-"""Agents, and templates and names of one of them, that are remembered"""
+MAX_TEMPLATES = 4
+"""Templates of an agent that are remembered"""
 LEAST_SHARE = 1 / 16
 """Share of an agent's fixed prompt by which prompts that begin alike for longer may be another agent's"""
-MAX_PASSED = 16
-"""Prompts in a row that begin with an agent's fixed prompt and are known to be of agents with longer ones. Then it was
-only what those begin with, and it is forgotten.
-"""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +105,7 @@ class FoundAgent:
     def absorb(self, other: FoundAgent) -> None:
         """Take over the calls and templates of an agent that is this one."""
         other.same_as = self
-        self.names = [*self.names, *other.names][:MAX_NAMES]
+        self.names = [*self.names, *other.names][:MAX_OF_ONE]
         self.templates = [*self.templates, *other.templates][:MAX_TEMPLATES]
         self.calls += other.calls
         self.prompt_tokens += other.prompt_tokens
@@ -146,7 +139,7 @@ class FoundAgents:
                     for block in [chain[group[0]] for group in ends[number + 1 :]]:
                         if other := self._by_block.get(block):  # its fixed prompt is shorter
                             other.passed += 1
-                            if other.passed >= MAX_PASSED:
+                            if other.passed >= MAX_OF_ONE:
                                 del self._by_block[block]
                                 self._drop(other)
                     return agent, filled

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import LEAST_TOKENS
 from kedge.discovery.templates import Occurrence
 from kedge.structures.bounded import BoundedDict
 from kedge.types import SampleId, Tokens
@@ -86,8 +87,6 @@ MAX_TEXTS = 512
 """Texts that are remembered; the oldest is forgotten first"""
 MAX_TEXT_BYTES = 1 << 22
 """Bytes of texts that are remembered"""
-LEAST = 8
-"""Tokens of a text that is looked for in prompts"""
 MAX_SAYERS = 2
 """Requests with the same answer, the first ones, that may tell what it is"""
 
@@ -128,7 +127,7 @@ class KnownTexts:
 
     def put(self, text: KnownText) -> None:
         """Remember a text, as what it was known as first: as a value until it is an answer."""
-        if token_bytes.size(text.tokens) < LEAST:
+        if token_bytes.size(text.tokens) < LEAST_TOKENS:
             return
         known = self._texts.get(text.tokens)
         if known is None:
@@ -147,7 +146,7 @@ class KnownTexts:
 
     def equal(self, answer: bytes) -> SampleId | None:
         """Return the answer that is equal to this one, but for what a tokenizer may have joined with other text."""
-        return self._index.equal(answer) if token_bytes.size(answer) >= LEAST else None
+        return self._index.equal(answer) if token_bytes.size(answer) >= LEAST_TOKENS else None
 
     def answers_in(self, text: bytes) -> Iterator[SampleId]:
         """Yield the answers in a packed text, the last one first."""

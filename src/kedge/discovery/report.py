@@ -13,20 +13,13 @@ from html import escape
 from typing import Any
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import LEAST_TOKENS, MAX_LOOKED_AT, SHORT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
 from kedge.types import AgentId
 
-LEAST_TOKENS = 32
-"""Tokens of a call that mending saves, from which on it is worth a word"""
-SHORT_VALUE = 32
-"""Tokens of a value, at most, that may stand in the middle of fixed text, such as a time or a name"""
 ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if they are the same in another order"""
-LEAST_MOVED = 8
-"""Tokens that stand elsewhere in another fixed prompt, from which on that has another order"""
-MAX_COMPARED = 64
-"""Agents that are compared with each other"""
 SAMPLE = 64
 """Tokens of a text that tell whether comparing all of them is worth the time"""
 SPREAD = 2_654_435_761
@@ -78,14 +71,14 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
     for agent in agents:
         slots = agent.templates[0].slots
         # A short value of its own, and much fixed text between it and the next one.
-        if len(slots) > 1 and _is_own(slots[0], agent) and token_bytes.size(slots[0].first) <= SHORT_VALUE:
+        if len(slots) > 1 and _is_own(slots[0], agent) and token_bytes.size(slots[0].first) <= SHORT:
             found.append(Finding(FindingKind.EARLY_VALUE, agent.id, token_bytes.size(slots[0].after), agent.calls))
         # A text that another reads too, behind another beginning.
         first = next((slot for slot in slots if readers[slot.label] > 1), None)
         if first is not None and not _is_own(first, agent):
             found.append(Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls))
     # A fixed prompt that is nearly that of an agent with more calls.
-    heads = [agent.templates[0].head for agent in agents[:MAX_COMPARED]]
+    heads = [agent.templates[0].head for agent in agents[:MAX_LOOKED_AT]]
     samples = [_sample(head) for head in heads]
     for at, (agent, head) in enumerate(zip(agents, heads, strict=False)):
         likely = (heads[one] for one in range(at) if 2 * len(samples[one] & samples[at]) >= len(samples[at]))
@@ -93,11 +86,11 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
             lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
             kind = FindingKind.ANOTHER_ORDER if _is_reordered(other, head) else FindingKind.COMMON_BEHIND
             found.append(Finding(kind, agent.id, lost, agent.calls))
-    worth = [one for one in found if one.tokens >= LEAST_TOKENS]
+    worth = [one for one in found if one.tokens >= SHORT]
     return sorted(worth, key=lambda one: one.tokens * one.calls, reverse=True)
 
 
-@lru_cache(MAX_COMPARED)  # a report is made every few seconds, and what agents begin with stays
+@lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
 def _sample(text: bytes) -> frozenset[int]:
     """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch)."""
     return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: token * SPREAD % (1 << 32)))
@@ -109,7 +102,7 @@ def _alike(one: bytes, other: bytes) -> bool:
     return (counts[0] & counts[1]).total() >= ALIKE * max(map(token_bytes.size, (one, other)))
 
 
-@lru_cache(MAX_COMPARED)
+@lru_cache(MAX_LOOKED_AT)
 def _is_reordered(one: bytes, other: bytes) -> bool:
     """Return whether some tokens that two texts have once each do not follow each other in both as the rest do."""
     tokens = [token_bytes.unpack(text) for text in (one, other)]
@@ -119,7 +112,7 @@ def _is_reordered(one: bytes, other: bytes) -> bool:
     for at in places:
         end = bisect_left(chain, at)
         chain[end : end + 1] = [at]
-    return len(places) - len(chain) >= LEAST_MOVED
+    return len(places) - len(chain) >= LEAST_TOKENS
 
 
 def _is_own(slot: Slot, agent: FoundAgent) -> bool:

@@ -12,16 +12,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from kedge.discovery.bounds import LEAST_TOKENS, MAX_AGENTS, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 from kedge.workflow.steps import NextRun
 
-MAX_RUNS = 1024
-"""Runs that are remembered; of more, the one whose last call was longest ago is over"""
-CANDIDATES = 64
-"""Idle runs, the latest ones, that another may take over from"""
-UNKNOWN, LEAST = 0.3, 0.02
-"""Probability of a successor where too little is known, and the least with which a run takes over from another"""
+UNKNOWN, LEAST_ODDS = 0.3, 0.02
+"""Probability of a successor where too little is known; the least with which a run takes over from another, and with
+which a call is part of a forecast"""
 AT_ONCE = 0.02
 """Seconds that make no difference"""
 PATIENCE, LEAST_SECONDS = 8, 5.0
@@ -50,8 +48,8 @@ class FoundRuns:
 
     def __init__(self) -> None:
         self.successors = Successors()
-        self._runs: BoundedDict[RunId, FoundRun] = BoundedDict(MAX_RUNS)
-        self._idle: BoundedDict[RunId, FoundRun] = BoundedDict(CANDIDATES)
+        self._runs: BoundedDict[RunId, FoundRun] = BoundedDict(MAX_AGENTS)
+        self._idle: BoundedDict[RunId, FoundRun] = BoundedDict(MAX_LOOKED_AT)
         """Runs that another may take over from"""
         self._count = 0
 
@@ -71,7 +69,7 @@ class FoundRuns:
         else:
             odds = {one.id: (self._odds(one, agent, now), -one.answered) for one in self._idle.values()}
             best = max(odds, key=odds.__getitem__, default=None)
-            before = self._idle[best] if best is not None and odds[best][0] >= LEAST else None
+            before = self._idle[best] if best is not None and odds[best][0] >= LEAST_ODDS else None
             name = self._name()
             if before:  # the run takes over its flow
                 self._observe(before, agent, now, reads=False)
@@ -100,7 +98,7 @@ class FoundRuns:
         """Forget the runs that nobody goes on with, and yield those with a flow. The least recently used are looked
         at.
         """
-        for run in list(islice(self._runs.values(), CANDIDATES)):
+        for run in list(islice(self._runs.values(), MAX_LOOKED_AT)):
             if not run.running and now - run.answered > LEAST_SECONDS + PATIENCE * self.successors.gap(run.last):
                 del self._runs[run.id]
                 self._idle.pop(run.id, None)
@@ -141,16 +139,14 @@ class FoundRuns:
         return (UNKNOWN if probability is None else probability) / (1 + late / (AT_ONCE + gap))
 
 
-MAX_AGENTS, MAX_SUCCESSORS = 1024, 16
-"""Agents, and successors of one of them, that are remembered"""
 MEMORY = 32
 """Calls after which old ones count for a third"""
 USUAL = 0.5
 """Share of an agent's calls after which texts of its run were read, from which on that is expected"""
 LEAST_CALLS, LEAST_SHARE = 2.0, 0.15
 """Calls of an agent, and share of them that went on to another, from which on that is expected again"""
-HORIZON, LEAST_ODDS = 16, 0.02
-"""Steps that are looked ahead, and probability of a call from which on it is part of a forecast"""
+HORIZON = 16
+"""Steps that are looked ahead"""
 USUAL_GAP = 1.0
 """Seconds from an answer to the next call, until some were observed"""
 END = AgentId("")
@@ -188,7 +184,7 @@ class Successors:
         keep = 1 - 1 / MEMORY
         known.weights = {agent: weight * keep for agent, weight in known.weights.items()}
         known.weights[after] = known.weights.get(after, 0.0) + 1
-        if len(known.weights) > MAX_SUCCESSORS:
+        if len(known.weights) > MAX_OF_ONE:
             del known.weights[min(known.weights, key=known.weights.__getitem__)]
         known.total, known.likely = sum(known.weights.values()), None
         if gap is not None:
@@ -247,10 +243,8 @@ class Successors:
         return [(agent, after, share) for agent in self._after for after, share in self.likely(agent).items()]
 
 
-MAX_SAMPLES, MAX_KINDS, MAX_READERS = 8192, 4096, 32
-"""Texts, their kinds, and agents that read one of them, that are remembered"""
-LEAST_TOKENS = 8
-"""Tokens of a value that may tell which run it is of"""
+MAX_READERS = 32
+"""Agents that read a text, of which more tell nothing"""
 LEAST_VALUES, MOST_SHARED = 3, 0.25
 """Values of a kind, and share of them that were read in several runs, with which one tells which run it is of"""
 
@@ -288,8 +282,8 @@ class TextsOfRuns:
 
     def __init__(self, is_known: Callable[[RunId], bool]) -> None:
         self._is_known = is_known
-        self._texts: BoundedDict[SampleId, _RunText] = BoundedDict(MAX_SAMPLES)
-        self._kinds: BoundedDict[str, _ValueKind] = BoundedDict(MAX_KINDS)
+        self._texts: BoundedDict[SampleId, _RunText] = BoundedDict(MAX_VALUES)
+        self._kinds: BoundedDict[str, _ValueKind] = BoundedDict(MAX_VALUES)
 
     def answered(self, sample: SampleId, run: RunId, equal: SampleId | None) -> None:
         """Take note of an answer of a run. `equal` is an earlier one with the same text."""
@@ -348,8 +342,6 @@ def _is_answer(segment: Segment) -> bool:
     return segment.sample is not None and segment.sample.kind is ValueKind.AGENT
 
 
-MAX_ENDS = 8192
-"""Prompts that another may continue"""
 SEVERAL = RunId("")
 """Several runs, of which it is not known which one goes on"""
 
@@ -368,7 +360,7 @@ class PromptEnds:
     """The ends of prompts, by the hashes of all blocks up to there. One thread owns it."""
 
     def __init__(self) -> None:
-        self._ends: BoundedDict[Hashable, PromptEnd] = BoundedDict(MAX_ENDS)
+        self._ends: BoundedDict[Hashable, PromptEnd] = BoundedDict(MAX_VALUES)
 
     def find(self, chain: Sequence[Hashable], is_head: Callable[[Hashable], bool]) -> PromptEnd | None:
         """Return the end that a prompt goes on from, unless that is only where a fixed prompt ends."""

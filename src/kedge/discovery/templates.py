@@ -11,15 +11,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import LEAST_TOKENS
 
-EXAMPLES = 3
-"""Prompts that a template is learned from"""
 _ANSWER = "answer."
 """What the labels of answers begin with"""
 MIN_FIXED = 2
 """Tokens of fixed text between two slots, at least: what is shorter would be found inside of values"""
-WINDOW = 8
-"""Tokens that all prompts have once inside of what differs, from which on they are fixed text"""
 MAX_WINDOWS = 512
 """Places in what differs where fixed text is looked for"""
 
@@ -162,11 +159,11 @@ def _aligned(texts: Sequence[bytes]) -> Iterator[_Part]:
 
 
 def _common_window(texts: Sequence[bytes]) -> list[int] | None:
-    """Return where in each text `WINDOW` tokens are that all have once, behind the first; None: there are none."""
+    """Return where in each text `LEAST_TOKENS` tokens are that all have once, behind the first; None: nowhere."""
     shortest = min(texts, key=len)
-    ends = max(0, token_bytes.size(shortest) - WINDOW + 1)
+    ends = max(0, token_bytes.size(shortest) - LEAST_TOKENS + 1)
     for at in range(1, ends, 1 + ends // MAX_WINDOWS):
-        window = token_bytes.cut(shortest, at, at + WINDOW)
+        window = token_bytes.cut(shortest, at, at + LEAST_TOKENS)
         places = [token_bytes.find_once(text, window) for text in texts]
         if min(places) > 0:
             return places

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from kedge.discovery.bounds import MAX_OF_ONE
 from kedge.types import Receipt
 
-MAX_REASONS = 16
-"""Reasons that are counted one by one; further ones are counted as others"""
 OTHERS = "other reasons"
+"""What reasons beyond `MAX_OF_ONE` are counted as"""
 _NUMBER = re.compile(r"\d[\d.,]*")
 
 
@@ -40,7 +40,7 @@ class WhyNot:
     def count(self, reasons: Iterable[str]) -> None:
         """Count the reasons of one request, each once."""
         for reason in {_NUMBER.sub("N", one) for one in reasons}:
-            self._counts[reason if reason in self._counts or len(self._counts) < MAX_REASONS else OTHERS] += 1
+            self._counts[reason if reason in self._counts or len(self._counts) < MAX_OF_ONE else OTHERS] += 1
 
     @staticmethod
     def most_common(several: Iterable[WhyNot]) -> list[tuple[str, int]]:

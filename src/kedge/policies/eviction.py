@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kedge.settings import TierSettings
+from kedge.settings.sections import VIRTUAL_STEP
 from kedge.types import Namespace
 
 EvictionKey = tuple[float, ...]
@@ -59,8 +60,6 @@ def lru(node: StepView) -> EvictionKey:
     return (node.last_access,)
 
 
-VIRTUAL_STEP = TierSettings().virtual_step
-"""The step at which traffic without labels competes."""
 NAMED_STEPS = 64
 """Whole steps up to this one are counted one by one; others by powers of two."""
 

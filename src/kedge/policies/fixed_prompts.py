@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from kedge.errors import ConfigError
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import common_length
 from kedge.types import GenerateRequest, Tokens
@@ -261,8 +260,6 @@ class FixedBoundary:
 
     An agent is forgotten when it has not called for `ttl` seconds. The one that called longest ago is forgotten when
     there are more than `capacity` agents, or more than `max_tokens` tokens kept of all prompts, at 8 bytes each.
-
-    Raises `ConfigError` for settings outside 1 <= confirmations <= window, ttl > 0, capacity >= 1 and max_tokens >= 0.
     """
 
     def __init__(
@@ -273,24 +270,13 @@ class FixedBoundary:
         capacity: int = 4096,
         max_tokens: int = 4 * 1024**2,
     ) -> None:
-        for key, value, good, why in (
-            ("confirmations", confirmations, 1 <= confirmations <= window, f"must be in 1..{window} (window)"),
-            ("ttl", ttl, ttl > 0, "must be above 0 seconds"),
-            ("capacity", capacity, capacity >= 1, "must be at least 1"),
-            ("max_tokens", max_tokens, max_tokens >= 0, "must be at least 0"),
-        ):
-            if not good:
-                raise ConfigError(f"boundary: {key}", value, why)
         self._window, self._confirmations, self._ttl, self._max_tokens = window, confirmations, ttl, max_tokens
         self._histories: BoundedDict[Hashable, _History] = BoundedDict(capacity, self._on_forgotten)
         self.tokens = 0
         """Tokens that are kept of all prompts."""
 
-    def observe(self, agent: Hashable, prompt: Tokens, now: float, marker: int | None = None) -> int | None:
-        """Return the length of the fixed part of `prompt`, which `agent` calls with at `now`; None: not known (yet).
-
-        `marker` is what the request says. It wins, where it lies inside the prompt; elsewhere it is no marker.
-        """
+    def observe(self, agent: Hashable, prompt: Tokens, now: float) -> int | None:
+        """Return the length of the fixed part of `prompt`, which `agent` calls with at `now`; None: not known (yet)."""
         self._expire(now)
         history = self._histories.use(agent, lambda: _History(PrefixClusters(self._window, self._confirmations), now))
         self.tokens -= history.clusters.tokens
@@ -298,7 +284,7 @@ class FixedBoundary:
         self.tokens += history.clusters.tokens
         while self.tokens > self._max_tokens:
             self._forget_oldest()
-        return marker if marker is not None and 0 <= marker <= len(prompt) else length
+        return length
 
     def __len__(self) -> int:
         """Return how many agents are remembered."""

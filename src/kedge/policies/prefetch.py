@@ -10,6 +10,15 @@ from kedge.policies.eviction import StepView, distance
 
 Target = TypeVar("Target")
 
+PREFETCH_WINDOW = 2.0
+"""Fixed prompts and histories of sessions needed within this many steps are prefetched: the next agent, and the one
+behind it"""
+PREFETCH_JOBS = 4
+"""Prefetches that may be queued or under way, so that what is forecast for later does not delay what is next"""
+COPY_JOBS = 2
+"""Copies that may be under way in each direction: one is copied while the next is prepared"""
+MAX_WAIT_S = 10.0
+"""Seconds that a request waits for KV from the host; then it computes what it lacks. A bound for safety: loads pay"""
 LIKELY = 0.5
 """An agent's next run is worth a loss where it is more probable than this."""
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kedge.errors import PlanError
+from kedge.policies.sessions.turns import MAX_SESSIONS
 from kedge.structures.bounded import BoundedDict
 
 PATIENCE = 4.0
@@ -31,7 +32,6 @@ LOOK_UP_TOKENS = 16_384
 """Tokens of prompts that one call of `ServiceOrder.order` looks up, beside the prompt of the request that is first."""
 IDLE_SECONDS = 120.0
 """Seconds for which the context of a session without a request counts as live."""
-MAX_IDLE_SESSIONS = 4096
 T = TypeVar("T", bound=Hashable)
 
 
@@ -48,7 +48,7 @@ class LiveContexts:
     that have been idle for less than `IDLE_SECONDS`. O(1) amortised per call.
     """
 
-    def __init__(self, idle_seconds: float = IDLE_SECONDS, limit: int = MAX_IDLE_SESSIONS) -> None:
+    def __init__(self, idle_seconds: float = IDLE_SECONDS, limit: int = MAX_SESSIONS) -> None:
         self._idle_seconds = idle_seconds
         self._busy: dict[Hashable, list[int]] = {}
         """Tokens of the requests in the engine"""

@@ -34,7 +34,6 @@ from kedge.settings.sections import (
     SettingsSection,
     TierSettings,
     VllmSettings,
-    estimator_settings,
 )
 
 __all__ = [
@@ -52,5 +51,4 @@ __all__ = [
     "SettingsSection",
     "TierSettings",
     "VllmSettings",
-    "estimator_settings",
 ]

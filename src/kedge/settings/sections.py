@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -34,8 +35,24 @@ from kedge.types import ReuseMode
 
 Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0)]
 """A size in bytes, as a number or as text such as `512MiB`."""
-BytesOrNone = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(ge=0)]
-"""The same, where 0 is allowed."""
+
+
+def read_size(value: object) -> int | str:
+    """Return a size as it is kept: `64 blocks` as that text, any other in bytes. Raises `ValueError`."""
+    if isinstance(value, str) and re.fullmatch(r"\d+ blocks", value):
+        return value
+    return TypeAdapter(Annotated[ByteSize, Field(ge=0)]).validate_python(value)
+
+
+Size = Annotated[int | str, BeforeValidator(read_size)]
+"""Room for KV: in bytes, as a number or as text such as `512MiB`, or as text such as `64 blocks`."""
+
+
+def blocks_in(size: int | str, block_bytes: int) -> int:
+    """Return how many blocks of `block_bytes` bytes have room in a `Size`."""
+    return int(size.removesuffix(" blocks")) if isinstance(size, str) else size // block_bytes
+
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -84,7 +101,6 @@ def _key(section: str, location: tuple[int | str, ...]) -> str:
 
 
 EstimatorName = Literal["token", "interpolate"]
-CriterionName = Literal["error", "entropy"]
 
 
 class AnchorSettings(SettingsSection):
@@ -93,61 +109,30 @@ class AnchorSettings(SettingsSection):
     section = "engine.anchors"
 
     estimator: EstimatorName = "token"
-    """How offsets are estimated: `token` looks up single tokens, `interpolate` blends whole anchors (KVCOMM, Eq. 6
-    and 7)."""
-    criterion: CriterionName = "error"
-    """What makes a value shareable: `error` is the predicted relative error of its offsets, `entropy` is KVCOMM's
-    Eq. 5."""
+    """How offsets are estimated, and what makes a value shareable: `token` looks up single tokens, and goes by the
+    predicted relative error of a value's offsets; `interpolate` blends whole anchors and goes by their entropy, as
+    published (KVCOMM, Eq. 5 to 7)."""
     capacity: PositiveInt = 20
     """Anchors per pool (the paper's V)."""
-    gamma: NonNegativeFloat = 0.3
-    """Highest entropy of a shareable value, as a share of the log of the number of anchors (Eq. 5)."""
-    temperature: PositiveFloat = 10.0
-    """Sharpness of an anchor's weight: softmax(-temperature · d / mean d)."""
-    noise: PositiveFloat = 0.1
-    """Share of the variance of an offset that key vectors do not explain: with more of it, weights are more equal."""
-    top_k: PositiveInt = 8
-    """Anchor tokens that a token's offset is blended from."""
-    match_layer: NonNegativeInt | None = None
-    """Layer whose base KV is compared; None is at two thirds of the depth."""
-    match_dim: PositiveInt = 32
-    """Dimensions that base KV is projected to before it is compared."""
-    max_error: PositiveFloat = 0.35
-    """Highest mean predicted relative error of a shareable value: over all its tokens until twice `min_anchors`
-    values were observed, then over those that are translated."""
+    max_error: NonNegativeFloat | None = None
+    """What a shareable value has at most. With `token`, its mean predicted relative error: over all its tokens until
+    twice `min_anchors` values were observed, then over those that are translated; None is 0.35. With `interpolate`,
+    its entropy as a share of the log of the number of anchors (Eq. 5); None is the paper's 0.3."""
     weak_error: PositiveFloat = 0.1
     """Predicted relative error above which a single token of a shareable value, or of the template behind it, is
     computed: where on the frontier of quality and cost to be, from 0.1, about as near to dense prefill as KV in fp8,
     to 1 and more, with none computed. Where a budget of fidelity is in force, its rungs replace it."""
     min_anchors: PositiveInt = 4
-    """Anchors with the agent's offsets below which `error` shares nothing."""
+    """Anchors with the agent's offsets below which `token` shares nothing."""
     max_bytes: Bytes = 2 << 30
     """Bytes of all pools together."""
-    max_pools: PositiveInt = 256
-    """Pools at once; the least recently used goes first."""
-    max_sites: PositiveInt = 64
-    """Slots per pool; the least recently used goes first."""
     max_base_bytes: Bytes = 1 << 30
     """Bytes of all base KV."""
 
     @property
-    def compared(self) -> dict[str, Any]:
-        """The settings that saved anchors depend on: how values are compared."""
-        return self.model_dump(include={"estimator", "match_layer", "match_dim", "top_k", "noise", "temperature"})
-
-    @property
     def computes_weak_tokens(self) -> bool:
         """Whether tokens with bad offsets are computed. An error of 1 is that of no offset at all."""
-        return self.criterion == "error" and self.weak_error < 1
-
-
-def estimator_settings(name: str) -> dict[str, Any]:
-    """Return the settings of the estimator `name` with its criterion: Eq. 5 for the paper's, else the predicted
-    error.
-    """
-    if name == "interpolate":
-        return {"estimator": name, "criterion": "entropy", "temperature": 100.0}
-    return {"estimator": name, "criterion": "error"}
+        return self.estimator == "token" and self.weak_error < 1
 
 
 class PlannerSettings(SettingsSection):
@@ -162,7 +147,7 @@ class PlannerSettings(SettingsSection):
     trail: NonNegativeInt = 2
     """Template tokens right behind a value that are kept and translated with it, because the model sums the value up
     in them. Behind an agent's answer this takes one more pass, so there it needs an `anchors.weak_error` of 1 or more
-    or a criterion other than `error`."""
+    or the estimator `interpolate`."""
     min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
@@ -184,13 +169,8 @@ class LearningSettings(SettingsSection):
 
     budget: Share = 0.5
     """Share of each pass that base prefills and learning may take while requests wait for their first token."""
-    max_pending: PositiveInt = 64
-    """Finished requests whose KV may be kept until it is learned from; beyond it the oldest is dropped."""
-    max_base_prefills: PositiveInt = 64
-    """Base prefills that may be queued; beyond it the oldest is dropped."""
 
 
-OpenShare = Annotated[float, Field(gt=0, lt=1)]
 FIDELITIES = {"strict": 0.0003, "fp8": 0.002, "fast": 0.01, "any": math.inf}
 """Names of budgets, in nats a token"""
 
@@ -232,84 +212,48 @@ class GuardSettings(SettingsSection):
     settings of anchors and planner say. Until a way of translating is proved to be within it, prompts are computed."""
     max_changed: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Highest share of an agent's translated calls that may decide something else (another call or pick), or be far
-    from dense prefill; 1: any."""
-    alpha: OpenShare = 0.05
-    """Probability with which an agent below that share is switched off all the same, over any number of looks."""
+    from dense prefill; 1: any, and no sentinel token refutes."""
     share: Share = 0.05
     """Share of translated calls that are also computed densely, once an agent's first ones have been; up to four times
     as many near the limit."""
     budget: Share = 0.25
     """Tokens of such checks, and of proofs, while requests run, as a share of the tokens that these compute. In idle
     time they are free."""
-    tokens: PositiveInt = 32
-    """First tokens of an answer that are compared."""
-    sentinels: NonNegativeInt = 2
-    """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share
-    of the others. Where they differ from what translation wrote by more than `max_sentinel_error` in the mean, the
-    prompt is computed before its first token. In other calls of an agent whose values are translated whole, one token
-    each of two values, which both have to be off. With 0, tokens that are computed anyway are not compared either."""
-    max_sentinel_error: PositiveFloat = 0.5
-    """Highest mean relative error of a call's such tokens: the norm of the difference over that of the computed keys or
-    values. Of one token each of two values: the highest error of each, and half of their highest mean."""
-    trials: PositiveInt = 8
-    """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
-    switched off, and twice as many every further time."""
-    max_pending: PositiveInt = 16
-    """Checks that may wait; beyond it the oldest is dropped."""
-    max_agents: PositiveInt = 4096
-    """Placeholders of agents that are watched at once; the one used longest ago starts anew."""
+
+
+VIRTUAL_STEP = 8.0
+"""The step at which traffic without a forecast competes under the policy `steps`: behind most agents of a workflow"""
 
 
 class TierSettings(SettingsSection):
-    """The host tier, the eviction policy of both tiers, and how long a request waits for KV from the host."""
+    """The host tier, and the eviction policy of both tiers."""
 
     section = "engine.tiers"
 
-    host_memory: BytesOrNone = 0
-    """Bytes of the host tier; with 0 there is none, and what the device evicts is computed again."""
-    host_blocks: NonNegativeInt | None = None
-    """Blocks of the host tier; None takes as many as `host_memory` holds."""
+    host_memory: Size = 0
+    """Size of the host tier, such as `8GiB` or `4096 blocks`; with 0 there is none, and what the device evicts is
+    computed again."""
     policy: Literal["sessions", "steps", "lru"] = "sessions"
     """What is evicted first: `lru` is the least recently used, `steps` the KV of the agent that runs last by the
     forecast (and without a forecast the same as `lru`), `sessions` what returns last, by the forecast or else by when
     such sessions tend to return."""
-    prefetch_window: Annotated[float, Field(allow_inf_nan=False)] = 2.0
-    """Fixed prompts and histories of sessions needed within this many steps are prefetched; below 0 none are."""
-    prefetch_jobs: NonNegativeInt = 4
-    """Prefetches that may be queued or under way."""
-    copy_jobs: PositiveInt = 2
-    """Copies that may be under way in each direction."""
-    copy_bytes: Bytes = 256 << 20
-    """Bytes that may be under way in each direction; a single copy may always be."""
     backup_hits: NonNegativeInt | None = 1
     """Hits after which KV outside fixed prompts is backed up: 0 at once, None never. Fixed prompts always are."""
-    decode_reserve: NonNegativeInt = 0
-    """Device blocks that a prefetch leaves free or evictable for running requests."""
-    virtual_step: Seconds = 8.0
-    """The step at which traffic without a forecast competes under the policy `steps`."""
-    status_aware: bool = True
-    """Whether a request that waits for KV from the host lets those behind it go first."""
-    max_skips: NonNegativeInt = 32
-    """Requests that may go before one that waits for KV from the host; then it computes what it lacks."""
-    max_wait: Seconds = 10.0
-    """Seconds that a request waits for KV from the host; then it computes what it lacks."""
     throttle: Seconds = 0.0
     """Least seconds per copied block. For benchmarks: it gives a CPU the copy costs of a GPU."""
 
     @property
     def unlabelled_step(self) -> float:
         """Steps until KV is needed of which nothing is expected: under `sessions` it goes first."""
-        return math.inf if self.policy == "sessions" else self.virtual_step
+        return math.inf if self.policy == "sessions" else VIRTUAL_STEP
 
     def host_pool_size(self, block_bytes: int) -> int:
         """Return the number of blocks in the host tier, with blocks of `block_bytes` bytes.
 
         Raises `ConfigError` where `host_memory` does not hold a single one.
         """
-        if self.host_blocks is not None:
-            return self.host_blocks
-        blocks = self.host_memory // block_bytes
-        if self.host_memory and not blocks:
+        blocks = blocks_in(self.host_memory, block_bytes)
+        if self.host_memory not in (0, "0 blocks") and not blocks:
             why = f"too small: a block has {block_bytes} bytes"
             raise ConfigError(f"{self.section}.host_memory", self.host_memory, why)
         return blocks
@@ -334,21 +278,17 @@ class DiscoverySettings(SettingsSection):
     also translates the text that agents share. With `off` nothing is looked for."""
 
 
-DEFAULT_CAPTURES = 8
-DEFAULT_LANES = 32
-
-
 class VllmSettings(SettingsSection):
     """vLLM as the engine. Every key that is not listed here is an engine argument of vLLM, by its name in Python."""
 
     model_config = ConfigDict(extra="allow")
     section = "engine.vllm"
 
-    max_captures: PositiveInt = DEFAULT_CAPTURES
+    max_captures: PositiveInt = 8
     """Prompts whose KV may be kept on the device, beside vLLM's own, until the base KV of their values is there. One
     per agent of a workflow is enough."""
 
-    max_lanes: NonNegativeInt = DEFAULT_LANES
+    max_lanes: NonNegativeInt = 32
     """Places of a prompt, beside its end, that are computed in one pass; each takes a row of the batch. Of more, the
     nearest are joined; with 0 a prompt is translated only up to the first token that has to be computed."""
 
@@ -375,18 +315,14 @@ class EngineSettings(SettingsSection):
     """
     block_size: PositiveInt = 16
     """Tokens per block of the device tier."""
-    num_blocks: PositiveInt | None = None
-    """Blocks of the device tier; None takes as many as `kv_memory` holds."""
-    kv_memory: Bytes = 1 << 30
-    """Bytes of the device tier, unless `num_blocks` is set."""
+    kv_memory: Size = 1 << 30
+    """Size of the device tier, such as `2GiB` or `4096 blocks`."""
     max_batch_tokens: PositiveInt | None = None
     """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks. None is 2048 on a GPU
     and 512 on a CPU, where other requests would wait for seconds.
     """
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""
-    max_waiting: PositiveInt = 4096
-    """Requests in flight, running or waiting, beyond which another one is refused."""
     cuda_graphs: bool = True
     """Launch passes of up to 256 tokens on a GPU as one CUDA graph, where the model can be captured."""
     anchors: AnchorSettings = AnchorSettings()

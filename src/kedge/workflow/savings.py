@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from kedge.settings import EngineSettings
 from kedge.structures.prefixes import common_prefix
 from kedge.types import AgentId, ReuseMode, ValueKind
 from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.template import ChatTokenizer, CompiledAgent, Placeholder, compile_agents
 
-BLOCK = 16
+BLOCK = EngineSettings().block_size
 """Tokens per block: a prefix cache finds whole blocks only."""
 Tokens = tuple[Hashable, ...]
 

@@ -167,12 +167,6 @@ class StepGraph:
             soonest[agent] = min(soonest.get(agent, next_run), next_run, key=lambda one: (one.steps, -one.probability))
         return soonest
 
-    def ready(self, state: RunState) -> tuple[NodeId, ...]:
-        """Return the nodes that could run at once and do not run yet. Raises as `steps` does."""
-        running, done = self._places("running", state.running), self._places("done", state.done)
-        free = {one.target for one in self._alternatives if not one.missing(running, done)}
-        return tuple(self.ids[at] for at in sorted((free | self._entries - done) - running))
-
     def started(self, state: RunState, node: NodeId) -> RunState:
         """Return the state once `node` runs. If it was done before, its descendants begin a new iteration."""
         again = self.descendants(node) if node in state.done else frozenset[NodeId]()

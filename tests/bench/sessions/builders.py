@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from kedge.bench.sessions.arrivals import (
     SLICE,
+    AgentLine,
     Arrival,
     SessionBenchSettings,
-    TraceLine,
     TraceRecord,
     TraceTurn,
     Traffic,
-    agent_record,
     load_traces,
     traffic_of,
 )
@@ -38,7 +37,7 @@ def write(file: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
 
 
 def record(**values: Any) -> TraceRecord:
-    return agent_record(TraceLine(Path("trace"), 1, {**AGENT, **values}))
+    return AgentLine.model_validate({**AGENT, **values}).record()
 
 
 def arrival(at: float, session: str, chain: Iterable[int], stop: str = "tool", seconds: float = 0.0) -> Arrival:

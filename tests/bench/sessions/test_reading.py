@@ -1,4 +1,4 @@
-"""Traces are read within bounds; a bad line is named by file, line and key."""
+"""Traces are read; a bad line is named by file, line and key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.bench.sessions import arrivals
 from kedge.bench.sessions.arrivals import SLICE, read_trace
 from kedge.errors import ConfigError
 from tests.bench.sessions.builders import AGENT, MOONCAKE, write
@@ -78,7 +77,7 @@ WRONG_AGENT: list[tuple[str, Any]] = [
 def test_a_bad_value_is_named(key: str, value: Any, tmp_path: Path) -> None:
     line = {**AGENT, "tools": 1, key: value}
     file = write(tmp_path / "t.jsonl", [AGENT, line])
-    with pytest.raises(ConfigError, match=rf"^trace='{file}': line 2: {key} is .*, must ") as raised:
+    with pytest.raises(ConfigError, match=rf"^trace='{file}': line 2: {key}[^ ]* is .+: ") as raised:
         read_trace(file)
     assert len(str(raised.value)) < len(str(file)) + 250
 
@@ -86,7 +85,7 @@ def test_a_bad_value_is_named(key: str, value: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["s", "c", "agent", "turn", "t", "why", "n", "o", "bs", "h"])
 def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
     file = write(tmp_path / "t", [{name: value for name, value in AGENT.items() if name != key}])
-    with pytest.raises(ConfigError, match=rf"line 1: {key} is missing, must "):
+    with pytest.raises(ConfigError, match=rf"line 1: {key} is .+: Field required"):
         read_trace(file)
 
 
@@ -96,13 +95,13 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
     + [("hash_ids", [1.5]), ("hash_ids", [2**31])],
 )
 def test_a_bad_value_of_mooncake_is_named(key: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"line 1: {key} is .*, must "):
+    with pytest.raises(ConfigError, match=rf"line 1: {key}[^ ]* is .+: "):
         read_trace(write(tmp_path / "t", [{**MOONCAKE, key: value}]))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "5", '"x"', "[" * 100_000, "\x00", '{"s": ' + "9" * 5000 + "}"])
 def test_what_is_no_object_is_named_by_its_line(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2: (is not valid JSON|must be a JSON object)"):
+    with pytest.raises(ConfigError, match="line 2: (is not valid JSON|it is .*: Input should be a valid dictionary)"):
         read_trace(write(tmp_path / "t", [AGENT, text]))
 
 
@@ -110,20 +109,6 @@ def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"\xff\xfe{}\n")
     with pytest.raises(ConfigError, match="line 1: is not valid JSON"):
         read_trace(tmp_path / "t")
-
-
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_bounds_hold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path / name, [AGENT] * 4)
-    for bound, value, why in (
-        ("MAX_LINES", 3, "line 4: a trace has at most 3 lines"),
-        ("MAX_LINE_BYTES", 50, "line 1: a line has at most 50 bytes"),
-        ("MAX_BLOCKS", 7, "line 4: the prompts up to here have more than 7 blocks"),
-    ):
-        with monkeypatch.context() as patched, pytest.raises(ConfigError, match=why):
-            patched.setattr(arrivals, bound, value)
-            read_trace(file)
-    assert len(read_trace(file)) == 4
 
 
 @pytest.mark.parametrize("lines", [[], [""]])

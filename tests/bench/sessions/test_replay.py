@@ -132,7 +132,8 @@ def test_what_the_host_has_is_hit_as_well() -> None:
     chains = [range(at * 10, at * 10 + 8) for at in range(3)]
     arrivals = [arrival(float(at), "abc"[at % 3], chains[at % 3]) for at in range(12)]
     assert lru_hit_rate(arrivals, 9) == 0
-    replay = CacheReplay(CacheManager(9, 1, tiers=TierSettings(host_blocks=27, backup_hits=0), copier=NoCopier()))
+    tiers = TierSettings(host_memory="27 blocks", backup_hits=0)
+    replay = CacheReplay(CacheManager(9, 1, tiers=tiers, copier=NoCopier()))
     assert replay.hit_rate(arrivals) == 9 / 12
 
 

@@ -37,14 +37,14 @@ def test_a_random_teams_texts_are_tokens_of_its_folders_tokenizer(tmp_path: Path
 
 
 NANO_TEAM = bench.served_team(NANO, Path(), 0)
-TEAMS = [NANO_TEAM, replace(NANO_TEAM, model=Path("model"), anchors={"gamma": 2.0})]
+TEAMS = [NANO_TEAM, replace(NANO_TEAM, model=Path("model"), anchors={"max_error": 2.0})]
 
 
 @pytest.mark.parametrize("team", TEAMS)
 def test_both_engines_have_settings_that_the_plug_in_takes(team: ServedTeam) -> None:
     settings = engine_settings(VllmLoad(), team)
     refuse_foreign(settings)
-    assert settings.anchors.gamma == team.anchors.get("gamma", settings.anchors.gamma)
+    assert settings.anchors.max_error == team.anchors.get("max_error")
 
 
 class FakeEngine(EchoEngine):

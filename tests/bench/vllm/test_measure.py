@@ -74,7 +74,7 @@ def test_room_holds_its_tokens_and_vllms_own_block(tokens: int, longest: int, bl
 def test_the_host_has_room_for_twice_what_is_fixed() -> None:
     work = single_flow(SIZES, 1000, 0, agents=AGENTS)
     tiers = plugin(work, 0.5)["tiers"]
-    assert tiers == {"host_blocks": 2 * AGENTS * 8, "throttle": 0.5}
+    assert tiers == {"host_memory": f"{2 * AGENTS * 8} blocks", "throttle": 0.5}
 
 
 class FakeLane:

@@ -22,8 +22,8 @@ from kedge.workloads.miniature import TASKS, MiniatureTeam
 from tests.engine.local.test_translation import request, tokens
 
 CHOICE = MiniatureTeam(TASKS["choice"])
-OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
-CPU = {"device": "cpu", "num_blocks": 400}
+OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
+CPU = {"device": "cpu", "kv_memory": "400 blocks"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -190,7 +190,7 @@ def test_a_probe_forces_reads_and_teaches() -> None:
 def test_methods_have_names() -> None:
     with pytest.raises(ConfigError, match="method='magic'"):
         method_named("magic", METHODS)
-    assert METHODS["kvcomm"].anchors == {"estimator": "interpolate", "criterion": "entropy", "temperature": 100.0}
+    assert METHODS["kvcomm"].anchors == {"estimator": "interpolate"}
     assert method_named("exact").reuse is ReuseMode.EXACT
     for name, method in METHODS.items():
         assert method.config({"capacity": 3}, {}, device="cpu").anchors.capacity == 3, name

@@ -14,7 +14,7 @@ from kedge.types import Source
 from kedge.workloads.miniature import TASKS, MiniatureTeam, role_last, workflow
 
 CODE = MiniatureTeam(TASKS["code"])
-CPU = {"device": "cpu", "num_blocks": 400}
+CPU = {"device": "cpu", "kv_memory": "400 blocks"}
 PEERS = ("dense", "exact", "role-last", "epic", "cacheblend", "relay")
 
 

@@ -134,7 +134,7 @@ def test_first_come_first_served_on_lru_is_what_the_twin_finds(live: int, room: 
 @pytest.mark.parametrize("room", [80, 200])
 @pytest.mark.parametrize("host_times", [0, 2])
 def test_blocks_are_in_their_places_whatever_is_served(live: int, room: int, host_times: int) -> None:
-    system = KedgeSystem(room, TierSettings(host_blocks=host_times * room, backup_hits=0))
+    system = KedgeSystem(room, TierSettings(host_memory=f"{host_times * room} blocks", backup_hits=0))
     figures = replayed(live, system, ClosedSettings(warm_up=0.0, end=300.0, prefill_rate=2_000.0))
     system.cache.check_integrity()
     assert figures.turns >= 12 and figures.hit_blocks <= figures.blocks
@@ -149,7 +149,7 @@ def test_where_all_fits_the_order_changes_nothing() -> None:
 def test_a_host_tier_brings_back_what_the_device_evicted() -> None:
     slow = ClosedSettings(warm_up=60.0, end=600.0, prefill_rate=2_000.0)
     without, with_host = (
-        replayed(8, KedgeSystem(100, TierSettings(host_blocks=blocks, backup_hits=0)), slow).as_json()
+        replayed(8, KedgeSystem(100, TierSettings(host_memory=f"{blocks} blocks", backup_hits=0)), slow).as_json()
         for blocks in (0, 2000)
     )
     assert with_host["hit"] > 0.8 > without["hit"]  # type: ignore[operator]

@@ -111,8 +111,8 @@ def test_the_host_tiers_of_both_have_the_same_room(tmp_path: Path) -> None:
     )
     settings = {name: bench.lane_settings(name, LOAD, tmp_path) for name in bench.LANES}
     assert settings[bench.STOCK] == (None, {}) and settings[bench.NATIVE][0] is None
-    blocks = settings[bench.KEDGE_HOST][0]["tiers"]["host_blocks"]
-    assert blocks == LOAD.host * LOAD.kv.blocks
+    blocks = LOAD.host * LOAD.kv.blocks
+    assert settings[bench.KEDGE_HOST][0]["tiers"]["host_memory"] == f"{blocks} blocks"
     assert settings[bench.NATIVE][1]["kv_offloading_size"] * 2**30 == blocks * 2 * 2 * 2 * 16 * BLOCK * 2
     assert all(settings[name][1] == {"scheduler_cls": bench.SCHEDULER} for name in (bench.KEDGE, bench.KEDGE_HOST))
 

@@ -77,7 +77,7 @@ def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     """An engine that translates whatever it can: on models as small as these, computing is always cheaper, and on
     random weights translation changes most answers.
     """
-    fixed = {"num_blocks": 256, "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
+    fixed = {"kv_memory": "256 blocks", "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
     config = EngineSettings(**{"guard": {"mode": "off"}, **fixed, **settings})
     return LocalEngine.from_runner(checked_runner(model), tiny_tokenizer(), config)
 

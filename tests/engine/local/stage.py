@@ -77,7 +77,7 @@ class Stage:
     """The engine without its thread: a test takes its steps, and the books are checked after each."""
 
     def __init__(self, **settings: object) -> None:
-        defaults = {"num_blocks": 128, "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": PLANNER}
+        defaults = {"kv_memory": "128 blocks", "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": PLANNER}
         config = EngineSettings(**{**defaults, **settings})
         self.core: EngineCore
         self.core = EngineCore(build.EngineParts(model(), config))

@@ -57,7 +57,7 @@ class Stepped:
         self, costs: type[EngineCosts] = KnownCosts, model: ModelRunner | None = None, **settings: object
     ) -> None:
         defaults: dict[str, object] = {
-            "num_blocks": 256,
+            "kv_memory": "256 blocks",
             "device": "cpu",
             "anchors": AnchorSettings(**OPEN),
             "planner": PlannerSettings(by_cost=False),

@@ -75,7 +75,7 @@ def missed(model: PreTrainedModel, tokens: Tokens, answer: Tokens) -> list[int]:
 
 def answers(model: PreTrainedModel) -> tuple[list[Tokens], int]:
     """What the engine answers to all prompts, and how many tokens of them it took from its cache."""
-    with engine_of(model, max_batch_tokens=32, num_blocks=64) as engine:
+    with engine_of(model, max_batch_tokens=32, kv_memory="64 blocks") as engine:
         first = [stream.result(60) for stream in [engine.submit(request(p, max_tokens=ANSWER)) for p in PROMPTS[:2]]]
         later = [stream.result(60) for stream in [engine.submit(request(p, max_tokens=ANSWER)) for p in PROMPTS[2:]]]
     return [done.tokens for done in first + later], sum(done.receipt.exact for done in later)

@@ -21,9 +21,8 @@ class LocalConformance(EngineConformance):
     small_capacity = 16 * 16
 
     def small_engine(self, engine: LocalEngine) -> LocalEngine:
-        return LocalEngine.from_runner(
-            engine.runner, engine.tokenizer, engine.config.model_copy(update={"num_blocks": 16, "block_size": 16})
-        )
+        config = engine.config.model_copy(update={"kv_memory": "16 blocks", "block_size": 16})
+        return LocalEngine.from_runner(engine.runner, engine.tokenizer, config)
 
     def check_at_rest(self, engine: LocalEngine) -> None:
         engine.wait_idle(self.timeout_s)
@@ -41,8 +40,8 @@ class TestLocalEngine(LocalConformance):
 class TestLocalEngineWithAHostTier(LocalConformance):
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
-        tiers = TierSettings(host_blocks=64, backup_hits=0, throttle=1e-4)
-        with engine_of(tiny_model("llama"), num_blocks=70, tiers=tiers) as engine:
+        tiers = TierSettings(host_memory="64 blocks", backup_hits=0, throttle=1e-4)
+        with engine_of(tiny_model("llama"), kv_memory="70 blocks", tiers=tiers) as engine:
             yield engine
 
 
@@ -51,5 +50,6 @@ class TestLocalEngineInSmallChunks(LocalConformance):
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
-        with engine_of(tiny_model("qwen3"), max_batch_tokens=7, max_running=3, block_size=4, num_blocks=400) as engine:
+        small = {"max_batch_tokens": 7, "max_running": 3, "block_size": 4, "kv_memory": "400 blocks"}
+        with engine_of(tiny_model("qwen3"), **small) as engine:
             yield engine

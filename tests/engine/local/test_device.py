@@ -22,7 +22,7 @@ from tests.engine.local.test_translation import tokens as drawn
 
 LENGTHS = (5, 70, 200)
 ON_GPU = DEVICE.type == "cuda"
-NARROW = {"num_blocks": 32, "tiers": TierSettings(host_blocks=200, backup_hits=0)}
+NARROW = {"kv_memory": "32 blocks", "tiers": TierSettings(host_memory="200 blocks", backup_hits=0)}
 
 
 @pytest.mark.parametrize("room", [{}, NARROW], ids=["device", "tiers"])
@@ -41,8 +41,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, room: dict[str, ob
 
 @pytest.mark.parametrize("estimator", ["token", "interpolate"])
 def test_an_anchors_own_value_is_translated_to_its_dense_kv(estimator: str) -> None:
-    criterion = "entropy" if estimator == "interpolate" else "error"
-    settings = AnchorSettings(**OPEN, estimator=estimator, criterion=criterion)
+    settings = AnchorSettings(**OPEN, estimator=estimator)
     driver = Driver(device=DEVICE.type, anchors=settings)
     asked = agent_request(drawn(50, 30), drawn(51, 12))
     for seed in (60, 61):

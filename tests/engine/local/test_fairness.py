@@ -71,7 +71,7 @@ def backlog(engine: Stepped, many: int = 64, steps: int = 6, **kind: int) -> lis
 
 @pytest.mark.parametrize("max_running", [1, 4, 16])
 def test_a_tenants_first_call_is_admitted_in_the_next_pass_whoever_runs(max_running: int) -> None:
-    engine = Stepped(max_running=max_running, num_blocks=512)
+    engine = Stepped(max_running=max_running, kv_memory="512 blocks")
     backlog(engine, answer=50)
     assert len(engine.core.scheduler.running) == max_running
     sequence = engine.submit(call(STRANGER, seed=99, answer=4))
@@ -81,7 +81,7 @@ def test_a_tenants_first_call_is_admitted_in_the_next_pass_whoever_runs(max_runn
 
 
 def test_its_second_call_waits_for_a_place_as_the_neighbours_do() -> None:
-    engine = Stepped(max_running=4, num_blocks=512)
+    engine = Stepped(max_running=4, kv_memory="512 blocks")
     backlog(engine, answer=50)
     first, second = (engine.submit(call(STRANGER, seed=seed, answer=50)) for seed in (98, 99))
     engine.step()
@@ -89,7 +89,7 @@ def test_its_second_call_waits_for_a_place_as_the_neighbours_do() -> None:
 
 
 def test_partitions_of_a_tenant_are_one_tenant() -> None:
-    engine = Stepped(max_running=4, num_blocks=512)
+    engine = Stepped(max_running=4, kv_memory="512 blocks")
     backlog(engine, answer=50)
     other = engine.submit(call(f"{NEIGHBOUR}/part", seed=99))
     first = engine.submit(call(f"{STRANGER}/a", seed=98, answer=50))
@@ -100,7 +100,7 @@ def test_partitions_of_a_tenant_are_one_tenant() -> None:
 
 
 def test_only_twice_as_many_run_however_many_tenants_come() -> None:
-    engine = Stepped(max_running=3, num_blocks=512)
+    engine = Stepped(max_running=3, kv_memory="512 blocks")
     backlog(engine, answer=50)
     for at in range(10):
         engine.submit(call(f"tenant-{at}", seed=90 + at, answer=50))
@@ -118,7 +118,7 @@ BUSY = pytest.mark.parametrize("neighbours", [{"size": 60, "answer": 50}, {"size
 
 def beside(request: GenerateRequest, neighbours: dict[str, int]) -> tuple[Stepped, list[list[Work]], list[list[Work]]]:
     """An engine, the passes from a call's arrival under a backlog to its end, and those that it takes alone."""
-    settings = {"max_running": 16, "num_blocks": 1024, "max_batch_tokens": 256}
+    settings = {"max_running": 16, "kv_memory": "1024 blocks", "max_batch_tokens": 256}
     lone, engine = Stepped(**settings), Stepped(**settings)
     lone.serve(request)
     backlog(engine, **neighbours)
@@ -155,7 +155,7 @@ def test_beside_a_backlog_a_long_call_takes_at_most_twice_its_time_and_one_pass(
 
 
 def test_a_tenant_with_long_prompts_holds_up_nobodys_answers() -> None:
-    engine = Stepped(max_batch_tokens=256, num_blocks=1024)
+    engine = Stepped(max_batch_tokens=256, kv_memory="1024 blocks")
     short = [engine.submit(call(NEIGHBOUR, seed, answer=40)) for seed in range(2)]
     engine.until(lambda: all(one.first_token for one in short))
     engine.submit(call(STRANGER, 99, size=900))
@@ -169,7 +169,7 @@ def test_a_tenant_with_long_prompts_holds_up_nobodys_answers() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_a_short_request_waits_for_no_long_prompts_of_its_tenant(prompts: int) -> None:
-    engine = Stepped(max_batch_tokens=256, num_blocks=1024)
+    engine = Stepped(max_batch_tokens=256, kv_memory="1024 blocks")
     long = [engine.submit(call(seed=seed, size=900)) for seed in range(prompts)]
     engine.step()
     short = [engine.submit(call(seed=50 + at, size=60)) for at in range(4)]
@@ -183,7 +183,7 @@ def test_a_short_request_waits_for_no_long_prompts_of_its_tenant(prompts: int) -
 
 
 def test_a_tenant_alone_fills_its_passes() -> None:
-    engine = Stepped(max_batch_tokens=256, num_blocks=1024)
+    engine = Stepped(max_batch_tokens=256, kv_memory="1024 blocks")
     for part in "ab":
         engine.submit(call(f"{NEIGHBOUR}/{part}", size=400))
     engine.step()
@@ -193,7 +193,7 @@ def test_a_tenant_alone_fills_its_passes() -> None:
 @pytest.mark.parametrize("num_blocks", [40, 1024])
 def test_the_neighbour_does_not_starve(num_blocks: int) -> None:
     """Under a tenant that always has a call in flight, on a full pool, too."""
-    engine = Stepped(max_running=4, num_blocks=num_blocks)
+    engine = Stepped(max_running=4, kv_memory=f"{num_blocks} blocks")
     calls = backlog(engine, many=12)
     sequence, done = engine.submit(call(STRANGER, 99)), 0
     while not all(one.is_over for one in calls):
@@ -209,7 +209,7 @@ def test_the_neighbour_does_not_starve(num_blocks: int) -> None:
 
 # a full pool ----------------------------------------------------------------------------------------------------------
 
-ROOM = {"num_blocks": 26, "max_batch_tokens": 64}
+ROOM = {"kv_memory": "26 blocks", "max_batch_tokens": 64}
 """For three calls of `crowd`, but for no other one"""
 
 
@@ -276,7 +276,7 @@ def test_who_was_preempted_goes_on_before_later_calls_of_its_tenant() -> None:
 
 
 def test_nobodys_only_call_is_preempted() -> None:
-    engine = Stepped(num_blocks=16)
+    engine = Stepped(kv_memory="16 blocks")
     only = engine.submit(call(size=200, answer=20))
     engine.until(lambda: only.first_token)
     stranger = engine.submit(call(STRANGER, 99))
@@ -322,7 +322,7 @@ def test_who_was_preempted_can_be_ended(end: Callable[[Stepped, RequestSequence]
 
 
 def test_many_tenants_on_a_small_pool_all_end_as_they_would_have_alone() -> None:
-    engine = Stepped(num_blocks=24, max_running=4, max_batch_tokens=48)
+    engine = Stepped(kv_memory="24 blocks", max_running=4, max_batch_tokens=48)
     kinds = [(f"tenant-{at % 5}", at, 20 + 11 * (at % 7), 3 + at % 9) for at in range(30)]
     requests = [call(*kind) for kind in kinds]
     sequences = []

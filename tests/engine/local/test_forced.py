@@ -102,7 +102,7 @@ def test_one_that_steps_aside_is_read_once(steps: int) -> None:
     lone = Stepped()
     expected = lone.queue(sequence_of(lone))
     lone.rest()
-    engine = Stepped(**{**ROOM, "num_blocks": 36})
+    engine = Stepped(**{**ROOM, "kv_memory": "36 blocks"})
     for seed in (0, 1):
         engine.submit(call(seed=seed, size=60, answer=60))
     youngest = engine.queue(sequence_of(engine))

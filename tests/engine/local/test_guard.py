@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.common.guarding import check
+from kedge.engine.common.guarding import check, guarded_calls
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardMode, GuardOrders
+from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.planner import WITHHELD
 from kedge.settings import AnchorSettings, GuardSettings
@@ -25,7 +26,7 @@ EAGER = GuardSettings(share=1.0)
 
 def engine(**guard: object) -> LocalEngine:
     """An engine that translates whatever it has seen once: on a random model that changes most answers."""
-    settings = GuardSettings(**{**EAGER.model_dump(), "sentinels": 0, **guard})
+    settings = GuardSettings(**{**EAGER.model_dump(), **guard})
     return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), guard=settings)
 
 
@@ -34,6 +35,7 @@ def near() -> Iterator[None]:
     """Of the flat distributions of a random model, the likeliest tokens show little."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "FAR", 0.02)
+        patch.setattr(guard_module, "SENTINELS", 0)
         yield
 
 
@@ -151,8 +153,9 @@ def test_an_aborted_run_and_a_closed_engine_leave_nothing_waiting() -> None:
     assert last.result(10)
 
 
-def test_32_clients_at_once() -> None:
-    with engine(max_pending=4) as one:
+def test_32_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_calls, "MAX_PENDING", 4)
+    with engine() as one:
 
         def client(number: int) -> list[GenerateRequest]:
             asked = [

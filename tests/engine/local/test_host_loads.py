@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kedge.cache import Direction
-from kedge.engine.local import build
+from kedge.engine.local import build, host_loads
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.kv.copy import TorchCopier
@@ -105,7 +105,8 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threadi
 
 
 def test_without_status_awareness_those_behind_a_load_wait_too(gate: threading.Event) -> None:
-    with engine_with(host_blocks=AMPLE, num_blocks=60, status_aware=False) as engine:
+    with engine_with(host_blocks=AMPLE, num_blocks=60) as engine:
+        engine.query(lambda parts: setattr(parts.loading, "lets_pass", False))
         put_on_host(engine, others=10)
         first, second = engine.submit(ask(0, 1)), engine.submit(ask(1, 2))
         wait_for_load(engine)
@@ -118,10 +119,10 @@ def test_without_status_awareness_those_behind_a_load_wait_too(gate: threading.E
         assert figures(engine)["loading"]["skips"] == 0
 
 
-@pytest.mark.parametrize("limit", [{"max_wait": 0.02}, {"max_skips": 0}])
-def test_waiting_is_bounded(limit: dict[str, object], gate: threading.Event) -> None:
+def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
     """Its load never comes."""
-    with engine_with(host_blocks=AMPLE, num_blocks=60, **limit) as engine:
+    monkeypatch.setattr(host_loads, "MAX_WAIT_S", 0.02)
+    with engine_with(host_blocks=AMPLE, num_blocks=60) as engine:
         put_on_host(engine, others=10)
         stream = engine.submit(ask(0, 1))
         wait_for_load(engine)
@@ -156,9 +157,8 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 def test_closing_while_copies_are_under_way() -> None:
     before = copiers()
-    with engine_of(
-        model(), num_blocks=ROOM, block_size=BLOCK, tiers=TierSettings(host_blocks=AMPLE, throttle=1000)
-    ) as engine:
+    tiers = TierSettings(host_memory=f"{AMPLE} blocks", throttle=1000)
+    with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(60)
         assert figures(engine)["cache"]["offloading_blocks"] > 0

@@ -17,7 +17,7 @@ from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings, estimator_settings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import Namespace, RunId, RunKey, SamplingParams, TenantId, Tokens, WorkflowId
 
 CAPACITY, AGENTS = 3, 3
@@ -36,7 +36,7 @@ def asked(questions: int, every: int) -> Iterator[dict[str, Any]]:
     stored at regular intervals.
     """
     config = EngineSettings(
-        num_blocks=256,
+        kv_memory="256 blocks",
         anchors=AnchorSettings(capacity=CAPACITY, max_base_bytes=1 << 20),
         planner=PlannerSettings(by_cost=False, move="never"),  # so that all pools fill
         guard=GuardSettings(mode=GuardMode.OFF),
@@ -67,7 +67,7 @@ def test_nothing_grows_with_the_number_of_questions() -> None:
 
 def filled(estimator: str, spec: KVSpec, samples: int, tokens: int = 64) -> int:
     """Return the bytes of a store whose one pool holds so many messages, which one reader has observed."""
-    config = AnchorSettings(**estimator_settings(estimator), capacity=samples, min_anchors=2, max_bytes=64 << 30)
+    config = AnchorSettings(estimator=estimator, capacity=samples, min_anchors=2, max_bytes=64 << 30)
     store, random = AnchorStore(config), torch.Generator().manual_seed(0)
     pool = PoolKey(Namespace(TenantId("memory")), WorkflowId("memory"), "agent_1_current")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kedge.engine.local import learning as local_learning
 from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.contracts import PoolKey
@@ -26,8 +27,7 @@ def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
 
 def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
     """An engine that learns while requests run as far as the budget lets it."""
-    bounds = {name: settings.pop(name) for name in ("max_pending", "max_base_prefills") if name in settings}
-    return Stepped(**{"learning": LearningSettings(budget=budget, **bounds), "num_blocks": 512, **settings})
+    return Stepped(**{"learning": LearningSettings(budget=budget), "kv_memory": "512 blocks", **settings})
 
 
 def learning(engine: Stepped) -> dict[str, Any]:
@@ -49,8 +49,9 @@ def all_is_given_back(engine: Stepped) -> None:
 # bounds ---------------------------------------------------------------------------------------------------------------
 
 
-def test_only_so_many_requests_wait_to_be_learned_from() -> None:
-    engine = engine_of(max_pending=3)
+def test_only_so_many_requests_wait_to_be_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_learning, "MAX_PENDING", 3)
+    engine = engine_of()
     for seed in range(10):
         engine.submit(reader(seed))
     while not engine.core.idle:
@@ -61,8 +62,9 @@ def test_only_so_many_requests_wait_to_be_learned_from() -> None:
     assert learning(engine)["observed"] == 3
 
 
-def test_only_so_many_base_prefills_are_queued() -> None:
-    engine = engine_of(max_base_prefills=4)
+def test_only_so_many_base_prefills_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_learning, "MAX_PENDING", 4)
+    engine = engine_of()
     sequences = [engine.submit(reader(seed)) for seed in range(12)]
     while not all(one.is_over for one in sequences):
         engine.step()
@@ -75,7 +77,7 @@ def test_only_so_many_base_prefills_are_queued() -> None:
 
 
 def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_first() -> None:
-    engine = engine_of(num_blocks=24)
+    engine = engine_of(kv_memory="24 blocks")
     kept = [engine.submit(reader(seed)) for seed in range(3)]
     engine.rest()
     assert learning(engine)["pending"] == 3
@@ -87,7 +89,7 @@ def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_
 
 
 def test_a_request_takes_the_blocks_of_a_base_prefill() -> None:
-    engine = engine_of(num_blocks=16, max_batch_tokens=16)
+    engine = engine_of(kv_memory="16 blocks", max_batch_tokens=16)
     first = engine.submit(prompt_of("reader", tokens(1, 100), max_tokens=1))
     engine.until(lambda: first.is_over and any(job.admitted for job in engine.core.scheduler.jobs))
     large = engine.submit(prompt_of("writer", tokens(90, 190), reuse=ReuseMode.OFF))
@@ -103,7 +105,7 @@ def test_a_request_takes_the_blocks_of_a_base_prefill() -> None:
 @pytest.mark.parametrize("num_blocks", [8, 16, 40])
 def test_on_a_small_pool_all_requests_end_and_every_block_comes_back(num_blocks: int, budget: float) -> None:
     """The books are checked after every step."""
-    engine = engine_of(budget, num_blocks=num_blocks, max_batch_tokens=48, max_running=6)
+    engine = engine_of(budget, kv_memory=f"{num_blocks} blocks", max_batch_tokens=48, max_running=6)
     sequences = []
     for seed in range(30):
         mode = (ReuseMode.TRANSLATE, ReuseMode.TRANSLATE, ReuseMode.EXACT)[seed % 3]
@@ -179,7 +181,7 @@ def test_a_cancelled_request_is_not_learned_from() -> None:
 
 
 def test_a_preempted_request_is_not_learned_from() -> None:
-    engine = engine_of(num_blocks=24)
+    engine = engine_of(kv_memory="24 blocks")
     oldest = engine.submit(reader(1, max_tokens=40, reuse=ReuseMode.EXACT))
     youngest = running(engine, 2)
     stranger = replace(reader(3, reuse=ReuseMode.EXACT), tenant=TenantId("stranger"))

@@ -149,7 +149,7 @@ def test_32_requests_at_once_copy_from_one_block() -> None:
 
 def test_in_a_full_pool_every_answer_is_right() -> None:
     """The pool has room for two requests and little more; what is copied from comes and goes."""
-    engine = Stepped(num_blocks=9)
+    engine = Stepped(kv_memory="9 blocks")
     served = [engine.submit(ask(seed % 7, 20 + seed % 5)) for seed in range(24)]
     engine.rest()
     assert engine.stats("cache")["evictions"] > 0 < engine.stats("cache")["copied_hit_tokens"]
@@ -174,7 +174,7 @@ def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind
 
 
 def test_who_was_preempted_answers_as_if_it_had_not_been() -> None:
-    engine = Stepped(num_blocks=12)
+    engine = Stepped(kv_memory="12 blocks")
     engine.serve(ask(1, tenant="neighbour"))
     victims = [engine.submit(ask(seed, 20, 24, "neighbour")) for seed in (2, 3)]
     engine.until(lambda: all(len(one.response) > 4 for one in victims))

@@ -14,7 +14,7 @@ from tests.discovery.teams import judge, solver, words
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_engine import greedy
 
-OPEN = AnchorSettings(min_anchors=2, gamma=2.0, max_error=1e9, weak_error=1e9)
+OPEN = AnchorSettings(min_anchors=2, max_error=1e9, weak_error=1e9)
 """Random weights have no meaning that translation could lose."""
 VOCABULARY, ANSWER = 256, 24
 """The model's tokens, and those of an answer."""

@@ -174,7 +174,7 @@ def test_of_the_last_segment_only_its_last_token_is_left() -> None:
 
 
 def test_hints_that_could_not_be_served_are_none() -> None:
-    with engine_of(tiny_model("llama"), num_blocks=8) as engine:
+    with engine_of(tiny_model("llama"), kv_memory="8 blocks") as engine:
         good = prompt_of("reader", ASKED, ())
         for bad in ((), (-1,), (10**9,), tokens(1, 8 * 16)):
             engine.prepare(replace(good, segments=(Segment(bad, "p0"),)))

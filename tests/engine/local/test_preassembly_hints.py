@@ -157,7 +157,7 @@ def test_an_empty_answer_means_another_prompt() -> None:
 
 
 def test_an_answer_that_makes_the_prompt_too_long_ends_it() -> None:
-    stage = Stage(num_blocks=20)
+    stage = Stage(kv_memory="20 blocks")
     stage.prepare(prompt_of("reader", ASKED, ()))
     stage.core.parts.preassembly.answered(RUN_KEY, SampleId.parse("agent_writer@0"), tokens(71, 20 * 16))
     stage.check()
@@ -221,7 +221,7 @@ def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparatio
 
 
 def test_only_so_many_are_kept() -> None:
-    stage = Stage(num_blocks=600)
+    stage = Stage(kv_memory="600 blocks")
     for at in range(MAX_PREPARED + 3):
         stage.prepare(prompt_of(f"agent-{at}", ASKED, ()))
     assert (stage.told["live"], stage.told["cancelled"]) == (MAX_PREPARED, 3)

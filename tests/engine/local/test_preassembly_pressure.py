@@ -31,7 +31,7 @@ from tests.engine.local.test_translation import tokens
 
 
 def test_a_request_without_room_gets_the_blocks_of_what_nobody_asked_for() -> None:
-    stage = Stage(num_blocks=16)
+    stage = Stage(kv_memory="16 blocks")
     stage.prepare(prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT))
     assert stage.leased == 7
     sequence = stage.serve(prompt_of("writer", tokens(80, 150), max_tokens=4))
@@ -41,7 +41,7 @@ def test_a_request_without_room_gets_the_blocks_of_what_nobody_asked_for() -> No
 
 def test_a_request_may_need_the_blocks_that_another_one_has_claimed() -> None:
     """Where requests are served in the order of arrival."""
-    stage = Stage(num_blocks=20, tiers=TierSettings(policy="steps"))
+    stage = Stage(kv_memory="20 blocks", tiers=TierSettings(policy="steps"))
     claimed = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.prepare(claimed)
     first = stage.submit(prompt_of("writer", tokens(80, 200), max_tokens=30))
@@ -53,7 +53,7 @@ def test_a_request_may_need_the_blocks_that_another_one_has_claimed() -> None:
 
 
 def test_without_room_it_waits_until_there_is_some() -> None:
-    stage = Stage(num_blocks=20)
+    stage = Stage(kv_memory="20 blocks")
     running = stage.submit(prompt_of("writer", tokens(80, 200), max_tokens=40))
     while running.first_token is None:
         stage.step()
@@ -68,7 +68,7 @@ def test_without_room_it_waits_until_there_is_some() -> None:
 @pytest.mark.parametrize("answered", [False, True])
 def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     """Neither for its first blocks nor for those of an answer that comes later."""
-    stage = Stage(num_blocks=12)
+    stage = Stage(kv_memory="12 blocks")
     near, fixed = AgentKey(SPACE, "client", RUN, AgentId("near")), tokens(5, 96)
     stage.core.forecast({near: NextRun(1.0)}, {})
     segments = (Segment(fixed, "p0"), Segment(tokens(6, 3), "x", SampleId.parse("x")))
@@ -115,7 +115,7 @@ def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
 
 
 def test_a_demanded_load_without_room_gets_the_blocks() -> None:
-    stage = Stage(num_blocks=12, tiers=TierSettings(host_blocks=100, backup_hits=0))
+    stage = Stage(kv_memory="12 blocks", tiers=TierSettings(host_memory="100 blocks", backup_hits=0))
     known = GenerateRequest((Segment(tokens(5, 150), "p0"),), SamplingParams(2, ignore_eos=True), ReuseMode.EXACT)
     stage.serve(known)
     stage.prepare(prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT))
@@ -162,8 +162,8 @@ def _raising(error: Exception) -> Callable[..., Any]:
 def test_random_hints_change_no_token(seed: int) -> None:
     """Hints in any order, right, wrong and half known, with little room: answers are those of dense prefill."""
     rng = random.Random(seed)
-    stage = Stage(num_blocks=26, tiers=TierSettings(host_blocks=30, backup_hits=0))
-    plain = Stage(num_blocks=200)
+    stage = Stage(kv_memory="26 blocks", tiers=TierSettings(host_memory="30 blocks", backup_hits=0))
+    plain = Stage(kv_memory="200 blocks")
     agents, questions, answers = ("a", "bb", "ccc"), (tokens(1, 30), tokens(2, 45)), (tokens(3, 12), tokens(4, 20), ())
     live: list[RequestSequence] = []
     for _ in range(60):

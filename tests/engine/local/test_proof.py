@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kedge.engine.local.engine import LocalEngine, LocalStream
 from kedge.guard import EVERYTHING, FidelityNote, GuardMode, GuardOrders
+from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.reuse.guard.fidelity import LEAST, RUNGS
 from kedge.reuse.guard.guard import QualityGuard
@@ -37,7 +38,7 @@ def even_model() -> PreTrainedModel:
 
 
 def engine(model: PreTrainedModel, **guard: object) -> LocalEngine:
-    settings = GuardSettings(**{"fidelity": "fp8", "sentinels": 0, **guard})
+    settings = GuardSettings(**{"fidelity": "fp8", **guard})
     return engine_of(model, anchors=AnchorSettings(**OPEN), guard=settings)
 
 
@@ -59,6 +60,14 @@ def team(engine: LocalEngine, number: int, tenant: str = "default", **changes: A
 def note(done: Completion) -> FidelityNote:
     assert done.receipt.fidelity is not None
     return done.receipt.fidelity
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_sentinels() -> Iterator[None]:
+    """Of the flat distributions of a random model, sentinel tokens show little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard_module, "SENTINELS", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,8 @@ def test_a_shared_beginning_and_the_same_prompts_again(smollm2: RealModel) -> No
 def test_blocks_that_were_on_the_host_come_back(smollm2: RealModel, count: int) -> None:
     """The device holds the longest prompt and its answer, the host all."""
     room = -(-(len(max(smollm2.prompts, key=len)) + NEW) // BLOCK)
-    tiers: dict[str, Any] = {"host_blocks": 4 * room, "backup_hits": 0, "policy": "lru"}
-    with smollm2.engine(num_blocks=room, block_size=BLOCK, tiers=tiers) as engine:
+    tiers: dict[str, Any] = {"host_memory": f"{4 * room} blocks", "backup_hits": 0, "policy": "lru"}
+    with smollm2.engine(kv_memory=f"{room} blocks", block_size=BLOCK, tiers=tiers) as engine:
         answers(engine, smollm2, count=1)
         exact = answers(engine, smollm2, count)
         stats: Any = engine.inspect()["cache"]

@@ -189,7 +189,7 @@ def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
         return noting[-1]
 
     probe, chosen = Probe(EngineComponents(assembler=assembler), rows=1), method_named(method)
-    own = {"dtype": "float32", "device": "cpu", "num_blocks": 128}
+    own = {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
     with chosen.open(smollm2.loaded, components=probe.components, **own) as engine:
         yield Serving(engine, probe, noting)
 

@@ -16,7 +16,7 @@ from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_fairness import STRANGER
 from tests.engine.local.test_translation import tokens
 
-SMALL = {"num_blocks": 18, "max_running": 1}
+SMALL = {"kv_memory": "18 blocks", "max_running": 1}
 """Room for two contexts of `TURN` tokens and their answers, in blocks of 16"""
 TURN = 128
 _ids = count()
@@ -65,7 +65,7 @@ def test_under_overload_who_is_cached_goes_before_who_was_evicted() -> None:
 
 
 def test_without_overload_the_order_is_that_of_arrival() -> None:
-    engine = Stepped(num_blocks=64, max_running=1)
+    engine = Stepped(kv_memory="64 blocks", max_running=1)
     served(engine, 3)
     held_up(engine)
     for seed in (1, 3):
@@ -144,7 +144,7 @@ def test_who_is_aborted_leaves_nothing_behind(stage: str) -> None:
 
 def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
     """With aborts and calls without reuse among them, and never out of its books."""
-    rng, engine = Random(0), Stepped(num_blocks=40, max_running=3)
+    rng, engine = Random(0), Stepped(kv_memory="40 blocks", max_running=3)
     calls = []
     for number in range(96):
         seed = rng.randrange(32)

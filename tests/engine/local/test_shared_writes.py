@@ -293,7 +293,7 @@ def test_32_readers_share_one_blend() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "abort", "step"]), st.integers(0, 7)), min_size=4, max_size=24))
 def test_whatever_ends_in_between_answers_are_those_of_one_that_is_alone(steps: list[tuple[str, int]]) -> None:
-    engine = taught(num_blocks=96, planner=PlannerSettings(by_cost=False, move="never", recompute_head=2))
+    engine = taught(kv_memory="96 blocks", planner=PlannerSettings(by_cost=False, move="never", recompute_head=2))
     alone = {(of, who): engine.serve(asked(of, who)).response for of in (0, 1) for who in ("critic", "solver")}
     live: list[tuple[tuple[int, str], RequestSequence]] = []
     for step, number in steps:
@@ -349,7 +349,7 @@ def is_as_written(engine: Stepped, one: RequestSequence, expected: torch.Tensor)
 )
 def test_what_is_refuted_in_between_changes_no_other_answer(steps: list[tuple[str, int]]) -> None:
     """The prompts of both agents read one value at the same positions, in a pool that holds four of them."""
-    engine, doubted, live = mover(num_blocks=40), set[RequestId](), list[RequestSequence]()
+    engine, doubted, live = mover(kv_memory="40 blocks"), set[RequestId](), list[RequestSequence]()
     engine.core.judge = lambda one, _: (one, one.request_id in doubted)
     # All start from the producer's KV: what a reader that was computed in between has left differs from that.
     engine.core.parts.runtime._planner.sample_of_reader = lambda *_: None

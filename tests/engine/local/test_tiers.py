@@ -294,7 +294,7 @@ def test_a_policy_of_ones_own() -> None:
         return (-node.last_access,)
 
     with torch.inference_mode():
-        engine = engine_of(model(), num_blocks=ROOM, block_size=BLOCK)
+        engine = engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK)
     engine.close()
     with LocalEngine.from_runner(engine.runner, engine.tokenizer, engine.config, newest_first) as engine:
         for n in (0, 1, 2, 3, 0):

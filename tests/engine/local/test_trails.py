@@ -139,7 +139,7 @@ def test_it_is_not_a_part_of_the_answer_nor_of_what_is_cached() -> None:
 def test_where_the_model_has_no_room_for_it_the_answer_is_the_same() -> None:
     asked = written(tokens(9, 900))
     room = 1024 - asked.prompt_tokens
-    with engine(num_blocks=128) as one:
+    with engine(kv_memory="128 blocks") as one:
         whole = serve(one, replace(asked, sampling=replace(asked.sampling, max_tokens=room)))
         assert len(whole.tokens) == room
         assert left(one, whole.tokens) is not None

@@ -35,7 +35,7 @@ from kedge.types import (
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
 from tests.engine.local.test_engine import greedy
 
-OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9, "gamma": 10.0}
+OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
 """Thresholds so wide that whatever was observed once is shared."""
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
@@ -77,7 +77,7 @@ class Driver:
     def __init__(
         self, model: PreTrainedModel | None = None, runner: ModelRunner | None = None, **settings: object
     ) -> None:
-        config = EngineSettings(**{"num_blocks": 256, "device": "cpu", **SETTINGS, **settings})
+        config = EngineSettings(**{"kv_memory": "256 blocks", "device": "cpu", **SETTINGS, **settings})
         self.runner = runner or checked_runner((model or tiny_model("llama")).to(config.device))
         self.core: EngineCore
         self.core = EngineCore(build.EngineParts(self.runner, config))
@@ -110,8 +110,7 @@ def relative(a, b) -> float:  # noqa: ANN001
 
 @pytest.mark.parametrize("estimator", ["token", "interpolate"])
 def test_an_exact_repeat_of_an_anchor_reproduces_its_dense_kv(estimator: str) -> None:
-    criterion = "entropy" if estimator == "interpolate" else "error"
-    driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator, criterion=criterion))
+    driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator))
     asked = request(tokens(50, 30), tokens(51, 12))
     for seed in (60, 61):
         driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
@@ -138,7 +137,9 @@ def test_receipts_account_for_every_token_and_name_the_misses() -> None:
 
 
 @pytest.mark.parametrize(
-    "room", [{}, {"num_blocks": 24, "tiers": TierSettings(host_blocks=100, backup_hits=0)}], ids=["device", "tiers"]
+    "room",
+    [{}, {"kv_memory": "24 blocks", "tiers": TierSettings(host_memory="100 blocks", backup_hits=0)}],
+    ids=["device", "tiers"],
 )
 def test_translated_blocks_never_reach_another_request(room: dict[str, object]) -> None:
     with engine_of(tiny_model("llama"), **SETTINGS, **room) as engine:
@@ -238,7 +239,7 @@ def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -
 @pytest.mark.parametrize("estimator", ["token", "interpolate"])
 def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: str) -> None:
     """Offsets kept in a rotated frame are useless for another length: their K error is several times the V error."""
-    settings = {**OPEN, "estimator": estimator, "criterion": "error", "min_anchors": 6}
+    settings = {**OPEN, "estimator": estimator, "min_anchors": 6}
     driver = Driver(anchors=AnchorSettings(**settings))
     for i in range(6):
         driver.serve(request(tokens(50 + i, 35 - 3 * i), tokens(80 + i, 24 - i), max_tokens=1))
@@ -340,7 +341,7 @@ def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
     some say that this prompt is longer than any may be, or ends otherwise.
     """
     rng = random.Random(seed)
-    settings = {"planner": PlannerSettings(by_cost=False), "num_blocks": 40, "max_running": 8}
+    settings = {"planner": PlannerSettings(by_cost=False), "kv_memory": "40 blocks", "max_running": 8}
     model = tiny_model("llama")
     answers = {}
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
+from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
@@ -78,8 +79,11 @@ def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> G
 @contextmanager
 def engine_with(**tiers: object) -> Iterator[LocalEngine]:
     """An engine with little room; when it is left, its books are right."""
-    blocks = tiers.pop("num_blocks", ROOM)
-    with engine_of(model(), num_blocks=blocks, block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
+    blocks, window = tiers.pop("num_blocks", ROOM), tiers.pop("prefetch_window", PREFETCH_WINDOW)
+    if "host_blocks" in tiers:
+        tiers["host_memory"] = f"{tiers.pop('host_blocks')} blocks"
+    with engine_of(model(), kv_memory=f"{blocks} blocks", block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
+        engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", window))
         yield engine
         settle(engine)
 

@@ -32,7 +32,7 @@ class TestEchoEngineInAProcess(EngineConformance):
 
 
 def tiny_engine(num_blocks: int = 256) -> LocalEngine:
-    return engine_of(tiny_model("llama"), num_blocks=num_blocks, block_size=16)
+    return engine_of(tiny_model("llama"), kv_memory=f"{num_blocks} blocks", block_size=16)
 
 
 @pytest.mark.slow

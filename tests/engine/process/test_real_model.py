@@ -12,7 +12,7 @@ from tests.real import NEW, RealModel, request
 
 
 def test_its_tokens_are_those_of_transformers(smollm2: RealModel) -> None:
-    config = EngineSettings(dtype="float32", device="cpu", num_blocks=64, planner={"by_cost": False})
+    config = EngineSettings(dtype="float32", device="cpu", kv_memory="64 blocks", planner={"by_cost": False})
     with ProcessEngine(partial(LocalEngine, SMOLLM2, config)) as engine:
         engine.submit(request(smollm2.prompts[0], 1)).result(60)
         for stream, prompt in [(engine.submit(request(prompt)), prompt) for prompt in smollm2.prompts]:

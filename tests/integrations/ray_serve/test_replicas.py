@@ -23,7 +23,7 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with fleet(2, {"num_gpu_blocks_override": 192}, {"tiers": {"host_blocks": 64}}) as address:
+    with fleet(2, {"num_gpu_blocks_override": 192}, {"tiers": {"host_memory": "64 blocks"}}) as address:
         yield address
 
 

@@ -22,7 +22,7 @@ from kedge.reuse.holes import Holes, joined
 from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt
 
 SETTINGS = {
-    "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0, "match_layer": 1},
+    "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0},
     "planner": {"recompute_head": 2, "by_cost": False},
 }
 """Every value is translated but for its first two tokens, and so is the template behind it"""

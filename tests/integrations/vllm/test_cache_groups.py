@@ -140,7 +140,7 @@ def test_groups_are_cached_and_answers_are_stocks(model: tuple[Path, dict[str, A
     with driver(folder, plugged=False, **size) as plain:
         assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
         expected = cycle(plain, block), conversation(plain, block)
-    with driver(folder, extra={"tiers": {"host_blocks": 400}}, **size) as built:
+    with driver(folder, extra={"tiers": {"host_memory": "400 blocks"}}, **size) as built:
         assert cycle(built, block) == expected[0]
         loaded = built.side.totals()["blocks_loaded"]
         assert loaded > 0, "fixed prompts come back from the host"
@@ -163,7 +163,7 @@ def test_what_the_host_has_is_found(model: tuple[Path, dict[str, Any]]) -> None:
     block = size.pop("block")
     fixed = fixed_prompts(block)[0]
     asked = {"run": "r", "agent": "a", "fixed_tokens": len(fixed) - 8, "steps": {"a": 1}}
-    with driver(folder, extra={"tiers": {"host_blocks": 400}}, **size) as built:
+    with driver(folder, extra={"tiers": {"host_memory": "400 blocks"}}, **size) as built:
         first = built.answer([*fixed, *prompt(20, 1)], count=8, kedge=asked)
         assert built.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
         output = built.ask([*fixed, *prompt(20, 1)], count=8, kedge={**asked, "run": "s"})
@@ -182,7 +182,7 @@ def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: tuple[
     prompts = [[*fixed, *prompt(5 + number, number)] for number, fixed in enumerate(fixed_prompts(block))]
     with driver(folder, plugged=False, **size) as plain:
         expected = [plain.answer(one, count=6) for one in prompts]
-    with driver(folder, extra={"tiers": {"host_blocks": 20}}, **size) as built:
+    with driver(folder, extra={"tiers": {"host_memory": "20 blocks"}}, **size) as built:
         for turn in range(4):
             names = [built.add(one, count=6) for one in prompts]
             for _ in range(turn):

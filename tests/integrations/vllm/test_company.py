@@ -22,7 +22,7 @@ KEDGE = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector",
     "kv_connector_extra_config": {
-        "planner": {"by_cost": False}, "anchors": ANCHORS, "tiers": {"host_blocks": 40},
+        "planner": {"by_cost": False}, "anchors": ANCHORS, "tiers": {"host_memory": "40 blocks"},
     },
 }  # fmt: skip
 

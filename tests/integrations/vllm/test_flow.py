@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.integrations.vllm.plugin import host_loads
 from kedge.policies.sessions.ledger import ForecastRecord
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
 
@@ -48,14 +49,19 @@ def small(tiny_llama: Path, stock: object, request: pytest.FixtureRequest) -> It
     On a CPU vLLM switches asynchronous scheduling off. Its scheduler, which counts tokens ahead of the device, can be
     named all the same; what is not run here is that a step is scheduled before the one before it has ended.
     """
-    tiers = {"host_blocks": 100, "prefetch_jobs": 1, "prefetch_window": 1.0}
-    with driver(
-        tiny_llama,
-        extra={"tiers": tiers},
-        num_gpu_blocks_override=41,
-        scheduling_policy="priority",
-        scheduler_cls=f"kedge.integrations.vllm.plugin.scheduler.{request.param}",
-    ) as built:
+    tiers = {"host_memory": "100 blocks"}
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        driver(
+            tiny_llama,
+            extra={"tiers": tiers},
+            num_gpu_blocks_override=41,
+            scheduling_policy="priority",
+            scheduler_cls=f"kedge.integrations.vllm.plugin.scheduler.{request.param}",
+        ) as built,
+    ):
+        patched.setattr(host_loads, "PREFETCH_JOBS", 1)
+        patched.setattr(host_loads, "PREFETCH_WINDOW", 1.0)
         yield built
 
 
@@ -201,8 +207,7 @@ def test_waiting_for_a_load_is_bounded(
     flow: Driver, stock: dict[tuple[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = evicted(flow)
-    loads = flow.side.loads
-    monkeypatch.setattr(loads, "settings", loads.settings.model_copy(update={"max_wait": 0.0}))
+    monkeypatch.setattr(host_loads, "MAX_WAIT_S", 0.0)
     monkeypatch.setattr(flow.worker._copier, "_throttle", 0.02)
     name = flow.add(call(target, 1), kedge=far(target))
     flow.run()

@@ -24,7 +24,7 @@ if not torch.cpu._is_avx512_supported():
     pytest.skip("vLLM keeps 8 bits on a CPU with AVX-512 only", allow_module_level=True)
 
 SEEN, VALUES = 6, [prompt(60, 100 + number) for number in range(24)]
-EXTRA = {"anchors": ANCHORS, "tiers": {"host_blocks": 40}}
+EXTRA = {"anchors": ANCHORS, "tiers": {"host_memory": "40 blocks"}}
 FLOWING = [prompt(4 * BLOCK + 8, 700 + number) for number in range(6)]
 
 

@@ -42,7 +42,7 @@ def publishing(tiny_llama: Path) -> Iterator[tuple[Driver, Router]]:
     from vllm.config import KVEventsConfig
 
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    extra = {"tiers": {"host_blocks": 120}}
+    extra = {"tiers": {"host_memory": "120 blocks"}}
     with driver(tiny_llama, extra=extra, num_gpu_blocks_override=BLOCKS, kv_events_config=events) as built:
         router = Router()
         built.scheduler.kv_event_publisher.publish = router.publish

@@ -43,7 +43,8 @@ def probed_with(model: Path, fault: Callable[..., None]) -> Any:
     write = CPUAttentionBackendImpl.do_kv_cache_update
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", lambda *given: fault(write, *given))
-        starting = driver(model, extra={"tiers": {"host_blocks": 40}}, num_gpu_blocks_override=16, max_model_len=256)
+        extra = {"tiers": {"host_memory": "40 blocks"}}
+        starting = driver(model, extra=extra, num_gpu_blocks_override=16, max_model_len=256)
         built = starting.__enter__()
     return starting, built
 

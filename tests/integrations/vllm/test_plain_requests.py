@@ -14,7 +14,7 @@ from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.discovery.teams import judge, solver, words  # noqa: E402
 from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, receipt  # noqa: E402
 
-ANCHORS = {"min_anchors": 2, "max_error": 1e9, "gamma": 2.0, "weak_error": 1e9}
+ANCHORS = {"min_anchors": 2, "max_error": 1e9, "weak_error": 1e9}
 ANSWER = 24
 
 

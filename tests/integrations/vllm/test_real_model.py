@@ -25,7 +25,7 @@ def test_ci_has_the_real_model_beside_vllm() -> None:
 def engine(smollm2: RealModel) -> Iterator[VLLMEngine]:  # noqa: ARG001 (it skips)
     own = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 9, "max_num_seqs": 4, "block_size": 32}
     config = EngineSettings(
-        backend="vllm", tiers={"host_blocks": 64}, planner={"by_cost": False},
+        backend="vllm", tiers={"host_memory": "64 blocks"}, planner={"by_cost": False},
         guard={"mode": "off"}, vllm=own,
     )  # fmt: skip
     with VLLMEngine(SMOLLM2, config) as built:

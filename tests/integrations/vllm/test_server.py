@@ -29,7 +29,7 @@ TRANSFER = {
     "kv_connector": "KedgeConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
-        "tiers": {"host_blocks": 100},
+        "tiers": {"host_memory": "100 blocks"},
         "anchors": {"max_error": 50.0},
         "planner": {"by_cost": False},
         "max_lanes": 0,

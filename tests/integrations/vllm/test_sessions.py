@@ -64,7 +64,7 @@ def stock(tiny_llama: Path) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def small(tiny_llama: Path, stock: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time: stock goes first
-    with driver(tiny_llama, extra={"tiers": {"host_blocks": 700}}, num_gpu_blocks_override=BLOCKS) as built:
+    with driver(tiny_llama, extra={"tiers": {"host_memory": "700 blocks"}}, num_gpu_blocks_override=BLOCKS) as built:
         yield built
 
 

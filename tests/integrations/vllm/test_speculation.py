@@ -116,7 +116,7 @@ def drafted(engine: Driver) -> int:
 def test_answers_are_stocks(case: tuple[Path, dict[str, Any], Undrafted]) -> None:
     """Over KV that comes back from the host, that of the head included."""
     model, drafts, undrafted = case
-    with driver(model, extra={"tiers": {"host_blocks": 60}}, speculative_config=drafts, **SIZE) as built:
+    with driver(model, extra={"tiers": {"host_memory": "60 blocks"}}, speculative_config=drafts, **SIZE) as built:
         assert cycle(built) == undrafted[0]
         assert built.side.totals()["blocks_loaded"] > 0 and drafted(built) > 0
         assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1

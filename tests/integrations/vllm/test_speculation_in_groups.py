@@ -103,7 +103,7 @@ def test_answers_are_stocks(
         drafts = {"method": "eagle", "model": str(save_eagle_head(tmp_path)), "num_speculative_tokens": 2}
     elif method == "mtp":
         drafts = {"method": "mtp", "num_speculative_tokens": 1}
-    with driver(model, extra={"tiers": {"host_blocks": 400}}, speculative_config=drafts, **size) as built:
+    with driver(model, extra={"tiers": {"host_memory": "400 blocks"}}, speculative_config=drafts, **size) as built:
         assert len(built.scheduler.kv_cache_config.kv_cache_groups) > 1
         assert cycle(built, block) == agents
         assert built.side.totals().get("blocks_loaded"), "fixed prompts come back from the host"

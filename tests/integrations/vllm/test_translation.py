@@ -18,7 +18,7 @@ from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, rece
 HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
 LEAD_IN, STAND_IN = prompt(5, 3), prompt(4, 4)
 VALUES = [prompt(60, 100 + number) for number in range(6)]
-ANCHORS = {"min_anchors": 4, "max_error": 50.0, "match_layer": 1}
+ANCHORS = {"min_anchors": 4, "max_error": 50.0}
 
 
 def tokens(value: list[int]) -> list[int]:

@@ -50,7 +50,7 @@ def test_a_request_that_ends_before_its_pass_leaves_what_it_said(engine: Driver)
 
 def test_with_a_host_tier_nothing_is_put_off(tiny_llama: Path) -> None:
     """Loads of the same step depend on forecasts."""
-    with driver(tiny_llama, extra={"tiers": {"host_blocks": 16}}, scheduler_cls=SCHEDULER) as hosted:
+    with driver(tiny_llama, extra={"tiers": {"host_memory": "16 blocks"}}, scheduler_cls=SCHEDULER) as hosted:
         hosted.add(prompt(3 * BLOCK, 1), kedge=hints("one"))
         assert not hosted.side.upkeep.is_open and hosted.side.prompts.steps
         hosted.run()

@@ -168,8 +168,8 @@ class Table(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(advice, "MAX_STANDING", 6)
-        self.patch.setattr(advice, "MAX_STANDING_OF_TENANT", 3)
+        self.patch.setattr(advice, "MAX_SESSIONS", 6)
+        self.patch.setattr(advice, "MAX_CLASSES", 3)
         self.table, self.model = StandingHints(), dict[SessionKey, StandingHint]()
 
     def teardown(self) -> None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from kedge.guard import EVERYTHING, DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
-from kedge.reuse.guard.record import SETTLED, SentinelFinding
+from kedge.reuse.guard.record import SETTLED, TRIALS, SentinelFinding
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
@@ -168,9 +169,10 @@ def test_requests_are_served_between_any_two_records_of_a_report() -> None:
         assert [entry["agent"] for entry in guard.stats(owns)] == ["agent-0", "agent-1", "agent-2"]
 
 
-def test_records_are_bounded_and_one_in_use_stays() -> None:
+def test_records_are_bounded_and_one_in_use_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is only asked for: an agent that is withheld would else come back by others' translations."""
-    guard = QualityGuard(NONE.model_copy(update={"max_agents": 8}))
+    monkeypatch.setattr(guard_module, "MAX_AGENTS", 8)
+    guard = QualityGuard(NONE)
     guard.observe(request("a"), ("a",), CHANGED)
     for number in range(100):
         guard.translated(request("a", agent=f"other-{number}"), ("a",))
@@ -188,8 +190,9 @@ def test_an_agent_that_reads_in_place_only_is_not_tried() -> None:
     assert guard.verdict(in_place).orders.withheld
 
 
-def test_another_tenant_pushes_out_no_records_and_what_was_condemned_stays_so() -> None:
-    guard = QualityGuard(NONE.model_copy(update={"max_agents": 8}))
+def test_another_tenant_pushes_out_no_records_and_what_was_condemned_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "MAX_AGENTS", 8)
+    guard = QualityGuard(NONE)
     breach(guard, request("a"), "a")
     for number in range(50):
         other = replace(request("a", agent=f"other-{number}", tenant="b"), partition=f"salt-{number}")
@@ -316,6 +319,6 @@ def test_after_a_suspicion_it_is_new_again() -> None:
     for _ in range(SETTLED):
         one.translated(asked, ("a",))
     one.observe(asked, ("a",), CHANGED)
-    for _ in range(NONE.trials):
+    for _ in range(TRIALS):
         one.observe(asked, ("a",), CLEAN)
     assert all(one.orders(asked).watched == {"a"} and not one.orders(asked).withheld for _ in range(20))

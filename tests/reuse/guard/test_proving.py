@@ -12,6 +12,7 @@ from math import inf
 import pytest
 
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState
+from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.fidelity import CHECKED, LEARNING, LEAST, RUNGS, RungFinding
 from kedge.reuse.guard.guard import MORE, QualityGuard, SavedGroup
 from kedge.settings import GuardSettings
@@ -227,8 +228,9 @@ def test_one_prompt_again_and_again_proves_nothing() -> None:
     assert guard.verdict(asked).orders.withholds("a")
 
 
-def test_proofs_are_bounded_and_cleared() -> None:
-    guard = QualityGuard(SETTINGS.model_copy(update={"max_agents": 4}))
+def test_proofs_are_bounded_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "MAX_AGENTS", 4)
+    guard = QualityGuard(SETTINGS)
     for number in range(20):
         find(guard, request("a", agent=f"agent-{number}"), ANCHORS, times=1)
     assert sum(len(group["proofs"]) for group in guard.saved().values()) == 4  # type: ignore[arg-type,misc]

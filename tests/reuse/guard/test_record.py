@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.record import AFTER_BREACH, GuardRecord
+from kedge.reuse.guard.record import AFTER_BREACH, ALPHA, TRIALS, GuardRecord
 from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings()
@@ -54,7 +54,7 @@ def test_the_way_to_on() -> None:
     assert record.state is GuardState.CANARY
     while record.state is GuardState.CANARY:
         observed(record, CLEAN)
-    assert record.state is GuardState.ON and record.evidence.upper(SETTINGS.alpha) <= SETTINGS.max_changed
+    assert record.state is GuardState.ON and record.evidence.upper(ALPHA) <= SETTINGS.max_changed
 
 
 @pytest.mark.parametrize("seen", [CHANGED, OTHER_CALL])
@@ -79,16 +79,16 @@ def test_where_any_share_may_change_nothing_is_withheld() -> None:
 
 
 def test_clean_trials_bring_it_back() -> None:
-    record = observed(canary(), CHANGED, *[CLEAN] * (SETTINGS.trials - 1))
+    record = observed(canary(), CHANGED, *[CLEAN] * (TRIALS - 1))
     assert record.withheld
-    observed(record, CHANGED, *[CLEAN] * (SETTINGS.trials - 1))
+    observed(record, CHANGED, *[CLEAN] * (TRIALS - 1))
     assert record.withheld, "the streak begins anew"
     observed(record, CLEAN)
     assert (record.state, record.withheld) == (GuardState.CANARY, False)
 
 
 def test_changed_trials_are_a_breach_and_the_way_back_is_longer() -> None:
-    record, needed = observed(canary(), CHANGED), SETTINGS.trials * AFTER_BREACH
+    record, needed = observed(canary(), CHANGED), TRIALS * AFTER_BREACH
     checks = next(n for n in range(1, 10) if observed(record, CHANGED).epoch)
     assert checks <= 4 and record.withheld
     observed(record, *[CLEAN] * (needed - 1))
@@ -137,7 +137,7 @@ def test_an_agent_below_the_limit_is_rarely_breached(share: float) -> None:
             if record.epoch:
                 breached += 1
                 break
-    assert breached <= SETTINGS.alpha * agents
+    assert breached <= ALPHA * agents
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

@@ -14,7 +14,7 @@ from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.record import GuardRecord, from_data, to_data
 from kedge.settings import GuardSettings
 
-SETTINGS = GuardSettings(trials=2)
+SETTINGS = GuardSettings()
 KEY = "solver", "question"
 FAR, CALL = DecisionKind.FAR, DecisionKind.CALL
 SEEN = st.builds(DecisionComparison, st.fixed_dictionaries({FAR: st.booleans(), CALL: st.booleans()}), st.floats(0, 1))

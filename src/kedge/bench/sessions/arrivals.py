@@ -6,85 +6,27 @@ import gzip
 import heapq
 import json
 import random
+import reprlib
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
-from reprlib import Repr
 from statistics import fmean
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 from kedge.errors import ConfigError
 from kedge.structures.prefixes import common_prefix
 
-T = TypeVar("T")
-MAX_COUNT = 1 << 31
-"""Exclusive bound of ids, sizes and numbers of tokens."""
-MAX_SECONDS = 1e9
-_SHORT = Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring = 3, 4, 60
-
-
-class TraceLine:
-    """The fields of one line of a trace; every method raises `ConfigError` for a value that it does not accept."""
-
-    def __init__(self, file: Path, number: int, values: Mapping[str, Any]) -> None:
-        self._file, self._number, self._values = file, number, values
-
-    def text(self, key: str) -> str:
-        """Return a text of 1 to 200 characters."""
-        value = self._values.get(key)
-        if not isinstance(value, str) or not 1 <= len(value) <= 200:
-            self.reject(key, "must be a text of 1 to 200 characters")
-        return value
-
-    def count(self, key: str, default: int | None = None, least: int = 0) -> int:
-        """Return a whole number from `least` to 2^31 - 1, or `default` where the line has none."""
-        value = self._values.get(key, default)
-        if not is_count(value) or value < least:
-            self.reject(key, f"must be a whole number from {least} to {MAX_COUNT - 1}")
-        return int(value)
-
-    def number(self, key: str) -> float:
-        """Return a number from 0 to 10^9."""
-        value = self._values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
-            self.reject(key, f"must be a number from 0 to {MAX_SECONDS:g}")
-        return float(value)
-
-    def optional(self, read: Callable[[str], T], key: str) -> T | None:
-        """Return what `read` does, or None where the line has no value."""
-        return None if self._values.get(key) is None else read(key)
-
-    def list(self, key: str) -> list[Any]:
-        """Return a list."""
-        value = self._values.get(key)
-        if not isinstance(value, list):
-            self.reject(key, "must be a list")
-        return value
-
-    def reject(self, key: str, why: str) -> NoReturn:
-        """Raise `ConfigError` for the value at `key`."""
-        shown = _SHORT.repr(self._values[key]) if key in self._values else "missing"
-        raise bad_line(self._file, self._number, f"{key} is {shown}, {why}")
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number from 0 to 2^31 - 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_COUNT
-
-
-def bad_line(file: Path, number: int, why: str) -> ConfigError:
-    """Return the error of a line."""
-    return ConfigError("trace", str(file), f"line {number}: {why}")
-
-
 BLOCK = 512
 """Tokens of a block in which traces are replayed; blocks of Mooncake's own format."""
-MAX_PROMPT_BLOCKS = 1 << 17
-"""Blocks of one prompt as recorded: at 64 tokens each, 8 M tokens."""
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+"""An id, a size, or a number of tokens; ids are kept in 32 bits."""
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,34 +70,75 @@ class TraceRecord:
             at = (at - count) % step
 
 
-def agent_record(line: TraceLine) -> TraceRecord:
-    """Return the record of a line in the format of agent traces. Raises `ConfigError`."""
-    size = line.count("bs", least=1)
-    if BLOCK % size:
-        line.reject("bs", f"must divide {BLOCK}")
-    tokens, is_first = line.count("n"), line.count("turn") == 0
-    runs, most = line.list("h"), min(-(-tokens // size), MAX_PROMPT_BLOCKS)
-    if not all(isinstance(run, list) and len(run) == 2 and all(map(is_count, run)) for run in runs):
-        line.reject("h", "must be a list of runs [first id, count]")
-    if sum(count for _, count in runs) > most:
-        line.reject("h", f"must have at most {most} blocks, as many as the prompt has")
-    return TraceRecord(
-        session=line.text("s"),
-        conversation=line.text("c"),
-        agent=line.text("agent"),
-        parent=line.optional(line.text, "parent"),
-        at=line.number("t"),
-        seconds=line.optional(line.number, "dur") or 0.0,
-        gap=line.optional(line.number, "gap"),
-        stop=line.text("why"),
-        tokens=tokens,
-        output_tokens=line.count("o"),
-        block_size=size,
-        runs=tuple((first, count) for first, count in runs),
-        tools_tokens=line.count("tools", 0) if is_first else 0,
-        system_tokens=line.count("system", 0) if is_first else 0,
-        is_shared=line.optional(line.text, "scope") == "file",
-    )
+class AgentLine(BaseModel):
+    """A line in the format of agent traces."""
+
+    s: Name
+    c: Name
+    agent: Name
+    parent: Name | None = None
+    turn: Count
+    t: Seconds
+    dur: Seconds | None = None
+    gap: Seconds | None = None
+    why: Name
+    n: Count
+    o: Count
+    bs: Count
+    h: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    tools: Count = 0
+    system: Count = 0
+    scope: Name | None = None
+
+    @field_validator("bs")
+    @classmethod
+    def _divides(cls, size: int) -> int:
+        if not size or BLOCK % size:
+            raise ValueError(f"must divide {BLOCK}")
+        return size
+
+    @field_validator("h")
+    @classmethod
+    def _fit(cls, runs: list[list[int]], info: ValidationInfo) -> list[list[int]]:
+        if sum(count for _, count in runs) > -(-info.data.get("n", 0) // info.data.get("bs", 1)):
+            raise ValueError("has more blocks than the prompt")
+        return runs
+
+    def record(self) -> TraceRecord:
+        """Return the request."""
+        return TraceRecord(
+            session=self.s,
+            conversation=self.c,
+            agent=self.agent,
+            parent=self.parent,
+            at=self.t,
+            seconds=self.dur or 0.0,
+            gap=self.gap,
+            stop=self.why,
+            tokens=self.n,
+            output_tokens=self.o,
+            block_size=self.bs,
+            runs=tuple((first, count) for first, count in self.h),
+            tools_tokens=0 if self.turn else self.tools,
+            system_tokens=0 if self.turn else self.system,
+            is_shared=self.scope == "file",
+        )
+
+
+class MooncakeLine(BaseModel):
+    """A line in Mooncake's own format."""
+
+    timestamp: Seconds
+    input_length: Count
+    output_length: Count
+    hash_ids: list[Count]
+
+    @field_validator("hash_ids")
+    @classmethod
+    def _fit(cls, ids: list[int], info: ValidationInfo) -> list[int]:
+        if len(ids) > -(-info.data.get("input_length", 0) // BLOCK):
+            raise ValueError("has more blocks than the prompt")
+        return ids
 
 
 class MooncakeTrace:
@@ -171,15 +154,11 @@ class MooncakeTrace:
         """Last full block -> session."""
         self._count = 0
 
-    def record(self, line: TraceLine) -> TraceRecord:
-        """Return the record of a line. Raises `ConfigError`.
-
-        Its last block may be a partial one, whose hash stands for what it has, so that it counts as a block.
+    def record(self, line: MooncakeLine) -> TraceRecord:
+        """Return the request. Its last block may be a partial one, whose hash stands for what it has, so that it counts
+        as a block.
         """
-        tokens = line.count("input_length")
-        ids, most = line.list("hash_ids"), min(-(-tokens // BLOCK), MAX_PROMPT_BLOCKS)
-        if len(ids) > most or not all(map(is_count, ids)):
-            line.reject("hash_ids", f"must be a list of at most {most} whole numbers")
+        tokens, ids = line.input_length, line.hash_ids
         known = next((block for block in reversed(ids) if block in self._sessions), None)
         if known is None:
             session = f"m{self._count}"
@@ -194,67 +173,49 @@ class MooncakeTrace:
             conversation="mooncake",
             agent="?",
             parent=None,
-            at=line.number("timestamp") / 1e3,
+            at=line.timestamp / 1e3,
             seconds=0.0,
             gap=None,
             stop="?",
             tokens=tokens,
-            output_tokens=line.count("output_length"),
+            output_tokens=line.output_length,
             block_size=BLOCK,
             runs=tuple((block, 1) for block in ids),
         )
 
 
-MAX_LINES = 1_000_000
-MAX_LINE_BYTES = 4 << 20
-MAX_BLOCKS = 1 << 25
-"""Blocks of all prompts of a trace."""
-_GZIP = b"\x1f\x8b"
-
-
 def read_trace(file: Path) -> list[TraceRecord]:
-    """Return all requests of a trace in the order of the file, whose first line decides about its format.
+    """Return all requests of a trace in the order of the file.
 
-    Raises `ConfigError` for a file that cannot be read, has no request or exceeds a bound, and for the first bad line.
+    Raises `ConfigError` for a file that cannot be read or has no request, and for the first bad line.
     """
     records: list[TraceRecord] = []
-    mooncake, blocks = MooncakeTrace(), 0
-    for number, values in _lines(file):
-        line = TraceLine(file, number, values)
-        record = mooncake.record(line) if "hash_ids" in values else agent_record(line)
-        blocks += record.blocks
-        if blocks > MAX_BLOCKS:
-            raise bad_line(file, number, f"the prompts up to here have more than {MAX_BLOCKS} blocks")
-        records.append(record)
+    mooncake, number = MooncakeTrace(), 0
+    try:
+        with file.open("rb") as raw:
+            is_compressed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(file, "rb") if is_compressed else file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):  # noqa: B007 (errors name it)
+                if line.strip():
+                    values = json.loads(line)
+                    is_mooncake = isinstance(values, dict) and "hash_ids" in values
+                    records.append(
+                        mooncake.record(MooncakeLine.model_validate(values))
+                        if is_mooncake
+                        else AgentLine.model_validate(values).record()
+                    )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "it"
+        why = f"{key} is {reprlib.repr(first['input'])}: {first['msg']}"
+        raise ConfigError("trace", str(file), f"line {number}: {why}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("trace", str(file), f"line {number}: is not valid JSON") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError("trace", str(file), f"cannot be read: {error}") from error
     if not records:
         raise ConfigError("trace", str(file), "has no request")
     return records
-
-
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the numbers and objects of all lines that are not blank."""
-    try:
-        with file.open("rb") as raw:
-            is_compressed = raw.read(2) == _GZIP
-        with gzip.open(file, "rb") if is_compressed else file.open("rb") as stream:
-            number = 0
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if number > MAX_LINES:
-                    raise bad_line(file, number, f"a trace has at most {MAX_LINES} lines")
-                if len(line) > MAX_LINE_BYTES:
-                    raise bad_line(file, number, f"a line has at most {MAX_LINE_BYTES} bytes")
-                if not line.strip():
-                    continue
-                try:
-                    values = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise bad_line(file, number, "is not valid JSON") from error
-                if not isinstance(values, dict):
-                    raise bad_line(file, number, "must be a JSON object")
-                yield number, values
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError("trace", str(file), f"cannot be read: {error}") from error
 
 
 MAX_TOKENS = 200_000

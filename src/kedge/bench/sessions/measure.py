@@ -25,8 +25,6 @@ from kedge.types import Namespace, RequestId, TenantId
 SPACE = Namespace(TenantId("trace"))
 STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
 """What an answer ended with, in traces; all else is unknown."""
-MAX_PUMPS = 1000
-"""Rounds in which all copies that one event asks for are made."""
 
 
 def leading(chain: Iterable[int], cached: Container[int]) -> int:
@@ -139,10 +137,9 @@ class CacheReplay:
 
     def _copy(self) -> None:
         """Make all copies between the tiers, which take no virtual time."""
-        for _ in range(MAX_PUMPS):
+        self.cache.pump()
+        while self.cache.transferring:
             self.cache.pump()
-            if not self.cache.transferring:
-                return
 
 
 class SessionHooks:
@@ -177,7 +174,7 @@ class SessionHooks:
 
 def tiered_cache(capacity: int, host_times: int = 0) -> CacheManager:
     """Return an empty cache of `capacity` device blocks, and `host_times` as many in a host tier."""
-    tiers = TierSettings(host_blocks=host_times * capacity)
+    tiers = TierSettings(host_memory=f"{host_times * capacity} blocks")
     return CacheManager(capacity, 1, policy_of(tiers), tiers, NoCopier())
 
 

@@ -49,6 +49,7 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings
+from kedge.settings.sections import blocks_in
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
@@ -108,9 +109,9 @@ class EngineParts:
         self.runner, self.config = runner, config
         size, tiers = config.block_size, config.tiers
         block_bytes = runner.spec.bytes_per_token * size
-        num_blocks = config.num_blocks or config.kv_memory // block_bytes
+        num_blocks = blocks_in(config.kv_memory, block_bytes)
         if num_blocks < 1:
-            raise ConfigError("engine.kv_memory", config.kv_memory, "holds not a single block of this model's KV")
+            raise ConfigError("engine.kv_memory", config.kv_memory, f"too small: a block has {block_bytes} bytes")
         self.capacity = num_blocks * size
         """Tokens of the device tier"""
         self.longest = min(runner.max_positions, self.capacity)
@@ -131,7 +132,7 @@ class EngineParts:
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
-        self.loading = Loading(cache, tiers, has_host=copier is not None)
+        self.loading = Loading(cache, has_host=copier is not None)
         self.assembler = components.assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.fixed = FixedPrompts(cache, self.sessions)

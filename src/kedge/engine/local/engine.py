@@ -53,6 +53,8 @@ from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId,
 from kedge.workflow.forecast import AgentKey, Changes
 
 Command = Callable[[], None]
+MAX_IN_FLIGHT = 4096
+"""Requests in flight, running or waiting, beyond which another one is refused: a bound for memory"""
 LEARNING_DELAY = 0.02
 """Seconds that an idle engine waits before it learns, since a workflow's next agent comes within milliseconds."""
 MAX_FAILURES = 3
@@ -94,7 +96,7 @@ class Mailbox:
             self._refuse_closed()
             require_new_id(request_id, self._in_flight)
             if len(self._in_flight) >= self._max_in_flight:
-                raise Overloaded("max_waiting", self._max_in_flight, "so many requests are in flight")
+                raise Overloaded("requests", self._max_in_flight, "so many requests are in flight")
             self._in_flight.add(request_id)
             self._commands.put(command)
 
@@ -290,7 +292,7 @@ class LocalEngine(Engine):
     def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
         self.runner = runner
         """The model, with the results of the checks at load."""
-        self._mailbox = Mailbox(self.config.max_waiting)
+        self._mailbox = Mailbox(MAX_IN_FLIGHT)
         parts = partial(build.EngineParts, runner, self.config, policy, self._mailbox.wake, components)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity = self._core.parts.capacity

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from kedge.cache import CacheManager, Readiness
 from kedge.engine.local.sequence import RequestSequence
-from kedge.settings import TierSettings
+from kedge.policies.prefetch import MAX_WAIT_S
 
 
 @dataclass(slots=True)
@@ -21,16 +21,16 @@ class LoadStats:
     skips: int = 0
     """Number of times that another request went before one of them."""
     given_up: int = 0
-    """Requests that had waited, or been passed, as long as the settings allow."""
+    """Requests that had waited for `MAX_WAIT_S`."""
 
 
 class Loading:
     """The loading of requests' KV from the host. Without a host tier no request waits."""
 
-    def __init__(self, cache: CacheManager, tiers: TierSettings, has_host: bool) -> None:
-        self._cache, self._tiers, self._has_host = cache, tiers, has_host
-        self.lets_pass = tiers.status_aware
-        """Whether others go before a request that waits (KVFlow's status-aware scheduling)."""
+    def __init__(self, cache: CacheManager, has_host: bool) -> None:
+        self._cache, self._has_host = cache, has_host
+        self.lets_pass = True
+        """Whether others go before a request that waits (KVFlow: status-aware scheduling); a benchmark says False"""
         self._stats = LoadStats()
 
     def is_ready(self, sequence: RequestSequence) -> bool:
@@ -39,11 +39,9 @@ class Loading:
         """
         if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
             return True
-        if sequence.load_asked is not None:
-            waited = time.monotonic() - sequence.load_asked
-            if sequence.skips > self._tiers.max_skips or waited > self._tiers.max_wait:
-                self.give_up(sequence)
-                return True
+        if sequence.load_asked is not None and time.monotonic() - sequence.load_asked > MAX_WAIT_S:
+            self.give_up(sequence)
+            return True
         reusable = sequence.tokens[: sequence.exact_limit]
         if self._cache.demand(sequence.key, sequence.namespace, reusable) is Readiness.READY:
             return True
@@ -58,9 +56,8 @@ class Loading:
         self._stats.given_up += 1
         self._cache.withdraw(sequence.key)
 
-    def skipped(self, sequence: RequestSequence) -> None:
-        """Count that another request went before `sequence`."""
-        sequence.skips += 1
+    def skipped(self) -> None:
+        """Count that another request went before one that waits."""
         self._stats.skips += 1
 
     def ended(self, sequence: RequestSequence, now: float) -> float:

@@ -18,7 +18,7 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import BaseNeed, ReadKV
+from kedge.reuse.contracts import MAX_PENDING, BaseNeed, ReadKV
 from kedge.reuse.layout import Placed
 from kedge.reuse.runtime import Runtime
 from kedge.settings import LearningSettings
@@ -92,7 +92,7 @@ class Learning:
             observation = PendingObservation(sequence, request.run_key, steps)
             self._pending.append(observation)
             self._runs[observation.run] += 1
-            if len(self._pending) > self._settings.max_pending:
+            if len(self._pending) > MAX_PENDING:
                 self._give_up(self._pending[0])
 
     def finished(self, sequence: RequestSequence) -> None:
@@ -224,7 +224,7 @@ class Learning:
             if len(need.tokens) <= self._longest:
                 self._queue(need, sequence)
         waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
-        for job in waiting[: max(0, len(self._jobs) - self._settings.max_base_prefills)]:  # the oldest first
+        for job in waiting[: max(0, len(self._jobs) - MAX_PENDING)]:  # the oldest first
             self.drop(job)
 
     def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:

@@ -295,7 +295,7 @@ class Admission:
     def skipped(self, sequence: RequestSequence) -> None:
         """Count that another request was admitted before one that stepped aside."""
         if sequence.load_asked is not None:
-            self._parts.loading.skipped(sequence)
+            self._parts.loading.skipped()
 
     # leases -------------------------------------------------------------------------------------------------------
 

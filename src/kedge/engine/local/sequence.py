@@ -174,8 +174,6 @@ class RequestSequence(Sequence):
     """Parts of the time to first token, in seconds."""
     load_asked: float | None = None
     """Time at which it began to wait for KV from the host, if it did."""
-    skips: int = 0
-    """Number of requests that went before it during that wait."""
     gave_up: bool = False
     """Whether it has stopped waiting for KV from the host."""
     first_token: float | None = None

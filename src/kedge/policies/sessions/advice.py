@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
 from kedge.policies.sessions.tracker import SessionState, SessionSteps
-from kedge.policies.sessions.turns import SessionKey, TurnEnd
+from kedge.policies.sessions.turns import MAX_CLASSES, MAX_SESSIONS, SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId, TurnHints
 
-MAX_STANDING, MAX_STANDING_OF_TENANT = 8192, 1024
-"""Sessions with hints that stand, in all and of one tenant: the one whose hint came longest ago loses it first"""
 UNKNOWN = "no such session is known"
 NAMELESS = "needs the id of the session that it is said of"
 GIVEN_UP = "the session ends"
@@ -39,7 +37,7 @@ class StandingHints:
     """The hints that stand, by session. Bounded, and no tenant alone pushes out another's."""
 
     def __init__(self) -> None:
-        self._hints: BoundedDict[SessionKey, StandingHint] = BoundedDict(MAX_STANDING, lambda key, _: self._left(key))
+        self._hints: BoundedDict[SessionKey, StandingHint] = BoundedDict(MAX_SESSIONS, lambda key, _: self._left(key))
         self._of: dict[TenantId, OrderedDict[SessionKey, None]] = {}
 
     def __len__(self) -> int:
@@ -60,7 +58,7 @@ class StandingHints:
         if hint == StandingHint():
             return
         own = self._of.setdefault(key.namespace.tenant, OrderedDict())
-        if len(own) >= MAX_STANDING_OF_TENANT:
+        if len(own) >= MAX_CLASSES:
             self.drop(next(iter(own)))
         self._of.setdefault(key.namespace.tenant, own)[key] = None
         self._hints[key] = hint

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from kedge.policies.sessions.turns import Chain
+from kedge.policies.sessions.turns import MAX_SESSIONS, Chain
 from kedge.structures.bounded import BoundedDict
 
 
@@ -122,13 +122,10 @@ SAMPLE = 256
 """Blocks of the caches in miniature."""
 WINDOW = 16
 """Capacities of accesses after which old ones count for a third."""
-MAX_OWNERS = 4096
-"""Owners whose last samples are kept; others' prompts are sampled anew."""
-MAX_LOSS, MIN_GAIN = 0.0025, 0.01
+MAX_LOSS, CLEAR = 0.0025, 0.01
 """Shares of the blocks accessed lately: so much may the session policy lose to LRU, and has it to win to rule again.
-What the cache holds follows a change of policy slowly: the loss is noticed early, and the gain has to be clear."""
-MIN_LOSS = 0.01
-"""The least loss that counts, in capacities: of a few accesses a share says nothing."""
+What the cache holds follows a change of policy slowly: the loss is noticed early, and the gain has to be clear. Less
+than `CLEAR` of the capacity never counts: of a few accesses a share says nothing."""
 
 
 class Guard:
@@ -141,7 +138,7 @@ class Guard:
         self._lru, self._steps = LruShadow(capacity), StepShadow(capacity)
         self._capacity, self._window = capacity, WINDOW * capacity
         self._lead = self._accessed = 0.0
-        self._sampled: BoundedDict[Hashable, tuple[int, Hashable, list[Hashable]]] = BoundedDict(MAX_OWNERS)
+        self._sampled: BoundedDict[Hashable, tuple[int, Hashable, list[Hashable]]] = BoundedDict(MAX_SESSIONS)
         """Of the last prompt of each owner: its blocks, the last of them, and those in the sample"""
         self.trusted = True
         """Whether the session policy rules"""
@@ -162,9 +159,9 @@ class Guard:
         self._lead = kept * self._lead + lead
         self._accessed = kept * self._accessed + len(sample)
         if self.trusted:
-            trusted = self._lead >= -max(MAX_LOSS * self._accessed, MIN_LOSS * self._capacity)
+            trusted = self._lead >= -max(MAX_LOSS * self._accessed, CLEAR * self._capacity)
         else:
-            trusted = self._lead > max(MIN_GAIN * self._accessed, MIN_LOSS * self._capacity)
+            trusted = self._lead > max(CLEAR * self._accessed, CLEAR * self._capacity)
         changed, self.trusted = trusted != self.trusted, trusted
         self.switches += changed
         return changed

@@ -15,7 +15,16 @@ from kedge.hints.actions import ActionOutcome
 from kedge.policies.sessions.advice import SessionAdvice
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import NextRuns, SessionSteps
-from kedge.policies.sessions.turns import NO_HINTS, UNKNOWN_END, Chain, SessionHints, SessionKey, TurnEnd
+from kedge.policies.sessions.turns import (
+    MAX_CLASSES,
+    MAX_SESSIONS,
+    NO_HINTS,
+    UNKNOWN_END,
+    Chain,
+    SessionHints,
+    SessionKey,
+    TurnEnd,
+)
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, AgentKey, Namespace, RunKey, TurnHints
 
@@ -25,8 +34,6 @@ MEMORY = 10
 """Calls of a client after which old ones count for a third."""
 MIN_SKILL = 0.3
 """Skill of forecasts below which they are not believed: 0 is that of guessing, 1 is always right."""
-MAX_CLIENTS, MAX_RUNS = 1024, 4096
-"""Clients and runs that are remembered; the one that was used longest ago is forgotten first."""
 Client = tuple[Namespace, str]
 Forecasts = Mapping[AgentKey, tuple[float, float] | None]
 """Agents whose next run has changed, with steps and probability; None: it is not known any more."""
@@ -56,10 +63,10 @@ class ForecastRecord:
     """
 
     def __init__(self) -> None:
-        self._now: BoundedDict[RunKey, _Expected] = BoundedDict(MAX_RUNS, self._forget)
+        self._now: BoundedDict[RunKey, _Expected] = BoundedDict(MAX_SESSIONS, self._forget)
         self._before: dict[RunKey, _Expected] = {}
         """What was expected before the last change: a call begins with a forecast of what follows it"""
-        self._skills: BoundedDict[Client, _Skill] = BoundedDict(MAX_CLIENTS)
+        self._skills: BoundedDict[Client, _Skill] = BoundedDict(MAX_CLASSES)
 
     def __len__(self) -> int:
         """Return the number of clients that are remembered."""

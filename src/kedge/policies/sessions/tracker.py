@@ -14,6 +14,8 @@ from enum import StrEnum
 from heapq import heappop, heappush
 
 from kedge.policies.sessions.turns import (
+    MAX_CLASSES,
+    MAX_SESSIONS,
     NO_HINTS,
     UNKNOWN_END,
     Chain,
@@ -28,8 +30,6 @@ from kedge.types import AgentKey, Namespace
 
 EDGES = tuple(0.5 * (2.0**step - 1) for step in range(19))
 """Seconds at which the bins begin; the last one has no end."""
-MAX_CLASSES = 1024
-"""Kinds of idle times that are distinguished; the one that was seen longest ago is forgotten first."""
 BORROWED = 5.0
 """How many observations of its own outweigh what a class takes over from the wider one."""
 HALF_LIFE = 20_000.0
@@ -167,10 +167,6 @@ def best_rate(shares: Sequence[float], start: int) -> float:
     return best
 
 
-MAX_SESSIONS = 8192
-"""Sessions that are remembered; the one that was active longest ago is forgotten first."""
-MAX_FLOWS = 4096
-"""Agents of workflows whose prompts are watched for whether they continue."""
 RECENT = 0.05
 """Share of a new request in the share of requests that sessions come back with."""
 PACE = 4
@@ -245,7 +241,7 @@ class SessionTracker:
         self._links, self._returns = SessionLinks(), ReturnTimes()
         self._timers: list[tuple[float, int, _Session]] = []
         self._changed: dict[SessionKey, float | None] = {}
-        self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_FLOWS)
+        self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_SESSIONS)
         self._numbers = self._tickets = 0
         self.returning = 0.0
         """Share of the last requests that an idle session came back with"""

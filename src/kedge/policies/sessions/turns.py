@@ -76,6 +76,11 @@ class TurnEnd:
 NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
 
 
+MAX_SESSIONS = 8192
+"""Sessions, and agents and runs of workflows, of which something is remembered: the one that was active longest ago is
+forgotten first"""
+MAX_CLASSES = 1024
+"""Kinds of idle times, clients, and sessions of one tenant with hints that stand, likewise"""
 Chain = Sequence[Hashable]
 """Prefix hashes of the full blocks of a prompt, first block first."""
 BACK = (1, 2, 4)

@@ -11,6 +11,8 @@ from kedge.decisions import first_decision, pick_of
 from kedge.guard import DecisionKind
 from kedge.types import Completion, TokenLogprob
 
+COMPARED_TOKENS = 32
+"""First tokens of an answer that are compared, a bound on what a check costs"""
 TOP = 20
 """Most likely tokens of each position whose probabilities are compared"""
 FLOOR = 1e-9

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import isinf
+from math import inf, isinf
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from kedge.guard import (
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.fidelity import CHECKED, LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import (
+    ALPHA,
     Errors,
     GuardRecord,
     SentinelFinding,
@@ -39,6 +40,17 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
+MAX_AGENTS = 4096
+"""Placeholders of agents that are watched at once, a bound for memory; the one used longest ago starts anew"""
+SENTINELS = 2
+"""Translated tokens of every value that the model computes as well in an agent's first calls and in a random share of
+the others. Where they are off by more than `MAX_SENTINEL_ERROR` in the mean, the prompt is computed before its first
+token. In other calls of an agent whose values are translated whole, one token each of two values, which both have to be
+off"""
+MAX_SENTINEL_ERROR = 0.5
+"""Highest mean relative error of a call's sentinel tokens: the norm of the difference over that of the computed keys or
+values. At 1 they say nothing of what was computed. Of one token each of two values: the highest error of each, and half
+of their highest mean"""
 TRIED = 0.5
 """Share of the calls with something withheld that are tried with it translated. From the others the anchors learn: a
 trial with what was learned from the very same call would always be clean."""
@@ -107,7 +119,7 @@ class QualityGuard:
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        most, owner = settings.max_agents, _tenant
+        most, owner = MAX_AGENTS, _tenant
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""
@@ -145,11 +157,11 @@ class QualityGuard:
         watched = self._watched({key.placeholder: records.get(key) for key in keys})
         rung, is_proving = None, not isinf(budget := self.budget(request))
         if is_proving:
-            rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, self._settings.alpha)
+            rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, ALPHA)
         if mode is GuardMode.SHADOW or (is_proving and rung is None):
             withheld, rung = frozenset((EVERYTHING,)), LEARNING if is_proving else None
         ordered = replace(request.guard, withheld=withheld, rung=rung, epoch=epoch)
-        return replace(ordered, sentinels=self._settings.sentinels, watched=watched)
+        return replace(ordered, sentinels=SENTINELS, watched=watched)
 
     def budget(self, request: GenerateRequest) -> float:
         """Return the mean divergence that a request's agent may have; infinite: any, without proof."""
@@ -198,7 +210,7 @@ class QualityGuard:
             serving = proof.serving.use(budget, Serving)
             if serving.calls < CHECKED or serving.suspicion:
                 return 1.0
-            near = max(near, proof.nearness(budget, self._settings.alpha))
+            near = max(near, proof.nearness(budget, ALPHA))
         share = self._settings.share * (1 + (MORE - 1) * near)
         return min(1.0, share) * self._worth.get(request.workflow_agent, 1.0)
 
@@ -212,13 +224,13 @@ class QualityGuard:
             proof = self._proofs.get(request.workflow_agent)
             if proof is None or isinf(budget := self.budget(request)):
                 return [request.guard.rung] if tried else []
-            return [*proof.to_try(budget, self._settings.alpha)]
+            return [*proof.to_try(budget, ALPHA)]
 
     def needs_control(self, request: GenerateRequest) -> bool:
         """Return whether a trial of a request has to measure what rounding alone makes of its answer."""
         with self._lock:
             proof = self._proofs.get(request.workflow_agent)
-            return proof is None or proof.is_rounded(self.budget(request), self._settings.alpha)
+            return proof is None or proof.is_rounded(self.budget(request), ALPHA)
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""
@@ -245,13 +257,13 @@ class QualityGuard:
         """Take what a request's prompt, with these placeholders translated on rungs, gave beside dense prefill, and
         the `noise` of that alone, if known. On the rungs in `vain` nothing of it was translated after all.
         """
-        budget, alpha = self.budget(request), self._settings.alpha
+        budget = self.budget(request)
         with self._lock:
             if (proof := self._proofs.get(request.workflow_agent)) is None:
                 return
             for placeholder in placeholders:  # so that agents that are never proved are shown too
                 self._records.use(GuardKey(*request.workflow_agent, placeholder), GuardRecord)
-            before = None if isinf(budget) else proof.choose(budget, alpha)
+            before = None if isinf(budget) else proof.choose(budget, ALPHA)
             proof.vain.update(vain)
             if noise is not None:
                 proof.noise.observe(noise)
@@ -259,7 +271,7 @@ class QualityGuard:
                 proof.observe(finding, hash(request.tokens), noise)
             if isinf(budget):
                 return
-            served = proof.choose(budget, alpha)
+            served = proof.choose(budget, ALPHA)
         if served != before:
             names = ["computed" if one is None else RUNGS[one].name for one in (before, served)]
             logger.info("guard: %s/%s: %s -> %s", request.workflow, request.agent, *names)
@@ -287,7 +299,7 @@ class QualityGuard:
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
             usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
             judge = judge_weak if weak else judge_drawn
-            verdict = judge(errors, usual, self._settings.max_sentinel_error)
+            verdict = judge(errors, usual, inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR)
             for name, found in sorted(errors.items()):
                 if verdict.finding is not SentinelFinding.REFUTED:
                     usual[name].observe(fmean(found))
@@ -320,13 +332,13 @@ class QualityGuard:
             return None
         with self._lock:
             proof = self._proofs.get(request.workflow_agent)
-            return proof.note(budget, self._settings.alpha) if proof else None
+            return proof.note(budget, ALPHA) if proof else None
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
-        evidence, alpha = record.evidence, self._settings.alpha
+        evidence = record.evidence
         kinds = ((kind, record.by_kind[kind]) for kind in DecisionKind if kind in record.by_kind)
-        decisions = tuple(DecisionNote(kind, one.checks, one.changed, one.upper(alpha)) for kind, one in kinds)
-        bound = evidence.upper(alpha)
+        decisions = tuple(DecisionNote(kind, one.checks, one.changed, one.upper(ALPHA)) for kind, one in kinds)
+        bound = evidence.upper(ALPHA)
         return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound, decisions)
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
@@ -336,7 +348,7 @@ class QualityGuard:
             note, fidelity = self._note(key, record), None
             with self._lock:
                 if (proof := self._proofs.get(WorkflowAgent(*key[:3]))) and proof.serving:
-                    fidelity = proof.note(next(reversed(proof.serving)), self._settings.alpha)
+                    fidelity = proof.note(next(reversed(proof.serving)), ALPHA)
             entry: dict[str, object] = {
                 "workflow": key.workflow,
                 "agent": key.agent,

@@ -21,6 +21,12 @@ from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.settings import GuardSettings
 
+ALPHA = 0.05
+"""Probability with which an agent within its limit is switched off all the same, over any number of looks: the usual
+level of a test"""
+TRIALS = 8
+"""Checks in a row without a change by which a suspect agent is translated again; `AFTER_BREACH` times as many after it
+was switched off, and twice as many every further time"""
 SETTLED = 8
 """Calls with sentinel tokens before any error counts as unusual"""
 FORGET = 0.02
@@ -273,15 +279,15 @@ class GuardRecord:
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
             self.state = GuardState.ON
-        elif self.evidence.exceeds(settings.max_changed, _spent(settings.alpha, self._restarts)):
-            self._breach(settings)
+        elif self.evidence.exceeds(settings.max_changed, _spent(ALPHA, self._restarts)):
+            self._breach()
         elif self.withheld:
             self._streak = 0 if seen.changed else self._streak + 1
             if self._streak >= self._needed:
                 self._restart(GuardState.CANARY)
         elif seen.changed and self.evidence.share > settings.max_changed:
-            self._suspect(settings, seen.kl)
-        elif self.evidence.is_below(settings.max_changed, settings.alpha):
+            self._suspect(seen.kl)
+        elif self.evidence.is_below(settings.max_changed, ALPHA):
             self.state = GuardState.ON
 
     def read_sentinels(self, settings: GuardSettings, *, refuted: bool) -> None:
@@ -289,21 +295,21 @@ class GuardRecord:
         are discarded once more readings do than answers may change: two by chance are far apart.
         """
         self.refutations.observe(refuted)
-        if refuted and self.refutations.exceeds(settings.max_changed, _spent(settings.alpha, self.epoch)):
-            self._breach(settings)
+        if refuted and self.refutations.exceeds(settings.max_changed, _spent(ALPHA, self.epoch)):
+            self._breach()
         elif refuted:
-            self._suspect(settings)
+            self._suspect()
 
-    def _suspect(self, settings: GuardSettings, kl: float = 0.0) -> None:
+    def _suspect(self, kl: float = 0.0) -> None:
         self.suspicions += 1
         self._restart(GuardState.SHADOW)
-        self.kl, self.withheld, self._needed = kl, True, settings.trials
+        self.kl, self.withheld, self._needed = kl, True, TRIALS
 
-    def _breach(self, settings: GuardSettings) -> None:
+    def _breach(self) -> None:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
         self.withheld, self.refutations = True, ChangeEvidence()
-        self._needed = min(MAX_TRIALS, settings.trials * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
+        self._needed = min(MAX_TRIALS, TRIALS * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
 
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False

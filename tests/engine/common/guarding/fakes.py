@@ -30,7 +30,7 @@ from tests.reuse.guard.answers import answer, position
 
 GOOD = position({1: 0.9, 2: 0.1})
 BAD = position({2: 0.9, 1: 0.1})
-EAGER = GuardSettings(share=1.0, trials=3)
+EAGER = GuardSettings(share=1.0)
 """Checks every call."""
 AS_SET = GuardOrders()
 

@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 
+from kedge.engine.common.guarding import check as check_module
 from kedge.engine.common.guarding.check import MAX_PICK_TOKENS, Check, dense_check, translated_placeholders, trial
 from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, mean_divergence
-from kedge.settings import GuardSettings
 from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, TokenLogprob, TurnHints
 from tests.engine.common.guarding.fakes import BAD, GOOD, request, spans_of
 from tests.reuse.guard.answers import answer, position
 
-SETTINGS = GuardSettings(tokens=3)
 ASKED = replace(
     request("a", "b", temperature=0.7, seed=3, max_tokens=500, grammar="start: /x/"),
     produces=SampleId.parse("agent_solver@0"), trail=(1, 2), turn=TurnHints("session"), is_plain=True, tool_mark="<t>",
     guard=GuardOrders(withheld=frozenset("ab"), epoch=4),
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def three_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "COMPARED_TOKENS", 3)
+
 
 NO_TRACE = (None, (), TurnHints(), False, "")
 
@@ -33,7 +38,7 @@ def served(*names: str, first: TokenLogprob = GOOD) -> Completion:
 
 def dense(asked: GenerateRequest, done: Completion, rungs: Sequence[int] = ()) -> tuple[Check, GenerateRequest]:
     """A check by dense prefill, and its first request."""
-    check = dense_check(asked, done, SETTINGS, rungs)
+    check = dense_check(asked, done, rungs)
     return check, check.requests[0]
 
 
@@ -49,7 +54,7 @@ def test_a_dense_check_computes_the_whole_prompt_and_leaves_no_trace() -> None:
 
 
 def test_a_trial_translates_one_withheld_placeholder_with_the_anchors_of_now() -> None:
-    check = trial(ASKED, served(), SETTINGS, "a", [2])
+    check = trial(ASKED, served(), "a", [2])
     (again,) = check.requests
     assert again.reuse is ReuseMode.TRANSLATE and check.run == ASKED.run_key
     orders = GuardOrders(
@@ -60,7 +65,7 @@ def test_a_trial_translates_one_withheld_placeholder_with_the_anchors_of_now() -
 
 
 def test_a_trial_of_everything_is_one_request_for_every_rung_and_a_control() -> None:
-    check = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 2])
+    check = trial(ASKED, served(), EVERYTHING, [0, 2])
     *rungs, control = check.requests
     assert [one.guard.rung for one in rungs] == [0, 2]
     assert len({one.request_id for one in (ASKED, *check.requests)}) == 4
@@ -69,8 +74,8 @@ def test_a_trial_of_everything_is_one_request_for_every_rung_and_a_control() -> 
         ReuseMode.EXACT, GuardOrders(GuardMode.OFF), ASKED.prompt_tokens - 1,
     )  # fmt: skip
     assert (control.workflow, control.agent, control.run) == ("", "", "")
-    assert len(trial(ASKED, served(), SETTINGS, EVERYTHING, [None]).requests) == 1, "nothing is proved by it"
-    assert len(trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 2], has_control=False).requests) == 2
+    assert len(trial(ASKED, served(), EVERYTHING, [None]).requests) == 1, "nothing is proved by it"
+    assert len(trial(ASKED, served(), EVERYTHING, [0, 2], has_control=False).requests) == 2
     for one in rungs:
         assert not one.guard.withheld and one.guard.left_out and one.guard.held_out and one.guard.epoch == 4
         assert one.exact_limit == 1 and one.run == ASKED.run
@@ -109,7 +114,7 @@ def test_an_answer_that_may_decide_something_is_given_freely(asked: GenerateRequ
     assert not again.sampling.ignore_eos and again.sampling.grammar == asked.sampling.grammar
     sampled = replace(asked, sampling=replace(asked.sampling, temperature=0.7))
     assert dense(sampled, replace(served("a"), text=text))[1].forced, "a sampled answer's decisions are not compared"
-    assert trial(asked, replace(served(), text=text), SETTINGS, EVERYTHING, [1]).requests[-1].forced, "the control"
+    assert trial(asked, replace(served(), text=text), EVERYTHING, [1]).requests[-1].forced, "the control"
 
 
 def test_a_check_that_waits_holds_no_more_of_an_answer_than_is_compared() -> None:
@@ -121,14 +126,14 @@ def test_the_translated_answer_is_compared_with_the_dense_one_whichever_was_serv
     check, _ = dense(ASKED, served("a", "b", first=BAD))
     (seen,) = check.judge([served()])
     assert seen.names == ("a", "b") and seen.comparison.changed and seen.is_served and seen.finding is None
-    (seen,) = trial(ASKED, served(), SETTINGS, "a", [None]).judge([served("a", first=BAD)])
+    (seen,) = trial(ASKED, served(), "a", [None]).judge([served("a", first=BAD)])
     assert seen.names == ("a",) and seen.comparison.changed and seen.is_served and seen.finding is None
 
 
 def test_every_rung_gives_a_finding_beside_what_is_dense() -> None:
     """With the share that it computes of what the served call did not have from the cache."""
     far, near = served("a", "b", first=BAD), served("a")
-    seen = trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 3]).judge([far, near, served()])
+    seen = trial(ASKED, served(), EVERYTHING, [0, 3]).judge([far, near, served()])
     found = [one.finding for one in seen]
     assert not any(one.is_served for one in seen) and [one and one.rung for one in found] == [0, 3]
     assert found[0] is not None and found[0].divergence == seen[0].comparison.kl > 0.1
@@ -143,15 +148,15 @@ def test_every_rung_gives_a_finding_beside_what_is_dense() -> None:
 
 @pytest.mark.parametrize("again", [served(), served("b"), replace(served("a"), logprobs=())])
 def test_a_trial_in_which_nothing_was_translated_or_read_shows_nothing(again: Completion) -> None:
-    assert trial(ASKED, served(), SETTINGS, "a", [1]).judge([again]) == []
+    assert trial(ASKED, served(), "a", [1]).judge([again]) == []
 
 
 def test_a_rung_on_which_nothing_is_translated_shows_nothing() -> None:
-    assert trial(ASKED, served(), SETTINGS, EVERYTHING, [0, 1]).judge([served(), served(), served()]) == []
+    assert trial(ASKED, served(), EVERYTHING, [0, 1]).judge([served(), served(), served()]) == []
 
 
 def test_the_noise_of_rounding_is_the_divergence_of_the_control() -> None:
-    check, near = trial(ASKED, served(), SETTINGS, EVERYTHING, [0]), position({1: 0.91, 2: 0.09})
+    check, near = trial(ASKED, served(), EVERYTHING, [0]), position({1: 0.91, 2: 0.09})
     noise = check.noise([served("a"), served(first=near)])
     assert noise is not None and noise == mean_divergence(check.served, served(first=near)) and 0 < noise < 0.001
     assert check.noise([served("a"), served(first=BAD)]) is None, "no rounding is so far off"

@@ -28,7 +28,7 @@ class Bench:
     """A check thread whose requests end when the test lets them."""
 
     def __init__(self, **settings: object) -> None:
-        self.settings = GuardSettings(**{"budget": 0.5, "max_pending": 4, **settings})
+        self.settings = GuardSettings(**{"budget": 0.5, **settings})
         self.under_way: list[tuple[GenerateRequest, TokenStream]] = []
         self.begun = threading.Semaphore(0)
         self.judged: list[Check] = []
@@ -58,9 +58,7 @@ class Bench:
         if size != asked.prompt_tokens:
             asked = GenerateRequest((Segment((1,) * size, "p0"), *asked.segments[1:2]), asked.sampling, asked.reuse)
         done = answer(GOOD)
-        check = (
-            dense_check(asked, done, self.settings, []) if dense else trial(asked, done, self.settings, tried, rungs)
-        )
+        check = dense_check(asked, done, []) if dense else trial(asked, done, tried, rungs)
         self.checks.add(check)
         return check
 
@@ -86,9 +84,11 @@ def answered(reason: FinishReason) -> Completion:
 
 
 @contextmanager
-def bench(**settings: object) -> Iterator[Bench]:
+def bench(max_pending: int = 4, **settings: object) -> Iterator[Bench]:
     made = Bench(**settings)
-    yield made
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(guarded_calls, "MAX_PENDING", max_pending)
+        yield made
     made.checks.stop()
     while made.under_way:
         made.finish(FinishReason.CANCELLED)

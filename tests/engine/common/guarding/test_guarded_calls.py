@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kedge.engine.common.guarding import guarded_calls
 from kedge.errors import GenerationFailed
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders
 from kedge.reuse.guard.guard import QualityGuard
+from kedge.reuse.guard.record import TRIALS
 from kedge.types import FinishReason, ReuseMode, Source, TokenDelta, TokenLogprob
-from tests.engine.common.guarding.fakes import EAGER, FakeEngine, request
+from tests.engine.common.guarding.fakes import FakeEngine, request
 
 
 def wrong(engine: FakeEngine, count: int, *names: str) -> int:
@@ -31,7 +33,7 @@ def test_a_fault_is_off_after_one_changed_answer_and_earns_its_way_back() -> Non
     assert engine.state()["withheld"] and engine.state()["breaches"]
     engine.faulty = frozenset()
     calls = next(n for n in range(1, 2000) if engine.ask(request()).receipt.translated)
-    assert calls >= EAGER.trials and engine.state()["state"] == "canary"
+    assert calls >= TRIALS and engine.state()["state"] == "canary"
     engine.close()
 
 
@@ -169,8 +171,9 @@ def test_a_run_ends_after_its_trials_and_before_the_next_of_its_name() -> None:
     engine.close()
 
 
-def test_32_clients_at_once() -> None:
-    engine = FakeEngine(settings=EAGER.model_copy(update={"max_pending": 8}), faulty=frozenset("b"))
+def test_32_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_calls, "MAX_PENDING", 8)
+    engine = FakeEngine(faulty=frozenset("b"))
 
     def client(number: int) -> int:
         agent, wrong = f"agent-{number % 4}", 0

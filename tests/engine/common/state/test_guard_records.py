@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kedge.engine.common.state.files import SUFFIX
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import DecisionKind
+from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import GuardSettings
@@ -72,9 +75,10 @@ def test_unchanged_records_are_not_written_again(tmp_path: Path) -> None:
         assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob(f"*{SUFFIX}")} == before
 
 
-def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path) -> None:
+def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "MAX_AGENTS", 1)
     saved_by_one(tmp_path, "a", "b")
-    with engine(max_agents=1) as other:
+    with engine() as other:
         other.load(tmp_path)
         assert [one["workflow"] for one in guard_of(other).stats()] == ["b"]
 

@@ -13,6 +13,7 @@ from kedge.engine.common.state.folder import StateFolder
 from kedge.engine.common.state.snapshot import GuardFolder
 from kedge.errors import ConfigError, StateRefused
 from kedge.guard import GuardState
+from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import GuardSettings
 from tests.engine.common.state.test_guard_records import CHANGED, asked
@@ -80,9 +81,10 @@ def test_damage_and_what_is_no_record_of_a_guard_lose_nothing_else(tmp_path: Pat
         assert [damage.name for damage in state.load().damaged] == [record("pool", 1).name]
 
 
-def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path) -> None:
+def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "MAX_AGENTS", 1)
     save(tmp_path, "a", "b")
-    small = guard(max_agents=1)
+    small = guard()
     with opened(tmp_path, small) as state:
         state.load()
     assert [one["workflow"] for one in small.stats()] == ["b"]

@@ -81,8 +81,7 @@ def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_pat
     [
         {"family": "qwen2"},
         {"family": "yarn"},
-        {"anchors": AnchorSettings(**OPEN, match_dim=8)},
-        {"anchors": AnchorSettings(**OPEN, estimator="interpolate", criterion="entropy")},
+        {"anchors": AnchorSettings(**OPEN, estimator="interpolate")},
         {"dtype": "bfloat16"},
     ],
     ids=str,

@@ -102,7 +102,7 @@ def test_answers_are_those_of_transformers_with_and_without_exact_reuse(name: st
 def test_a_hostile_and_a_cancelled_request_change_no_other(name: str) -> None:
     model = model_of(name)
     expected = greedy(model, prompt(1, 70), 16)
-    with engine_of(model, max_batch_tokens=32, num_blocks=40) as engine:
+    with engine_of(model, max_batch_tokens=32, kv_memory="40 blocks") as engine:
         streams = [engine.submit(plain(prompt(1, 70), max_tokens=16)) for _ in range(3)]
         cancelled = engine.submit(plain(prompt(4, 90), max_tokens=400))
         with pytest.raises(RequestError):

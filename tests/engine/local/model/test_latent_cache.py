@@ -179,7 +179,7 @@ def test_answers_stay_right_in_a_full_pool_beside_cancelled_requests(name: str) 
     one = model(name)
     prompts = [prompt(i % 3, 60 + 9 * i) for i in range(8)]
     wanted = [greedy(one, asked, 12) for asked in prompts]
-    with engine_of(one, num_blocks=20, max_batch_tokens=48, **SETTINGS) as engine:
+    with engine_of(one, kv_memory="20 blocks", max_batch_tokens=48, **SETTINGS) as engine:
         for mode in (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.EXACT):
             streams = [engine.submit(plain(asked, mode, max_tokens=12)) for asked in prompts]
             lost = [engine.submit(plain(prompt(20 + i, 100), mode, max_tokens=200)) for i in range(4)]

@@ -37,8 +37,8 @@ def test_kv_comes_back_from_the_host(name: str) -> None:
     model = model_of(name)
     asked = [prompt(i, 100) for i in range(4)]
     wanted = [greedy(model, one, 8) for one in asked]
-    tiers = TierSettings(host_blocks=100, backup_hits=0, policy="lru")
-    with engine_of(model, num_blocks=16, tiers=tiers) as engine:
+    tiers = TierSettings(host_memory="100 blocks", backup_hits=0, policy="lru")
+    with engine_of(model, kv_memory="16 blocks", tiers=tiers) as engine:
         for again in range(2):
             for one, answer in zip(asked, wanted, strict=True):
                 done = engine.submit(plain(one, max_tokens=8)).result(60)

@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(model: Path) -> VLLMEngine:
     own = {"max_model_len": 1280, "num_gpu_blocks_override": 48, "max_num_seqs": 8, "max_num_batched_tokens": 1280}
-    settings = EngineSettings(backend="vllm", tiers={"host_blocks": 256}, planner={"by_cost": False}, vllm=own)
+    settings = EngineSettings(backend="vllm", tiers={"host_memory": "256 blocks"}, planner={"by_cost": False}, vllm=own)
     return VLLMEngine(model, settings)
 
 

@@ -86,7 +86,7 @@ def engine(
     config = {
         "backend": "vllm", "vllm": own, "planner": {"by_cost": False},
         "guard": {"share": 1.0, "budget": 1.0, "tokens": 4},
-        "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0, "match_layer": 1},
+        "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0},
     }  # fmt: skip
     with VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
         yield built

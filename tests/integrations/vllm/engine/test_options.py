@@ -72,7 +72,7 @@ def test_a_gguf_file_is_converted_to_the_dtype_that_vllm_computes_in() -> None:
 
 
 def test_settings_without_a_meaning_are_refused_unless_left_at_their_defaults() -> None:
-    refuse_foreign(EngineSettings(backend="vllm", tiers=TierSettings(host_blocks=5)))
+    refuse_foreign(EngineSettings(backend="vllm", tiers=TierSettings(host_memory="5 blocks")))
     for section, names in FOREIGN.items():
         owner = type(getattr(EngineSettings(), section)) if section else EngineSettings
         for name in names:
@@ -88,9 +88,9 @@ def test_the_plugin_gets_its_sections_and_reads_them() -> None:
     from kedge.integrations.vllm.plugin.settings import PluginSettings
 
     own = {"max_captures": 2, "max_lanes": 7}
-    config = EngineSettings(backend="vllm", tiers={"host_blocks": 5}, anchors={"capacity": 3}, vllm=own)
+    config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3}, vllm=own)
     read = PluginSettings.model_validate(plugin_settings(config))
-    assert (read.tiers.host_blocks, read.anchors.capacity, read.max_captures, read.max_lanes) == (5, 3, 2, 7)
+    assert (read.tiers.host_memory, read.anchors.capacity, read.max_captures, read.max_lanes) == ("5 blocks", 3, 2, 7)
 
 
 def test_a_variable_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

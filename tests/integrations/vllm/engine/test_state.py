@@ -46,7 +46,7 @@ def engine(model: Path, state: Path) -> VLLMEngine:
     own = {"max_model_len": 384, "num_gpu_blocks_override": 16, "max_num_seqs": 4}  # prompts evict one another
     settings = EngineSettings(
         backend="vllm",
-        anchors={"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0, "match_layer": 1},
+        anchors={"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0},
         planner={"by_cost": False},
         guard={"mode": "off"},
         vllm=own,

@@ -60,7 +60,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.tier = 0.0, Tier()
         monkeypatch.setattr(host_loads, "time", SimpleNamespace(monotonic=lambda: self.now))
-        settings = TierSettings(host_blocks=10, copy_jobs=2, max_wait=10.0)
+        settings = TierSettings(host_memory="10 blocks")
         prompts: Any = SimpleNamespace(prompts={}, steps={})
         self.policy = HostLoads(self.tier, prompts, SimpleNamespace(), settings, SIZE)  # type: ignore[arg-type]
         self.requests = [RequestLoad(self.request(name), owner=name) for name in "abc"]
@@ -84,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_loads_go_in_the_order_of_service_and_only_the_first_may_evict_what_is_needed_sooner(world: World) -> None:
     assert world.step("bca") == "bca"
-    assert world.tier.loaded == [("b0", True), ("c0", False)], "as many at once as `copy_jobs`"
+    assert world.tier.loaded == [("b0", True), ("c0", False)], "as many at once as `COPY_JOBS`"
     world.tier.under_way.clear()
     assert world.step("a") == "a" and world.tier.loaded[2:] == [("a0", True)]
 

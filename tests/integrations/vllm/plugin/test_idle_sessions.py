@@ -15,6 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kedge.cache import Copy
+from kedge.integrations.vllm.plugin import host_loads
 from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix, leading_blocks, replace_queue
 from kedge.integrations.vllm.plugin.host_loads import IdleSessions
 from kedge.integrations.vllm.plugin.host_tier import HostTier
@@ -44,7 +45,7 @@ class Engine:
         self.queue = replace_queue(self.pool, POLICY, whole_sets=True)
         self.tier = HostTier(self.pool, HOST, POLICY, 1)
         self.tier.load_pays = lambda _: self.pays  # type: ignore[method-assign]
-        self.settings = TierSettings(host_blocks=HOST, **tiers)
+        self.settings = TierSettings(host_memory=f"{HOST} blocks", **tiers)
         self.trusted = self.pays = True
         self.idle = IdleSessions(self.tier, self.settings, lambda: self.trusted)
         self.queue.on_evicted = self.idle.on_evicted
@@ -161,8 +162,9 @@ def test_nothing_is_loaded_that_does_not_pay_or_while_lru_rules() -> None:
     assert engine.prefetch() == []
 
 
-def test_prefetches_are_off_with_a_window_below_zero() -> None:
-    engine = Engine(prefetch_window=-1)
+def test_prefetches_are_off_with_a_window_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_loads, "PREFETCH_WINDOW", -1.0)
+    engine = Engine()
     engine.turn("c", 4, 0.0)
     engine.evict()
     engine.set_step("c", 0.5)
@@ -243,7 +245,7 @@ class Prefetches(RuleBasedStateMachine):
         engine = self.engine
         for name, hashes in engine.idle._histories.items():
             step = engine.steps.get(str(name), math.inf)
-            if not (step >= 0 and is_within(step, engine.settings.prefetch_window)):
+            if not (step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW)):
                 continue
             if name in SHARING:
                 continue

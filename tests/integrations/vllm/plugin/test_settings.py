@@ -33,7 +33,7 @@ def test_nothing_is_recomputed_inside_a_prompt() -> None:
     [
         ({"tier": {}}, "kv_connector_extra_config.tier"),
         ({"tiers": 5}, "engine.tiers"),
-        ({"tiers": {"prefetch_jobs": -1}}, "engine.tiers.prefetch_jobs"),
+        ({"tiers": {"backup_hits": -1}}, "engine.tiers.backup_hits"),
         ({"reuse": "sometimes"}, "kv_connector_extra_config.reuse"),
         ({"max_captures": 0}, "kv_connector_extra_config.max_captures"),
         ({"forecast_ttl": 0}, "kv_connector_extra_config.forecast_ttl"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kedge.decisions import PROSE, first_decision
 from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import (
+    COMPARED_TOKENS,
     TOP,
     AnswerDecisions,
     DecisionComparison,
@@ -17,7 +18,6 @@ from kedge.reuse.guard.comparison import (
 )
 from kedge.reuse.guard.fidelity import FAR, RungFinding
 from kedge.reuse.layout import Placed, layout
-from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
     Completion,
@@ -119,13 +119,13 @@ class Check:
         return ComparedWay(names, DecisionComparison(changes, divergence), finding, is_served)
 
 
-def dense_check(request: GenerateRequest, served: Completion, settings: GuardSettings, rungs: Sequence[int]) -> Check:
+def dense_check(request: GenerateRequest, served: Completion, rungs: Sequence[int]) -> Check:
     """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either, and
     belongs to no agent: what is expected of that one is not its concern. `rungs` are tried beside.
     """
-    again = _untranslated(_again(request, served, settings), ReuseMode.OFF)
-    others = [_tried(request, served, settings, EVERYTHING, rung) for rung in rungs]
-    return _check(request, served, [again, *others], settings)
+    again = _untranslated(_again(request, served), ReuseMode.OFF)
+    others = [_tried(request, served, EVERYTHING, rung) for rung in rungs]
+    return _check(request, served, [again, *others])
 
 
 def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
@@ -136,7 +136,6 @@ def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
 def trial(
     request: GenerateRequest,
     served: Completion,
-    settings: GuardSettings,
     tried: str,
     rungs: Sequence[int | None],
     *,
@@ -146,43 +145,38 @@ def trial(
     translated now, on each of the `rungs`. Where all are, a control is forced to the same answer over the KV that it
     was drawn from: in 16 bits already the order of additions changes an answer, by as much as a good translation.
     """
-    again = [_tried(request, served, settings, tried, rung) for rung in rungs]
+    again = [_tried(request, served, tried, rung) for rung in rungs]
     if has_control and tried == EVERYTHING and None not in rungs:
-        again.append(_untranslated(_again(request, served, settings, is_free=False), ReuseMode.EXACT))
-    return _check(request, served, again, settings, tried)
+        again.append(_untranslated(_again(request, served, is_free=False), ReuseMode.EXACT))
+    return _check(request, served, again, tried)
 
 
-def _tried(
-    request: GenerateRequest, served: Completion, settings: GuardSettings, tried: str, rung: int | None
-) -> GenerateRequest:
+def _tried(request: GenerateRequest, served: Completion, tried: str, rung: int | None) -> GenerateRequest:
     withheld = frozenset[str]() if tried == EVERYTHING else request.guard.withheld - {tried}
     orders = replace(
         request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, left_out=True,
         held_out=True,
     )  # fmt: skip
-    return replace(_again(request, served, settings), guard=orders)
+    return replace(_again(request, served), guard=orders)
 
 
 def _check(
     request: GenerateRequest,
     served: Completion,
     again: Sequence[GenerateRequest],
-    settings: GuardSettings,
     tried: str = "",
 ) -> Check:
     """Return a check that holds no more of an answer than a comparison reads: it may have to wait."""
     decisions = AnswerDecisions.of(served.text, request.guard.pick, is_whole=True)
-    kept = replace(served, text="", tokens=(), logprobs=served.logprobs[: settings.tokens], prompt_logprobs=())
+    kept = replace(served, text="", tokens=(), logprobs=served.logprobs[:COMPARED_TOKENS], prompt_logprobs=())
     return Check(request, kept, tuple(again), tried, decisions)
 
 
-def _again(
-    request: GenerateRequest, served: Completion, settings: GuardSettings, *, is_free: bool = True
-) -> GenerateRequest:
+def _again(request: GenerateRequest, served: Completion, *, is_free: bool = True) -> GenerateRequest:
     """Return a request for the answer once more: forced to the tokens that were served, unless it says something about
     decisions, which a free answer shows, and may be free.
     """
-    limit = max(1, min(settings.tokens, len(served.logprobs)))
+    limit = max(1, min(COMPARED_TOKENS, len(served.logprobs)))
     forced: Tokens = served.tokens[:limit]
     decides = request.guard.pick or request.tool_mark or first_decision(served.text) != PROSE
     if is_free and decides and not request.sampling.temperature:

@@ -23,7 +23,7 @@ from kedge.engine.common.guarding.check import Check, by_placeholder, dense_chec
 from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.reuse.guard.comparison import TOP
+from kedge.reuse.guard.comparison import COMPARED_TOKENS, TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
 from kedge.reuse.guard.record import SentinelFinding
@@ -45,6 +45,8 @@ End = Callable[[], None]
 GRACE, PATIENCE = 0.02, 5.0
 """Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
 milliseconds, and what a check took beside many requests says nothing of an idle engine"""
+MAX_PENDING = 16
+"""Checks that may wait, a bound for memory; beyond it the oldest is dropped"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 WATCHING = 0.5
@@ -115,7 +117,7 @@ def _carry_out(end: End | None) -> None:
 
 
 class CheckThread:
-    """The checks of one engine, bounded: beyond `max_pending` the oldest one is dropped of the agent with the most,
+    """The checks of one engine, bounded: beyond `MAX_PENDING` the oldest one is dropped of the agent with the most,
     of the tenant with the most.
     Any thread may call.
     """
@@ -166,7 +168,7 @@ class CheckThread:
             self._waiting.append(check)
             self._ends.hold(check.run)
             dropped = []
-            if len(self._waiting) > self._settings.max_pending:
+            if len(self._waiting) > MAX_PENDING:
                 agents = Counter(check.of.workflow_agent for check in self._waiting)
                 tenants = Counter(check.of.tenant for check in self._waiting)
                 held = [(tenants[one.of.tenant], agents[one.of.workflow_agent]) for one in self._waiting]
@@ -395,7 +397,7 @@ class GuardedCalls:
 
     def watched_tokens(self, asked: GenerateRequest) -> int | None:
         """Return of how many tokens of a checked answer log-probabilities are needed; None: of all."""
-        return self._settings.tokens if asked.logprobs is None else None
+        return COMPARED_TOKENS if asked.logprobs is None else None
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
         """Return the agents' states with their evidence, of the namespaces that `owns` picks, and counts of checks."""
@@ -436,10 +438,10 @@ class GuardedCalls:
                 rungs = self.guard.to_try(served, call.tried) if call.is_checked else []
                 if call.tried and rungs:
                     has_control = self.guard.needs_control(served)
-                    self.checks.add(trial(served, done, self._settings, call.tried, rungs, has_control=has_control))
+                    self.checks.add(trial(served, done, call.tried, rungs, has_control=has_control))
                 elif call.is_checked and names:
                     beside = [one for one in rungs if one is not None]
-                    self.checks.add(dense_check(served, done, self._settings, beside))
+                    self.checks.add(dense_check(served, done, beside))
             guard, fidelity = self.guard.notes(served), self.guard.fidelity(served)
             return replace(done, receipt=replace(done.receipt, guard=guard, fidelity=fidelity))
         except Exception:  # an answer is not lost for what the guard makes of it

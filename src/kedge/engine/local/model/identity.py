@@ -35,13 +35,13 @@ def model_digest(runner: ModelRunner) -> Any:
 
 
 def state_identity(runner: ModelRunner, tokenizer: HFTokenizer, anchors: AnchorSettings) -> str:
-    """Return a digest of everything that saved KV depends on: the model, the tokenizer, and the settings of how values
+    """Return a digest of everything that saved KV depends on: the model, the tokenizer, and how values
     are compared.
     """
     digest = model_digest(runner)
     inner = tokenizer.inner
     add(digest, [inner.get_vocab(), inner.special_tokens_map, inner.chat_template])
-    add(digest, anchors.compared)
+    add(digest, anchors.estimator)
     return digest.hexdigest()
 
 

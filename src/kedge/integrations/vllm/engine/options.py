@@ -39,13 +39,11 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "device": "vLLM runs on what it was built for",
         "dtype": _USE_OWN.format("dtype"),
         "block_size": _USE_OWN.format("block_size"),
-        "num_blocks": _USE_OWN.format("num_gpu_blocks_override"),
-        "kv_memory": _USE_OWN.format("gpu_memory_utilization or kv_cache_memory_bytes"),
+        "kv_memory": _USE_OWN.format("gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override"),
         "max_batch_tokens": _USE_OWN.format("max_num_batched_tokens"),
         "max_running": _USE_OWN.format("max_num_seqs"),
     },
-    "tiers": dict.fromkeys(("backup_hits", "copy_jobs", "copy_bytes", "status_aware", "max_skips"), _NO_EFFECT),
-    "learning": {"max_pending": _USE_OWN.format("max_captures")},
+    "tiers": {"backup_hits": _NO_EFFECT},
 }
 """Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
 

@@ -52,6 +52,7 @@ from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
+from kedge.reuse.contracts import MAX_PENDING
 from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings
 
@@ -142,7 +143,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             model, learning = config.model_config, self._settings.learning
             limits = PassLimits(model.max_model_len, model.get_vocab_size(), config.cache_config.block_size)
             lanes.tails.open(*limits)
-            lanes.bases.open(limits, learning.max_base_prefills)
+            lanes.bases.open(limits, MAX_PENDING)
             lanes.base_share = learning.budget
         return lanes
 

@@ -22,7 +22,15 @@ from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.receipts import RequestLoad
 from kedge.policies.eviction import StepView, distance
-from kedge.policies.prefetch import Candidate, is_within, may_replace
+from kedge.policies.prefetch import (
+    COPY_JOBS,
+    MAX_WAIT_S,
+    PREFETCH_JOBS,
+    PREFETCH_WINDOW,
+    Candidate,
+    is_within,
+    may_replace,
+)
 from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
 from kedge.structures.bounded import BoundedDict
@@ -146,7 +154,7 @@ class IdleSessions:
             self._near.pop(session, None)
             if next_run is None:
                 self._drop(session)
-            elif next_run[0] >= 0 and is_within(next_run[0], self._settings.prefetch_window):
+            elif next_run[0] >= 0 and is_within(next_run[0], PREFETCH_WINDOW):
                 self._near[session] = next_run[0]
                 if self._has_left(session):
                     self._consider(session)
@@ -196,9 +204,9 @@ class IdleSessions:
             first, stop = self._tier.extent(hashes)
             if not self._has_left(session) or first == stop or not self._tier.load_pays(stop - first):
                 continue
-            settings, step = self._settings, self._near[session]
-            may_evict = partial(may_replace, step=step, virtual_step=settings.unlabelled_step)
-            if self._tier.load(hashes, Purpose.PREFETCH, session, may_evict, settings.decode_reserve):
+            unlabelled = self._settings.unlabelled_step
+            may_evict = partial(may_replace, step=self._near[session], virtual_step=unlabelled)
+            if self._tier.load(hashes, Purpose.PREFETCH, session, may_evict):
                 slots -= 1
             else:
                 refused.append(session)
@@ -255,7 +263,7 @@ class HostLoads:
         return first, stop - first if self.tier.load_pays(stop - first) else 0
 
     def must_wait(self, load: RequestLoad, computed: int) -> bool:
-        """Return whether a request waits for a load of its next block, and has not waited for `max_wait` yet.
+        """Return whether a request waits for a load of its next block, and has not waited for `MAX_WAIT_S` yet.
 
         The request has KV for its first `computed` tokens.
         """
@@ -279,7 +287,7 @@ class HostLoads:
         """Return whether a request has waited too long for its load, or for room for one: then it computes."""
         now = time.monotonic()
         load.waiting_since = now if load.waiting_since is None else load.waiting_since
-        is_late = now - load.waiting_since > self.settings.max_wait
+        is_late = now - load.waiting_since > MAX_WAIT_S
         load.computes = load.computes or is_late
         return is_late
 
@@ -297,7 +305,7 @@ class HostLoads:
             self._load_ahead(requests)
             self._prefetch()
             if all(one.is_admitted for one in requests):
-                self.idle.start(self.settings.prefetch_jobs - self.tier.prefetching)
+                self.idle.start(PREFETCH_JOBS - self.tier.prefetching)
         return self.tier.take_copies()
 
     def finished(self, history: FinishedHistory) -> None:
@@ -313,11 +321,11 @@ class HostLoads:
         """Order the loads that requests wanted in this step, in the order of service.
 
         The first one's may evict all that is free, as its computing would; the others only what is needed later, and
-        they wait until fewer than `copy_jobs` loads are under way.
+        they wait until fewer than `COPY_JOBS` loads are under way.
         """
         wanting, self._wanting = self._wanting, []
         for place, load in enumerate(wanting):
-            if place and self.tier.loads >= self.settings.copy_jobs:
+            if place and self.tier.loads >= COPY_JOBS:
                 break
             hashes = self._needed(load)
             first, stop = self.tier.extent(hashes)
@@ -343,7 +351,7 @@ class HostLoads:
 
     def _load_ahead(self, requests: Iterable[RequestLoad]) -> None:
         """Load what the next sessions in the queue have on the host, before vLLM looks at them."""
-        slots = self.settings.prefetch_jobs - self.tier.prefetching
+        slots = PREFETCH_JOBS - self.tier.prefetching
         waiting = (one for one in requests if one.owner is not None and not (one.is_admitted or one.is_ahead))
         for load in itertools.islice(waiting, max(0, slots)):
             hashes = self._needed(load)
@@ -357,20 +365,19 @@ class HostLoads:
         settings, candidates = self.settings, list[Candidate[AgentKey]]()
         for key, hashes in self._prompts.prompts.items():
             next_run = self._prompts.steps.get(key)
-            if next_run is None or not is_within(next_run.steps, settings.prefetch_window):
+            if next_run is None or not is_within(next_run.steps, PREFETCH_WINDOW):
                 continue
             # Tails are evicted first, so with its last block on the device all of a prompt is.
             if hashes and not has_end(self.tier.device, hashes):
                 first, stop = self.tier.extent(hashes)
                 candidates.append(Candidate(key, next_run.steps, next_run.probability, stop - first))
-        slots = settings.prefetch_jobs - self.tier.prefetching
+        slots = PREFETCH_JOBS - self.tier.prefetching
         for candidate in sorted(candidates, key=lambda one: one.order):
             if slots <= 0:
                 break
             hashes = self._prompts.prompts[candidate.node]
             may_evict = partial(candidate.may_replace, virtual_step=settings.unlabelled_step)
-            reserve = settings.decode_reserve
-            slots -= self.tier.load(hashes, Purpose.PREFETCH, candidate.node, may_evict, reserve) is not None
+            slots -= self.tier.load(hashes, Purpose.PREFETCH, candidate.node, may_evict) is not None
 
     def on_reports(self, copies: Mapping[int, CopyResult], computed: tuple[int, float]) -> None:
         """Take the workers' results of copies, and how many tokens they computed in how many seconds."""

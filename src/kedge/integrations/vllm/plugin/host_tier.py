@@ -369,21 +369,20 @@ class HostTier:
         purpose: Purpose,
         owner: Owner | None,
         may_evict: Callable[[StepView], bool],
-        reserve: int = 0,
     ) -> BlockTransfer | None:
         """Order the load of what a prompt has on the host only.
 
         Returns None, having changed nothing, where that is nothing, or where the free device blocks and those that
-        `may_evict` accepts, except for `reserve` of them, are too few.
+        `may_evict` accepts are too few.
         """
         first, stop = self.extent(hashes)
         if first == stop:
             return None
         above, needed, sources = self._split(hashes[:stop])
         blocks, targets = len(sources), list[KVCacheBlock]()
-        if sources and self._room(self.device, blocks + reserve, may_evict) == blocks + reserve:
+        if sources and self._room(self.device, blocks, may_evict) == blocks:
             hold_blocks(self.device, above)
-            if self._room(self.device, blocks + reserve, may_evict) == blocks + reserve:
+            if self._room(self.device, blocks, may_evict) == blocks:
                 targets = take_blocks(self.device, blocks)
             else:
                 free_blocks(self.device, above)

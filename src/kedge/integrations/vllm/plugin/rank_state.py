@@ -153,14 +153,14 @@ def rank_identity(config: VllmConfig, like: KVSegment, anchors: AnchorSettings) 
             "head_dim": head_dim,
             "rank": get_tensor_model_parallel_rank(),
             "ranks": get_tensor_model_parallel_world_size(),
-            "anchors": anchors.compared,
+            "anchors": anchors.estimator,
         }
     )
 
 
 def guard_identity(config: VllmConfig, anchors: AnchorSettings) -> str:
     """Return what saved records of the quality guard depend on. Raises `ConfigError` as `rank_identity` does."""
-    return identity_of({"backend": "vllm", "model": model_digest(config), "anchors": anchors.compared})
+    return identity_of({"backend": "vllm", "model": model_digest(config), "anchors": anchors.estimator})
 
 
 def model_digest(config: VllmConfig) -> str:

@@ -16,8 +16,8 @@ from kedge.settings import (
     QuotaSettings,
     SettingsSection,
     TierSettings,
+    VllmSettings,
 )
-from kedge.settings.sections import DEFAULT_CAPTURES, DEFAULT_LANES
 from kedge.types import ReuseMode
 
 OTHERS = "*"
@@ -44,11 +44,10 @@ class PluginSettings(SettingsSection):
     planner: PlannerSettings = PlannerSettings()
     """Without lanes only `min_translated` and `by_cost` count: nothing in the middle of a prompt is computed then."""
     learning: LearningSettings = LearningSettings()
-    """`max_captures` takes the place of `max_pending`."""
     discovery: DiscoverySettings = DiscoverySettings()
-    max_captures: PositiveInt = DEFAULT_CAPTURES
+    max_captures: PositiveInt = VllmSettings().max_captures
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
-    max_lanes: NonNegativeInt = DEFAULT_LANES
+    max_lanes: NonNegativeInt = VllmSettings().max_lanes
     """As `engine.vllm.max_lanes`."""
     state: Path | None = None
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""

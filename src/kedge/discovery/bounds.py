@@ -1,0 +1,19 @@
+"""Bounds of what is remembered of a namespace, so that nobody fills the memory: what is oldest is forgotten first."""
+
+MAX_AGENTS = 1024
+"""Agents, runs, examples of prompts, and attempts to learn a template"""
+MAX_VALUES = 8192
+"""Values and their kinds, texts of runs, ends of prompts, and requests without an answer yet"""
+MAX_BLOCKS = 1 << 16
+"""Blocks that prompts begin with, and labels of values"""
+MAX_OF_ONE = 16
+"""Names and successors of an agent, prompts in a row after which it was none, and reasons that are counted alone"""
+MAX_LOOKED_AT = 64
+"""Agents and runs that one look compares, and agents whose templates are reviewed"""
+LEAST_TOKENS = 8
+"""Tokens of a text by which it is told from others, and that make what is in the middle of values fixed text"""
+SHORT = 32
+"""Tokens of a short value, such as a time or a name; a difference between prompts, or a saving, is worth a word from as
+many on"""
+EXAMPLES = 3
+"""Prompts that differ from which a template is learned, and ways to go on from a beginning that make it an agent's"""
