@@ -171,7 +171,7 @@ class PlannerSettings(SettingsSection):
     answers, and what an agent reads right behind the beginning of its prompt); the template behind it is computed, or
     moved from the prompt of the run that computed it first. `always`: anchors serve other values, and templates longer
     than that is worth. `unlearned`: until its anchors are learned. `never`: before that the whole prompt is computed,
-    as in the paper. On vLLM without lanes it is always `never`."""
+    as in the paper."""
 
     by_cost: bool = True
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
@@ -350,7 +350,7 @@ class VllmSettings(SettingsSection):
 
     max_lanes: NonNegativeInt = DEFAULT_LANES
     """Places of a prompt, beside its end, that are computed in one pass; each takes a row of the batch. Of more, the
-    nearest are joined; with 0 a prompt is translated only up to the first token that has to be computed."""
+    nearest are joined; with 0 nothing is translated."""
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -211,5 +211,5 @@ def test_a_preparation_that_fails_is_dropped(
 def test_nothing_is_left_of_it(engine: Driver) -> None:
     writes: PlannedWrites = engine.worker._learner.writes
     engine.run()
-    assert not len(writes) and not len(prepared(engine)) and not engine.side.translations.unfinished
+    assert not len(writes) and not len(prepared(engine)) and not engine.side.translations._candidates
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1

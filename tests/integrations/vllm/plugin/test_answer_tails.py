@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin.held_lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks
+from kedge.integrations.vllm.plugin.lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Segment, Tokens
@@ -50,7 +50,7 @@ class Stage:
         self.held.pool = self.pool
         self.captures: list[Capture] = []
         self.tails = AnswerTails(self.held, self.captures.append)
-        self.tails.open(LIMIT, VOCABULARY, BLOCK)
+        self.tails.open(PassLimits(LIMIT, VOCABULARY, BLOCK))
 
     def end(self, answer: EndedAnswer) -> None:
         """End a request that holds blocks for what it has computed, and frees them."""

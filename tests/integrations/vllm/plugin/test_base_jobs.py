@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kedge.integrations.vllm.plugin.held_lanes import NOTHING, BaseJobs, HeldBlocks, PassLimits
+from kedge.integrations.vllm.plugin.lanes import NOTHING, BaseJobs, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import Namespace

@@ -20,6 +20,8 @@ from transformers import (  # noqa: E402
     MistralConfig,
     Olmo3Config,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
@@ -40,9 +42,9 @@ def config(**changes: Any) -> Any:
         "scheduler_config": {"get_scheduler_cls": lambda: make_scheduler, "async_scheduling": False},
         "parallel_config": {
             "use_ubatching": False, "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "data_parallel_size": 1,
         },
-        "model_config": {"use_mla": False, "uses_mrope": False, "hf_text_config": LlamaConfig()},
+        "model_config": {"use_mla": False, "uses_mrope": False, "hf_text_config": LlamaConfig(), "is_moe": False},
         "kv_transfer_config": {"kv_load_failure_policy": "fail"},
     }  # fmt: skip
     v2 = changes.pop("use_v2_model_runner", False)
@@ -63,7 +65,7 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 def test_everything_is_on_where_it_fits() -> None:
     found = compat.find_features(config(), ONE, 10, 32)
-    assert found == compat.Features(None, None, None, None)
+    assert found == compat.Features(None, None, None)
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,7 @@ def test_windows_are_translated_where_one_group_keeps_what_they_leave_behind(mod
     refused = compat.find_features(given, both, 10, 32).translation
     assert refused and "--disable-hybrid-kv-cache-manager" in refused
     kept = groups(FullAttentionSpec(**SPEC, sliding_window=64))
-    assert compat.find_features(given, kept, 10, 32) == compat.Features(None, None, None, None)
+    assert compat.find_features(given, kept, 10, 32) == compat.Features(None, None, None)
     alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10, 32)
     assert alone.translation == "its KV is a SlidingWindowSpec, not full attention"
 
@@ -178,8 +180,7 @@ def test_too_old_a_version_switches_everything_off(
     assert logged(found, caplog) == [
         f"kedge: {part} is off: vLLM 0.30.1 is too old; must be 0.31 or newer"
         for part in ("eviction", "host", "translation")
-    ], "lanes need no line of their own"
-    assert found.lanes == compat.NO_TRANSLATION
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.99.3+cpu", "1.2.0"])
@@ -188,14 +189,14 @@ def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", version)
     found = compat.find_features(config(), ONE, 10, 32)
-    assert found == compat.Features(None, None, None, None)
+    assert found == compat.Features(None, None, None)
     assert logged(found, caplog) == [
         f"kedge: vLLM {version} is newer than 0.33, the last one tested; what is on was found by its checks"
     ]
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
     monkeypatch.setattr(NewRequestData, "__dataclass_fields__", {})
     found = compat.find_features(config(), ONE, 10, 32)
-    assert found.eviction and found.host and found.lanes and found.translation is None
+    assert found.eviction and found.host and found.translation
 
 
 @pytest.mark.parametrize(
@@ -236,12 +237,10 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 
 def lanes(**changes: Any) -> str | None:
-    found = compat.find_features(config(**changes), ONE, 10, 32)
-    assert found.translation is None, "it goes on, up to the first hole"
-    return found.lanes
+    return compat.find_features(config(**changes), ONE, 10, 32).translation
 
 
-def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_translation_needs_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
     assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
@@ -249,16 +248,21 @@ def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
         reason = lanes(get_scheduler_cls=lambda other=other: other)
         assert reason == "--scheduler-cls is not kedge.integrations.vllm.plugin.scheduler.make_scheduler"
     with caplog.at_level(logging.WARNING):
-        compat.Features(None, None, None, reason).log()
-    assert caplog.messages == [f"kedge: lanes is off: {reason}"]
+        compat.Features(None, None, reason).log()
+    assert caplog.messages == [f"kedge: translation is off: {reason}"]
 
 
-def test_lanes_are_off_where_a_pass_may_be_split() -> None:
+def test_translation_is_off_where_a_pass_may_be_split() -> None:
     assert "microbatching" in (lanes(use_ubatching=True) or "")
 
 
-def test_lanes_can_be_switched_off() -> None:
-    assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
+def test_replicas_with_experts_in_common_run_no_lanes_alone() -> None:
+    assert "data parallelism" in (lanes(data_parallel_size=2, is_moe=True) or "")
+    assert lanes(data_parallel_size=2, is_moe=False) is None, "vLLM lets these run as if each were alone"
+
+
+def test_translation_can_be_switched_off() -> None:
+    assert compat.find_features(config(), ONE, 10, 0).translation == "max_lanes is 0"
 
 
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +270,9 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
     class More(NewRequestData):
         tier: int = field(kw_only=True)
 
-    monkeypatch.setattr(compat, "NewRequestData", More)
+    monkeypatch.setattr(scheduler, "NewRequestData", More)
     assert lanes() == "vLLM's NewRequestData differs in tier"
-    monkeypatch.setattr(compat, "NewRequestData", make_dataclass("Less", ["req_id", "prompt_token_ids"]))
+    monkeypatch.setattr(scheduler, "NewRequestData", make_dataclass("Less", ["req_id", "prompt_token_ids"]))
     assert "block_ids, lora_request, mm_features" in (lanes() or "")
 
 
@@ -279,8 +283,8 @@ def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch
 
 def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (), {"schedule": Scheduler.schedule, "__init__": lambda self: setattr(self, "running", [])})
-    monkeypatch.setattr(compat, "Scheduler", bare)
-    assert "vLLM's Scheduler has no block_size, connector" in (lanes() or "")
+    monkeypatch.setattr(scheduler, "Scheduler", bare)
+    assert "add_request, block_size, connector" in (lanes() or "")
 
 
 def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
@@ -295,9 +299,9 @@ def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
     assert type(made) is Renamed
     assert caplog.messages[0].startswith("kedge: --scheduler-cls is vLLM's own: vLLM's Scheduler has no _free_request")
     monkeypatch.undo()
-    assert scheduler.order_refusal() is None
+    assert scheduler.scheduler_refusal() is None
     monkeypatch.setattr(scheduler.CachedFirstQueue, "__abstractmethods__", frozenset({"rotate"}))
-    assert scheduler.order_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"
+    assert scheduler.scheduler_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"
 
 
 def test_backends_have_to_write_before_they_attend() -> None:
@@ -308,3 +312,26 @@ def test_backends_have_to_write_before_they_attend() -> None:
     for other in (bad, unknown):
         reason = f"{other.get_name()} may attend before the KV of the whole pass is written"
         assert compat.backends_refusal([good, other]) == reason
+
+
+# versions -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "minor"),
+    [("0.28.0", (0, 28)), ("0.32.1+cpu", (0, 32)), ("0.33.0rc1", (0, 33)), ("1.0", (1, 0)), ("0.100.2", (0, 100))],
+)
+def test_the_minor_of_a_version(version: str, minor: tuple[int, int]) -> None:
+    assert compat.minor_of(version) == minor
+
+
+def test_a_version_is_too_old_known_or_untested() -> None:
+    for newer in ("0.34.0", "0.34.0.dev12+g1234", "7.0", "dev"):
+        assert compat.untested(newer) and compat.version_refusal(newer) is None
+    assert compat.untested("0.33.2") is compat.version_refusal("0.31.0") is None
+    assert compat.version_refusal("0.30.9") == "vLLM 0.30.9 is too old; must be 0.31 or newer"
+
+
+def test_the_installed_vllm_has_what_is_read_of_it() -> None:
+    assert hasattr(KVConnectorBase_V1, "bind_kv_cache_manager") and hasattr(BlockPool(1, True, 1), "_reuse_watchers")
+    assert scheduler.scheduler_refusal() is None

@@ -12,10 +12,17 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin.candidates import NEAR, TranslationCandidate
-from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import AdmittedLanes, LaneGrants
+from kedge.integrations.vllm.plugin.lanes import (
+    NEAR,
+    AdmittedLanes,
+    AnswerTails,
+    BaseJobs,
+    HeldBlocks,
+    LaneGrants,
+    PassLimits,
+    TranslationCandidate,
+)
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget

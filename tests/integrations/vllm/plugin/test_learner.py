@@ -33,7 +33,7 @@ def learner() -> Learner:
     pages: Any = SimpleNamespace(
         rounding=0.0, kernel_slots=None, table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop)
     )
-    found = Learner(pages, PluginSettings(), None, EngineCosts(by_cost=False))
+    found = Learner(pages, PluginSettings(), EngineCosts(by_cost=False))
     found.rotation.trust()
     return found
 
@@ -70,7 +70,7 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
     assert learner.is_learning
     while learner.learn():
         pass
-    assert learner.take_taught() == (REQUEST.workflow_agent,) and not learner.is_learning
+    assert not learner.is_learning
 
 
 def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,8 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
     take_blocks,
 )
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
-from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.settings import OTHERS
 from kedge.policies.eviction import StepPolicy, StepView
 from kedge.policies.prefetch import CostModel

@@ -44,7 +44,6 @@ from kedge.types import (
     TenantId,
     Tokens,
     ValueKind,
-    WorkflowAgent,
 )
 
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
@@ -171,18 +170,14 @@ class _CapturedPrompt:
 class Learner:
     """The `Runtime` of one rank. Between a favourable verdict and its write nothing is learned, so plans stay valid."""
 
-    def __init__(self, pages: Pages, settings: PluginSettings, lanes: str | None, costs: EngineCosts) -> None:
-        """`lanes`: the reason why nothing in the middle of a prompt can be computed, if there is one. `costs` says what
-        is worth translating.
-        """
-        self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
+    def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
+        """`costs` says what is worth translating."""
+        self._bases = BaseStore(settings.anchors.max_base_bytes)
         self._heads = PromptHeads(self._bases)
-        anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
-        self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
+        self.learned = limited(AnchorStore(settings.anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
-        self._runtime = Runtime(*self.learned, planner, None, costs)
+        self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages = pages
-        self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
         self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._wasted)
@@ -190,10 +185,7 @@ class Learner:
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
-        self.lessons: tuple[WorkflowAgent, ...] = ()
-        """Agents of which requests wait until a prompt has been learned from"""
-        self._taught: list[WorkflowAgent] = []
-        self._is_settled = True
+        self.is_at_rest = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
 
@@ -215,19 +207,14 @@ class Learner:
         is_dense = verdict.tokens == query.request.prompt_tokens
         if is_dense:
             self._balances.spend(query.request, host=time.monotonic() - began)
-        is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
-        # nobody waits for lessons of an agent of which most is translated now
-        waits = verdict.is_lesson and 2 * verdict.tokens > query.request.prompt_tokens - query.exact
-        lessons = self._runtime.lessons_missing(query.request, query.exact) if waits else 0
-        return replace(verdict, is_losing=is_losing, lessons=lessons)
+        return replace(verdict, is_losing=self._costs.is_by_cost and self._balances.is_losing(query.request))
 
     def _judged(self, query: TranslationQuery) -> TranslationVerdict:
         request = query.request
         wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
         if refusal := self.rotation.refusal:
             misses = (Miss("*", refusal),)
-            is_lesson = refusal is UNCHECKED
-            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
+            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, teaches=refusal is UNCHECKED)
         if query.may_wait and (first := self._prerequisites(query)):
             return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
         return self._planned(query, wanted)
@@ -259,27 +246,20 @@ class Learner:
             self._runtime.use(plan)
             ready, seconds = found.ready, found.seconds
         holes, misses = plan.holes, plan.misses
-        if plan.translates and self._lanes is not None:  # one hole, or all of it where that is too long
-            first, stop = holes[0].start, holes[-1].stop
-            share = (first - query.exact) / (stop - query.exact)
-            holes = (range(first, stop),)
-            if share < self._min_translated:
-                few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
-                holes, misses = (range(stop),), (*misses, few)
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, host=seconds)
-            is_lesson = plan.translates or head is None or teaches or self._runtime.leaves_base(request)
+            teaches = teaches or plan.translates or head is None or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
             # computed only because that takes less time, which the next one's will too
             is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in plan.misses)
-            return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=is_declined)
+            return TranslationVerdict(dense, misses, wanted, teaches=teaches, is_declined=is_declined)
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
         ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
-        is_lesson = teaches or lacks_head or self._runtime.leaves_base(request, plan)
-        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
+        teaches = teaches or lacks_head or self._runtime.leaves_base(request, plan)
+        return TranslationVerdict(holes, misses, wanted, ready=ready_to, teaches=teaches)
 
     # around a pass ----------------------------------------------------------------------------------------------
 
@@ -288,7 +268,7 @@ class Learner:
         from. `seconds` were taken by computing what no request needed.
         """
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
-        start, self._is_settled = request.prompt_tokens, False
+        start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
             kv = self.pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
@@ -304,8 +284,6 @@ class Learner:
             self._runtime.keep_base(request, read, plan)
             if self._runtime.may_observe(request, plan):
                 self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
-            else:
-                self._taught.append(request.workflow_agent)
         self._balances.spend(request, seconds, host=time.monotonic() - began)
 
     # learning -----------------------------------------------------------------------------------------------------
@@ -313,53 +291,34 @@ class Learner:
     @property
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
-        if self._is_settled:
+        if self.is_at_rest:
             return False
         return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
-
-    def is_at_rest(self, lessons: tuple[WorkflowAgent, ...]) -> bool:
-        """Whether a step with these `lessons`, in which nothing is ordered, changes nothing and reports nothing."""
-        return self._is_settled and not self._taught and lessons == self.lessons
 
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
         return prompt.steps is not None or not self._runtime.needs(prompt.request)
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether a prompt is to be learned from for which requests wait."""
-        return not self.writes and self._lesson() is not None
-
-    def _lesson(self) -> _CapturedPrompt | None:
-        awaited = (one for one in self._captured if one.request.workflow_agent in self.lessons)
-        return next(filter(self._is_ready, awaited), None) if self.lessons else None
-
-    def learn(self, urgent_only: bool = False) -> bool:
-        """Measure the offsets of one segment of a prompt for which requests wait, or else prepare one value of an
-        expected prompt or measure offsets of another captured prompt, unless `urgent_only`. No offsets are measured
-        while a write is planned.
+    def learn(self) -> bool:
+        """Prepare one value of an expected prompt, or else measure the offsets of one segment of a captured prompt. No
+        offsets are measured while a write is planned.
 
         Returns False if there is nothing of this to be done now.
         """
-        if self._is_settled:
+        if self.is_at_rest:
             return False
-        lesson = None if self.writes else self._lesson()
-        if lesson is None and urgent_only:
-            return False
-        if lesson is None:
-            try:
-                if self._expected.prepare():
-                    return True
-            except Exception:
-                logger.exception("a prompt was not prepared")
+        try:
+            if self._expected.prepare():
                 return True
-        prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
+        except Exception:
+            logger.exception("a prompt was not prepared")
+            return True
+        prompt = next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
-            self._is_settled = prompt is None
+            self.is_at_rest = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice, prompt.plan)
         if not self._observe(prompt):
             self._captured.remove(prompt)
-            self._taught.append(prompt.request.workflow_agent)
             self._forget_ended_runs()
         return True
 
@@ -375,14 +334,9 @@ class Learner:
         finally:
             self._balances.spend(prompt.request, host=time.monotonic() - began, learning=True)
 
-    def take_taught(self) -> tuple[WorkflowAgent, ...]:
-        """Return the agent of each prompt that has been learned from since the last call."""
-        taught, self._taught = self._taught, []
-        return tuple(taught)
-
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
-        self._is_settled = False
+        self.is_at_rest = False
         self._expected.expect(request)
 
     def end_run(self, run: RunKey) -> None:

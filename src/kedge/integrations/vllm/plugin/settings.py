@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +41,6 @@ class PluginSettings(SettingsSection):
     """`host_memory` is per rank."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
-    """Without lanes only `min_translated` and `by_cost` count: nothing in the middle of a prompt is computed then."""
     learning: LearningSettings = LearningSettings()
     """`max_captures` takes the place of `max_pending`."""
     discovery: DiscoverySettings = DiscoverySettings()
@@ -56,12 +54,3 @@ class PluginSettings(SettingsSection):
     """Seconds between two snapshots."""
     quotas: dict[str, QuotaSettings] = {}
     """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""
-
-    @property
-    def translation_only(self) -> tuple[AnchorSettings, PlannerSettings]:
-        """`anchors` and `planner` for an engine that computes nothing in the middle of a prompt, so that a value which
-        is learned from makes all behind it dense.
-        """
-        kept = {"min_translated": self.planner.min_translated, "by_cost": self.planner.by_cost}
-        planner = PlannerSettings(recompute_head=0, recompute_short=0, move="never", **kept)
-        return self.anchors.model_copy(update={"weak_error": math.inf}), planner
