@@ -15,8 +15,11 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
 from kedge.integrations.vllm.plugin import expected_prompts  # noqa: E402
-from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompts  # noqa: E402
-from kedge.integrations.vllm.plugin.learner import PlannedWrites  # noqa: E402
+from kedge.integrations.vllm.plugin.learner import (  # noqa: E402
+    MAX_EXPECTED,
+    ExpectedPrompts,
+    PlannedWrites,  # noqa: E402
+)
 from kedge.types import RunId  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402

@@ -11,8 +11,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompt, ExpectedPrompts
-from kedge.integrations.vllm.plugin.learner import MAX_WRITTEN, Learner, PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.learner import (
+    MAX_EXPECTED,
+    MAX_WRITTEN,
+    ExpectedPrompt,
+    ExpectedPrompts,
+    Learner,
+    PlannedWrite,
+    PlannedWrites,
+)
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
@@ -29,10 +29,6 @@ from kedge.integrations.vllm.plugin.rotations import WINDOWED, layers_refusal
 from kedge.integrations.vllm.plugin.scheduler import KedgeScheduling, scheduler_refusal
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import mixed_layers, ropes, translation_refusal
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods whose drafts have no KV"""

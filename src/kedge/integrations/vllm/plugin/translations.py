@@ -188,13 +188,12 @@ class Translations:
         if candidate.verdict and candidate.is_outdated(computed):
             candidate.withdraw()
             self._orders.dropped += (candidate.request_id,)
-        if candidate.verdict is None and candidate.is_pending:
-            return None
         if candidate.verdict is None:  # the workers are asked, unless they have been too often
-            if (query := self._query(candidate, computed)) is None:
-                return 0
-            candidate.is_pending = True
-            self._orders.queries += (query,)
+            if not candidate.is_pending:
+                if (query := self._query(candidate, computed)) is None:
+                    return 0
+                candidate.is_pending = True
+                self._orders.queries += (query,)
             return None
         holes = self.lanes.holes_of(candidate)
         return None if holes is None else candidate.plan(holes, computed)
