@@ -55,7 +55,7 @@ QUICK = {
 FEATURES = """
 import json
 from tests.integrations.vllm.plugin.test_feature_checks import ONE, compat, config
-own = compat.find_features(config(), ONE, 10, 32)
+own = compat.find_features(config(), ONE, 10)
 parts = {name: getattr(own, name) for name in ("eviction", "host", "translation")}
 print(json.dumps(parts))
 """

@@ -335,7 +335,6 @@ class DiscoverySettings(SettingsSection):
 
 
 DEFAULT_CAPTURES = 8
-DEFAULT_LANES = 32
 
 
 class VllmSettings(SettingsSection):
@@ -347,10 +346,6 @@ class VllmSettings(SettingsSection):
     max_captures: PositiveInt = DEFAULT_CAPTURES
     """Prompts whose KV may be kept on the device, beside vLLM's own, until the base KV of their values is there. One
     per agent of a workflow is enough."""
-
-    max_lanes: NonNegativeInt = DEFAULT_LANES
-    """Places of a prompt, beside its end, that are computed in one pass; each takes a row of the batch. Of more, the
-    nearest are joined; with 0 nothing is translated."""
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import kedge.models.nano
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from tests.integrations.vllm.conftest import BLOCK, driver, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -30,9 +31,8 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "tiers": {"host_blocks": 100},
-        "anchors": {"max_error": 50.0},
-        "planner": {"by_cost": False},
-        "max_lanes": 0,
+        "anchors": {"max_error": 50.0, "weak_error": 90.0},
+        "planner": {"by_cost": False, "recompute_head": 0, "recompute_short": 0, "move": "never"},
     },
 }
 FIXED = 8 * BLOCK
@@ -89,7 +89,7 @@ def serving(*more: str, transfer: dict[str, Any] | None = TRANSFER) -> Iterator[
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
         *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
         *("--host", "127.0.0.1", "--port", str(port), "--gpu-memory-utilization", "0.3"),
-        *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()),
+        *(("--kv-transfer-config", json.dumps(transfer), "--scheduler-cls", SCHEDULER) if transfer else ()),
         *more,
     ]
     paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -64,21 +64,21 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 
 def test_everything_is_on_where_it_fits() -> None:
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found == compat.Features(None, None, None)
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "BlockPool", lambda *_: SimpleNamespace(cached_block_hash_to_block=None))
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     reason = "vLLM's block pool has no _reuse_watchers, cached_block_hashes_by_block, _cache"
     assert (found.eviction, found.host) == (reason, reason)
 
 
 @pytest.mark.parametrize("kept", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_floats_of_8_bits_are_translated(kept: str) -> None:
-    found = compat.find_features(config(cache_dtype=kept), ONE, 10, 32)
-    assert found == compat.find_features(config(), ONE, 10, 32) and found.translation is None
+    found = compat.find_features(config(cache_dtype=kept), ONE, 10)
+    assert found == compat.find_features(config(), ONE, 10) and found.translation is None
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
@@ -98,7 +98,7 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
     ],
 )
 def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[str, Any], reason: str) -> None:
-    found = compat.find_features(config(**changes), ONE, 10, 32)
+    found = compat.find_features(config(**changes), ONE, 10)
     assert found.translation and reason in found.translation
     assert found.eviction is None and found.host is None
 
@@ -108,27 +108,27 @@ def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[
     [({"use_v2_model_runner": True}, "Model Runner V2"), ({"async_scheduling": True}, "asynchronous scheduling")],
 )
 def test_where_vllm_cannot_recompute_a_failed_load_that_policy_is_refused(changes: dict[str, Any], where: str) -> None:
-    refused = compat.find_features(config(**changes, kv_load_failure_policy="recompute"), ONE, 10, 32)
+    refused = compat.find_features(config(**changes, kv_load_failure_policy="recompute"), ONE, 10)
     assert refused.translation == (
         f"kv_load_failure_policy must be 'fail' with {where}: 'recompute' gives wrong answers there"
     )
     assert refused.eviction is None and refused.host is None
-    assert compat.find_features(config(**changes), ONE, 10, 32).translation is None
+    assert compat.find_features(config(**changes), ONE, 10).translation is None
 
 
 def test_where_vllm_can_recompute_that_policy_is_accepted() -> None:
-    assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10, 32).translation is None
+    assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10).translation is None
 
 
 def test_several_groups_are_cached_and_not_translated() -> None:
     window = SlidingWindowSpec(**SPEC, sliding_window=64)
     both = groups(window, FullAttentionSpec(**SPEC))
-    found = compat.find_features(config(), both, 10, 32)
+    found = compat.find_features(config(), both, 10)
     assert (found.eviction, found.host) == (None, None)
     assert found.translation == "the model has 2 KV cache groups"
     assert compat.cache_groups(config(), both).main.number == 1
     assert compat.block_bytes(both) == compat.block_bytes(ONE), "a block is of one group at a time"
-    alone = compat.find_features(config(), groups(window), 10, 32)
+    alone = compat.find_features(config(), groups(window), 10)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
     assert alone.eviction is None and alone.host and "none has full attention" in alone.host
 
@@ -140,29 +140,27 @@ WINDOWED = [Gemma2Config(), Gemma3TextConfig(), GptOssConfig()]
 def test_windows_are_translated_where_one_group_keeps_what_they_leave_behind(model: Any) -> None:
     given = config(hf_text_config=model)
     both = groups(SlidingWindowSpec(**SPEC, sliding_window=64), FullAttentionSpec(**SPEC))
-    refused = compat.find_features(given, both, 10, 32).translation
+    refused = compat.find_features(given, both, 10).translation
     assert refused and "--disable-hybrid-kv-cache-manager" in refused
     kept = groups(FullAttentionSpec(**SPEC, sliding_window=64))
-    assert compat.find_features(given, kept, 10, 32) == compat.Features(None, None, None)
-    alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10, 32)
+    assert compat.find_features(given, kept, 10) == compat.Features(None, None, None)
+    alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10)
     assert alone.translation == "its KV is a SlidingWindowSpec, not full attention"
 
 
 @pytest.mark.parametrize("model", [LlamaConfig(), MistralConfig(), Olmo3Config()], ids=lambda model: model.model_type)
 def test_windows_are_not_translated_where_it_is_not_known_how_layers_rotate(model: Any) -> None:
-    found = compat.find_features(
-        config(hf_text_config=model), groups(FullAttentionSpec(**SPEC, sliding_window=64)), 10, 32
-    )
+    found = compat.find_features(config(hf_text_config=model), groups(FullAttentionSpec(**SPEC, sliding_window=64)), 10)
     assert found.translation == "sliding-window attention"
 
 
 def test_attention_in_chunks_is_not_translated() -> None:
-    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), 10, 32)
+    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), 10)
     assert found.translation == "attention in chunks"
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
-    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10, 32)
+    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10)
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
 
 
@@ -176,7 +174,7 @@ def test_too_old_a_version_switches_everything_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", "0.30.1")
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert logged(found, caplog) == [
         f"kedge: {part} is off: vLLM 0.30.1 is too old; must be 0.31 or newer"
         for part in ("eviction", "host", "translation")
@@ -188,14 +186,14 @@ def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", version)
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found == compat.Features(None, None, None)
     assert logged(found, caplog) == [
         f"kedge: vLLM {version} is newer than 0.33, the last one tested; what is on was found by its checks"
     ]
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
     monkeypatch.setattr(NewRequestData, "__dataclass_fields__", {})
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found.eviction and found.host and found.translation
 
 
@@ -213,7 +211,7 @@ def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
         pass
 
     monkeypatch.setattr(taken, given, other)
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found.translation == f"{given} takes ['self', 'request', 'tokens', 'group']"
     assert found.eviction is None and found.host is None
 
@@ -221,14 +219,14 @@ def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
 def test_hashes_of_more_than_a_block_leave_the_order_of_eviction() -> None:
     ahead = config()
     ahead.num_hash_lookahead_tokens = 1
-    found = compat.find_features(ahead, ONE, 10, 32)
+    found = compat.find_features(ahead, ONE, 10)
     assert found.eviction is None
     assert found.host == found.translation == "hashes are of a block and tokens behind it"
 
 
 def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found.eviction == found.host == "vLLM's free queue has a `popright` that Kedge's does not match"
     assert found.translation is None
 
@@ -237,7 +235,7 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 
 def lanes(**changes: Any) -> str | None:
-    return compat.find_features(config(**changes), ONE, 10, 32).translation
+    return compat.find_features(config(**changes), ONE, 10).translation
 
 
 def test_translation_needs_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,10 +257,6 @@ def test_translation_is_off_where_a_pass_may_be_split() -> None:
 def test_replicas_with_experts_in_common_run_no_lanes_alone() -> None:
     assert "data parallelism" in (lanes(data_parallel_size=2, is_moe=True) or "")
     assert lanes(data_parallel_size=2, is_moe=False) is None, "vLLM lets these run as if each were alone"
-
-
-def test_translation_can_be_switched_off() -> None:
-    assert compat.find_features(config(), ONE, 10, 0).translation == "max_lanes is 0"
 
 
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ class VLLMEngine(Engine):
             self._end_loop()
             raise EngineClosed("engine", str(path), f"vLLM did not start: {error}") from error
         config = self._driver.llm.vllm_config
-        self._tails = self._plugged and lanes_refusal(config, self.config.vllm.max_lanes) is None
+        self._tails = self._plugged and lanes_refusal(config) is None
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
         self.tokenizer.most = self._max_model_len

@@ -77,7 +77,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         settings = self._settings = PluginSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
         self._block_bytes = block_bytes(kv_cache_config)
         host_blocks = settings.tiers.host_pool_size(self._block_bytes)
-        self._features = find_features(vllm_config, kv_cache_config, host_blocks, settings.max_lanes)
+        self._features = find_features(vllm_config, kv_cache_config, host_blocks)
         self._groups = cache_groups(vllm_config, kv_cache_config)
         self._host_blocks = 0 if self._features.host else host_blocks
         block_size, ranks = vllm_config.cache_config.block_size, vllm_config.parallel_config.world_size
@@ -136,7 +136,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         lanes, learning, config = self._scheduler.translations.lanes, self._settings.learning, self._vllm_config
         model, block_size = config.model_config, config.cache_config.block_size
         limits = PassLimits(model.max_model_len, model.get_vocab_size(), block_size)
-        lanes.open(self._settings.max_lanes, hold_back)
+        lanes.open(hold_back)
         lanes.tails.open(limits)
         lanes.bases.open(limits, learning.max_base_prefills)
         lanes.base_share = learning.budget

@@ -106,7 +106,7 @@ class Features:
                 logger.log(level, "kedge: %s is off: %s", name, reason)
 
 
-def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int, max_lanes: int) -> Features:
+def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
     too_old = version_refusal(vllm.__version__)
     eviction = too_old or _queue_refusal() or _pool_refusal()
@@ -119,7 +119,7 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int,
         or _manager_refusal()
         or _model_refusal(config)
         or _load_failure_refusal(config)
-        or lanes_refusal(config, max_lanes)
+        or lanes_refusal(config)
     )
     return Features(eviction, host, translation)
 
@@ -205,12 +205,10 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     return "sliding-window attention" if spec.sliding_window and not is_windowed else None
 
 
-def lanes_refusal(config: VllmConfig, max_lanes: int) -> str | None:
+def lanes_refusal(config: VllmConfig) -> str | None:
     """Return the reason why nothing is computed by lanes, without which nothing is translated, or None."""
     if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
         return "data parallelism: replicas with experts in common run no pass alone"
-    if not max_lanes:
-        return "max_lanes is 0"
     if not _has_own_scheduler(config):
         return f"--scheduler-cls is not {SCHEDULER}"
     if config.parallel_config.use_ubatching:

@@ -42,6 +42,8 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, Segment, Tokens
 
 CacheBlocks = Callable[[Request, int], None]
+MAX_LANES = 32
+"""Lanes of one request, each of which takes a row of the batch; of more holes the nearest are joined."""
 NEAR = 4
 """Holes with fewer positions than this between them are computed as one: a lane costs more than these positions."""
 TOKEN_SHARE = 4
@@ -106,10 +108,10 @@ class TranslationCandidate:
         """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
         return self.preemptions != self.request.num_preemptions or computed < self.exact
 
-    def take_verdict(self, verdict: TranslationVerdict, max_lanes: int) -> None:
-        """Take the workers' verdict; the holes are merged to what `max_lanes` lanes can compute."""
+    def take_verdict(self, verdict: TranslationVerdict) -> None:
+        """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
         self.verdict, self.is_pending, self.refusals = verdict, False, 0
-        self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), max_lanes + 1)
+        self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), MAX_LANES + 1)
 
     def withdraw(self) -> None:
         """Forget the verdict."""
@@ -507,16 +509,16 @@ class LaneGrants:
     def __init__(self, candidates: Mapping[str, TranslationCandidate], tails: AnswerTails, bases: BaseJobs) -> None:
         """`candidates`: all requests that may be translated, by vLLM's ids. `tails` and `bases` get lanes too."""
         self._candidates, self.tails, self.bases = candidates, tails, bases
-        self.max_lanes = 0
+        self.is_open = False
         self.base_share = 0.0
         """The share of a step's time that base prefills may take beside requests"""
         self._hold_back: Callable[[], None] = lambda: None
         self._granted: dict[str, Holes] = {}
         self._admitted: list[AdmittedLanes] = []
 
-    def open(self, max_lanes: int, hold_back: Callable[[], None]) -> None:
-        """Let requests have so many lanes each. `hold_back` ends the admissions of the step under way."""
-        self.max_lanes, self._hold_back = max_lanes, hold_back
+    def open(self, hold_back: Callable[[], None]) -> None:
+        """Let requests have lanes. `hold_back` ends the admissions of the step under way."""
+        self.is_open, self._hold_back = True, hold_back
 
     @property
     def is_wanted(self) -> bool:

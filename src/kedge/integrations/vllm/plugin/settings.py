@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from kedge.settings import (
     AnchorSettings,
@@ -16,7 +16,7 @@ from kedge.settings import (
     SettingsSection,
     TierSettings,
 )
-from kedge.settings.sections import DEFAULT_CAPTURES, DEFAULT_LANES
+from kedge.settings.sections import DEFAULT_CAPTURES
 from kedge.types import ReuseMode
 
 OTHERS = "*"
@@ -46,8 +46,6 @@ class PluginSettings(SettingsSection):
     discovery: DiscoverySettings = DiscoverySettings()
     max_captures: PositiveInt = DEFAULT_CAPTURES
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
-    max_lanes: NonNegativeInt = DEFAULT_LANES
-    """As `engine.vllm.max_lanes`."""
     state: Path | None = None
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
     snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0

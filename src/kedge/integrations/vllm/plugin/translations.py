@@ -156,7 +156,7 @@ class Translations:
     @property
     def refusal(self) -> str | None:
         """The reason why nothing is translated, or None."""
-        is_ready = self._block_ids is not None and self.lanes.max_lanes > 0
+        is_ready = self._block_ids is not None and self.lanes.is_open
         return self._model_refusal or (None if is_ready else NO_LANES)
 
     # requests -------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Translations:
     def _take(self, candidate: TranslationCandidate, verdict: TranslationVerdict) -> None:
         """Take the verdict on a request, and queue the base prefills that it asks for."""
         request = candidate.hinted.request
-        candidate.take_verdict(verdict, self.lanes.max_lanes)
+        candidate.take_verdict(verdict)
         self._aside.report(request, verdict)
         for tokens in verdict.needs:
             self.lanes.bases.add(request.namespace, tokens)
