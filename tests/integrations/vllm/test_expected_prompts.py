@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
-from kedge.integrations.vllm.plugin import expected_prompts  # noqa: E402
+from kedge.integrations.vllm.plugin import learner  # noqa: E402
 from kedge.integrations.vllm.plugin.learner import (  # noqa: E402
     MAX_EXPECTED,
     ExpectedPrompts,
@@ -205,7 +205,7 @@ def test_a_preparation_that_fails_is_dropped(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(expected_prompts, "translated", fail)
+        patched.setattr(learner, "translated", fail)
         expect(engine, ONE)
     assert not len(prepared(engine))
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]

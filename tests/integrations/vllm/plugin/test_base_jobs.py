@@ -34,7 +34,7 @@ class Stage:
     def step(self, tokens: int, rows: int = 1, spare: int = 0, *, idle: bool = False) -> list[range]:
         most = tokens if idle else tokens // 2
         taken = self.jobs.grant(LaneBudget(tokens, rows), spare, most=most, idle=idle)
-        spans = [lane.span for lane in self.jobs.take_granted()]
+        spans = [lane.span for lane in self.jobs.granted]
         assert taken == LaneBudget(sum(map(len, spans)), len(spans))
         return spans
 

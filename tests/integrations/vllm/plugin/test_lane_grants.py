@@ -16,7 +16,6 @@ from kedge.integrations.vllm.plugin import lanes as module
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import (
     NEAR,
-    AdmittedLanes,
     AnswerTails,
     BaseJobs,
     HeldBlocks,
@@ -124,7 +123,7 @@ def test_a_granted_request_is_admitted_with_its_lanes() -> None:
     assert found.plan(holes, 4) == 55
     queue.lanes.admit(found)
     assert queue.lanes.taken == (13, 3)
-    assert queue.lanes.take_admitted() == [AdmittedLanes("r", HOLES[:3])]
+    assert queue.lanes.take() == ({"r": HOLES[:3]}, [])
     assert queue.lanes.taken == (0, 0) and not queue.held_back
     assert queue.grant(30, 9) == LaneBudget(0, 0), "it waits no longer"
 

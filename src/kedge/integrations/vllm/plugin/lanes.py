@@ -232,22 +232,13 @@ class HeldLanes:
     def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
         """`order` takes the captures for the step that is being scheduled, or for the next one."""
         self._held, self._order, self._model = held, order, NO_MODEL
-        self._granted: list[HeldLane] = []
-
-    @property
-    def has_granted(self) -> bool:
-        """Whether there are lanes in this step."""
-        return bool(self._granted)
+        self.granted: list[HeldLane] = []
+        """The lanes of this step"""
 
     @property
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it."""
-        return LaneBudget(sum(len(lane.span) for lane in self._granted), len(self._granted))
-
-    def take_granted(self) -> list[HeldLane]:
-        """Return the lanes of this step."""
-        granted, self._granted = self._granted, []
-        return granted
+        return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +310,12 @@ class AnswerTails(HeldLanes):
 
         `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
         """
-        ended, self._ended, self._granted = self._ended, {}, []
+        ended, self._ended, self.granted = self._ended, {}, []
         left = LaneBudget(budget.tokens // TOKEN_SHARE, budget.rows)
         for capture_id, answer in ended.items():
             lane = self._lane(capture_id, answer, left, running)
             if lane is not None:
-                self._granted.append(lane)
+                self.granted.append(lane)
                 left = left.less(len(lane.span), 1)
         return self.taken
 
@@ -417,7 +408,7 @@ class BaseJobs(HeldLanes):
         `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
         `spare` blocks are left free for requests: where those are short, the prefills under way are dropped.
         """
-        self._granted = []
+        self.granted = []
         if self._held.free_blocks < spare:
             self._drop(*self._begun)
         for key in self._in_order():
@@ -458,7 +449,7 @@ class BaseJobs(HeldLanes):
         job, tokens = self._begun[key], key[1]
         blocks = self._held.blocks_of(job.capture_id)
         span = range(job.computed, min(job.computed + most, len(tokens)))
-        self._granted.append(HeldLane([*tokens, tokens[-1]], blocks, span))
+        self.granted.append(HeldLane([*tokens, tokens[-1]], blocks, span))
         job.computed = span.stop
         if span.stop < len(tokens):
             return False
@@ -496,13 +487,6 @@ class BaseJobs(HeldLanes):
             kept.clear()
 
 
-class AdmittedLanes(NamedTuple):
-    """The lanes of a request that was admitted in this step: all of its holes but the last."""
-
-    request_id: str
-    lanes: Holes
-
-
 class LaneGrants:
     """The lanes of one scheduler's requests. Without `open`, no request gets any."""
 
@@ -514,7 +498,8 @@ class LaneGrants:
         """The share of a step's time that base prefills may take beside requests"""
         self._hold_back: Callable[[], None] = lambda: None
         self._granted: dict[str, Holes] = {}
-        self._admitted: list[AdmittedLanes] = []
+        self._admitted: dict[str, Holes] = {}
+        """Requests that were admitted in this step -> their lanes: all of their holes but the last"""
 
     def open(self, hold_back: Callable[[], None]) -> None:
         """Let requests have lanes. `hold_back` ends the admissions of the step under way."""
@@ -532,8 +517,6 @@ class LaneGrants:
     def grant_none(self) -> None:
         """Grant no lanes in this step, in which none are wanted."""
         self._granted = {}
-        self.tails.take_granted()
-        self.bases.take_granted()
 
     def grant(
         self, waiting: Iterable[Request], deferred: Collection[Request], budget: LaneBudget, demand: int
@@ -570,18 +553,17 @@ class LaneGrants:
         """Take a request that is admitted with its planned holes."""
         candidate.holes = ()
         if len(candidate.planned) > 1:
-            self._admitted.append(AdmittedLanes(candidate.request.request_id, candidate.planned[:-1]))
+            self._admitted[candidate.request.request_id] = candidate.planned[:-1]
 
     @property
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
-        if not (self._admitted or self.tails.has_granted or self.bases.has_granted):
-            return LaneBudget(0, 0)
-        lanes = [lane for admitted in self._admitted for lane in admitted.lanes]
-        parts = (LaneBudget(sum(map(len, lanes)), len(lanes)), self.tails.taken, self.bases.taken)
-        return LaneBudget(*map(sum, zip(*parts, strict=True)))
+        lanes = [lane for admitted in self._admitted.values() for lane in admitted]
+        lanes += [lane.span for lane in (*self.tails.granted, *self.bases.granted)]
+        return LaneBudget(sum(map(len, lanes)), len(lanes))
 
-    def take_admitted(self) -> list[AdmittedLanes]:
-        """Return the lanes of the requests that were admitted since the last call."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
+    def take(self) -> tuple[dict[str, Holes], list[HeldLane]]:
+        """Return the lanes of this step: of requests that were admitted in it, and in held blocks."""
+        taken = self._admitted, [*self.tails.granted, *self.bases.granted]
+        self._admitted, self.tails.granted, self.bases.granted = {}, [], []
+        return taken

@@ -33,9 +33,10 @@ from vllm.v1.request import Request
 
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import AdmittedLanes, LaneGrants
+from kedge.integrations.vllm.plugin.lanes import LaneGrants
 from kedge.integrations.vllm.plugin.learning_budget import BaseShare
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
+from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import ReuseMode
 
@@ -320,9 +321,10 @@ class KedgeScheduling:
 
     def _add_all(self, output: SchedulerOutput, lanes: LaneGrants) -> None:
         """Add the lanes of this step to what the base class has scheduled."""
-        for admitted in lanes.take_admitted():
-            self._add_lanes(output, admitted)
-        for lane in (*lanes.tails.take_granted(), *lanes.bases.take_granted()):
+        admitted, held = lanes.take()
+        for request_id, holes in admitted.items():
+            self._add_lanes(output, request_id, holes)
+        for lane in held:
             if self.defer_block_free and not output.total_num_scheduled_tokens:
                 self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
             self._add(output, lane.tokens, lane.blocks, lane.span)
@@ -360,14 +362,14 @@ class KedgeScheduling:
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
 
-    def _add_lanes(self, output: SchedulerOutput, admitted: AdmittedLanes) -> None:
+    def _add_lanes(self, output: SchedulerOutput, request_id: str, lanes: Holes) -> None:
         """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""
-        request = self.requests[admitted.request_id]
-        (blocks,) = self.kv_cache_manager.get_block_ids(admitted.request_id)
+        request = self.requests[request_id]
+        (blocks,) = self.kv_cache_manager.get_block_ids(request_id)
         tokens = request.prompt_token_ids or []
-        for lane in admitted.lanes:  # with one token more than it computes, so that the runner draws none
+        for lane in lanes:  # with one token more than it computes, so that the runner draws none
             self._add(output, tokens[: lane.stop + 1], blocks[: -(-lane.stop // self.block_size)], lane)
-        self._count_as_computed(request, sum(map(len, admitted.lanes)))
+        self._count_as_computed(request, sum(map(len, lanes)))
 
     def _add(self, output: SchedulerOutput, tokens: list[int], blocks: list[int], lane: range) -> None:
         data = NewRequestData(
