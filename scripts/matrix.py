@@ -47,24 +47,19 @@ EMBEDDED = ("tests/kv", "tests/anchors", "tests/reuse", "tests/engine")
 VLLM = ("tests/integrations/vllm",)
 QUICK = {
     "vllm": (
-        "tests/integrations/vllm/plugin/test_adapters.py", "tests/integrations/vllm/plugin/test_feature_checks.py",
+        "tests/integrations/vllm/plugin/test_feature_checks.py",
         "tests/integrations/vllm/plugin/test_block_pools.py", "tests/integrations/vllm/test_flow.py",
     ),
     "embedded": ("tests/kv", "tests/engine/local/test_translation.py"),
 }  # fmt: skip
 FEATURES = """
 import json
-from vllm.v1.core.block_pool import BlockPool
 from tests.integrations.vllm.plugin.test_feature_checks import ONE, compat, config
-from kedge.integrations.vllm.plugin.host_tier import events_refusal
-from kedge.integrations.vllm.plugin.scheduler import Scheduler
-given = config(), config(get_scheduler_cls=lambda: Scheduler)
-own, plain = (compat.find_features(one, ONE, 10, 32) for one in given)
-parts = {name: getattr(own, name) for name in ("eviction", "host", "translation", "lanes")}
-parts["events of the host tier"] = events_refusal(BlockPool(2, True, 1))
-print(json.dumps({"own": parts, "plain": plain.translation}))
+own = compat.find_features(config(), ONE, 10)
+parts = {name: getattr(own, name) for name in ("eviction", "host", "translation")}
+print(json.dumps(parts))
 """
-"""Prints which parts of the plug-in are on for a model with full attention, with Kedge's scheduler and without"""
+"""Prints which parts of the plug-in are on for a model with full attention, with Kedge's scheduler"""
 SECONDS = 3 * 3600
 
 
@@ -252,10 +247,7 @@ def off(python: Path) -> str:
     if done.returncode:
         return last_error(done.stderr)
     found = json.loads(done.stdout.splitlines()[-1])
-    notes = [f"{name} off: {reason}" for name, reason in found["own"].items() if reason]
-    if found["plain"] and not found["own"]["translation"]:
-        notes.append("translation needs Kedge's scheduler")
-    return "; ".join(notes)
+    return "; ".join(f"{name} off: {reason}" for name, reason in found.items() if reason)
 
 
 def installed(python: Path, axis: str) -> str:

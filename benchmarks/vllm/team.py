@@ -104,7 +104,7 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
 
 DENSE = "dense"
 VllmRound = Mapping[str, VllmTrial]
-"""`DENSE`, `STOCK` and `KEDGE` -> the calls of all agents for one question; their seconds include base prefills."""
+"""`DENSE`, `STOCK` and `KEDGE` -> the calls of all agents for one question."""
 
 
 def agent_figures(agent: int, rounds: Sequence[VllmRound]) -> dict[str, Any]:
@@ -181,11 +181,8 @@ class _VllmTeam:
         return with_trails(request, PlannerSettings().trail, of_answers=False)
 
     async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
-        """Return the answer, after the base prefills that its receipt asks for. Stock vLLM gets no hints."""
-        done = await lane.ask(request.tokens, max_tokens, request_hints(request) if lane.plugged else None)
-        for base in done.receipt["base"] if done.receipt else ():
-            await lane.ask(tuple(base), 1, {"base": True})
-        return done
+        """Return the answer. Stock vLLM gets no hints."""
+        return await lane.ask(request.tokens, max_tokens, request_hints(request) if lane.plugged else None)
 
 
 def team_case(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:

@@ -242,17 +242,6 @@ class Runtime:
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
 
-    def lessons_missing(self, request: GenerateRequest, exact_tokens: int) -> int:
-        """Return how many prompts of the request's agent have to be learned from until all values behind its first
-        `exact_tokens` can be translated.
-        """
-        if not self.learns(request):
-            return 0
-        key, values = template_key(request), self._worth_learning(request)
-        wanted = (one for one in values if one.stop > exact_tokens)
-        sites = ((PlaceholderSite(key, one.index), self._planner.pool(request, one)) for one in wanted)
-        return max((self._anchors.experience(*site).missing for site in sites), default=0)
-
     def observe(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> Iterator[Placed]:
         """Measure the offsets of the values that were computed in a prompt, and feed the anchor pools. With a `plan`,
         values that it translates are left out; one that it moved by rotation alone counts as having none, for the sake

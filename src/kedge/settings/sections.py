@@ -156,7 +156,7 @@ class PlannerSettings(SettingsSection):
     answers, and what an agent reads right behind the beginning of its prompt); the template behind it is computed, or
     moved from the prompt of the run that computed it first. `always`: anchors serve other values, and templates longer
     than that is worth. `unlearned`: until its anchors are learned. `never`: before that the whole prompt is computed,
-    as in the paper. On vLLM without lanes it is always `never`."""
+    as in the paper."""
 
     by_cost: bool = True
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
@@ -287,10 +287,6 @@ class VllmSettings(SettingsSection):
     max_captures: PositiveInt = 8
     """Prompts whose KV may be kept on the device, beside vLLM's own, until the base KV of their values is there. One
     per agent of a workflow is enough."""
-
-    max_lanes: NonNegativeInt = 32
-    """Places of a prompt, beside its end, that are computed in one pass; each takes a row of the batch. Of more, the
-    nearest are joined; with 0 a prompt is translated only up to the first token that has to be computed."""
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def ask(engine: Driver, number: int, count: int = 12, **more: Any) -> Any:
 def teach(engine: Driver, seen: int = 5) -> None:
     """Dense calls with the first values, and base KV of all values."""
     for number in range(seen):
-        bases(engine, ask(engine, number, count=1))
+        ask(engine, number, count=1)
     for number in range(seen, len(QUESTIONS)):
-        bases(engine, engine.ask(tokens(number), 1, hints(number, agent="stranger")))
+        engine.ask(tokens(number), 1, hints(number, agent="stranger"))
     engine.reset()
 
 
@@ -156,11 +156,6 @@ def preempted(engine: Driver, *numbers: int) -> list[str]:
     assert sum(request.num_preemptions for request in requests) > 0
     assert all(receipt(engine.finished[name])["tokens"]["translated"] > 200 for name in names)
     return names
-
-
-def bases(engine: Driver, output: Any) -> None:
-    for base in receipt(output)["base"]:
-        engine.ask(base, count=1, kedge={"base": True})
 
 
 class Recorder:

@@ -83,8 +83,7 @@ def test_base_kv_is_what_torch_computes_in_pieces(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured = Captured(engine, monkeypatch)
-    output = engine.ask(tokens(0), 4, hints(0))
-    assert receipt(output)["base"] == [], "no client has to send them"
+    engine.ask(tokens(0), 4, hints(0))
     assert len(captured.prompts) == 3, "of the template and of two values"
     assert any(len(one) > BUDGET for one, _ in captured.prompts)
     for one, kv in captured.prompts:

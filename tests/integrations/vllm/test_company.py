@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.idle_nixl import use_idle_nixl  # noqa: E402
-from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, tokens  # noqa: E402
+from tests.integrations.vllm.test_translation import EXTRA, VALUES, hints, tokens  # noqa: E402
 
 AGENTS = 6
 FIXED = [prompt(4 * BLOCK + 8, 700 + agent) for agent in range(AGENTS)]
@@ -22,7 +23,7 @@ KEDGE = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "kedge.integrations.vllm.plugin.connector",
     "kv_connector_extra_config": {
-        "planner": {"by_cost": False}, "anchors": ANCHORS, "tiers": {"host_memory": "40 blocks"},
+        **EXTRA, "tiers": {"host_memory": "40 blocks"},
     },
 }  # fmt: skip
 
@@ -85,7 +86,7 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
     both = {"connectors": [KEDGE, company] if is_first else [company, KEDGE]}
     config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=both)
     why = "another KV connector"
-    with driver(tiny_llama, plugged=False, kv_transfer_config=config, **SIZE) as built:
+    with driver(tiny_llama, plugged=False, kv_transfer_config=config, scheduler_cls=SCHEDULER, **SIZE) as built:
         assert cycle(built) == stock[0]
         for value, expected in zip(VALUES, stock[1], strict=True):
             for _ in range(2):

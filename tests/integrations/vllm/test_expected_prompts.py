@@ -14,9 +14,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
-from kedge.integrations.vllm.plugin import expected_prompts  # noqa: E402
-from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompts  # noqa: E402
-from kedge.integrations.vllm.plugin.learner import PlannedWrites  # noqa: E402
+from kedge.integrations.vllm.plugin import learner  # noqa: E402
+from kedge.integrations.vllm.plugin.learner import (  # noqa: E402
+    MAX_EXPECTED,
+    ExpectedPrompts,
+    PlannedWrites,  # noqa: E402
+)
 from kedge.types import RunId  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
@@ -202,7 +205,7 @@ def test_a_preparation_that_fails_is_dropped(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(expected_prompts, "translated", fail)
+        patched.setattr(learner, "translated", fail)
         expect(engine, ONE)
     assert not len(prepared(engine))
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
@@ -211,5 +214,5 @@ def test_a_preparation_that_fails_is_dropped(
 def test_nothing_is_left_of_it(engine: Driver) -> None:
     writes: PlannedWrites = engine.worker._learner.writes
     engine.run()
-    assert not len(writes) and not len(prepared(engine)) and not engine.side.translations.unfinished
+    assert not len(writes) and not len(prepared(engine)) and not engine.side.translations._candidates
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1

@@ -15,16 +15,16 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
 from tests.integrations.vllm import lane_prompts  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.test_translation import ANCHORS, hints, tokens  # noqa: E402
+from tests.integrations.vllm.test_translation import EXTRA, hints, tokens  # noqa: E402
 
 if not torch.cpu._is_avx512_supported():
     pytest.skip("vLLM keeps 8 bits on a CPU with AVX-512 only", allow_module_level=True)
 
 SEEN, VALUES = 6, [prompt(60, 100 + number) for number in range(24)]
-EXTRA = {"anchors": ANCHORS, "tiers": {"host_memory": "40 blocks"}}
 FLOWING = [prompt(4 * BLOCK + 8, 700 + number) for number in range(6)]
 
 
@@ -43,11 +43,6 @@ def engine(model: Path, kept: str, **more: Any) -> Iterator[Driver]:
         yield built
 
 
-def bases(built: Driver, output: Any) -> None:
-    for base in receipt(output)["base"]:
-        built.ask(base, count=1, kedge={"base": True})
-
-
 def asked(built: Driver, value: Sequence[int], **more: Any) -> tuple[Tensor, KVSegment, Any]:
     """The distribution after a prompt, its KV, and its receipt."""
     built.reset()
@@ -63,10 +58,10 @@ def asked(built: Driver, value: Sequence[int], **more: Any) -> tuple[Tensor, KVS
 
 def answered(model: Path, kept: str) -> list[Answered]:
     """All values by an engine that learns from the first ones."""
-    with engine(model, kept, extra={"anchors": ANCHORS}) as built:
+    with engine(model, kept, extra=EXTRA, scheduler_cls=SCHEDULER) as built:
         for number, value in enumerate(VALUES):
             agent = "a" if number < SEEN else "stranger"
-            bases(built, built.ask(tokens(value), kedge=hints(value, agent=agent)))
+            built.ask(tokens(value), kedge=hints(value, agent=agent))
         results = []
         for value in VALUES:
             dense, dense_kv, _ = asked(built, value, reuse="off")
@@ -131,7 +126,8 @@ def test_kv_of_prompts_that_were_seen_is_kept_about_as_well_as_by_vllm(
 def test_answers_are_stocks_and_blocks_come_back_from_the_host_as_they_were(tiny_llama: Path) -> None:
     with engine(tiny_llama, "fp8", plugged=False) as plain:
         expected = [plain.answer(one, count=12) for one in FLOWING]
-    with engine(tiny_llama, "fp8", extra=EXTRA, num_gpu_blocks_override=16, max_model_len=256) as built:
+    size = {"num_gpu_blocks_override": 16, "max_model_len": 256}
+    with engine(tiny_llama, "fp8", extra={"tiers": {"host_blocks": 40}}, **size) as built:
         for _ in range(3):
             for number, one in enumerate(FLOWING):
                 steps = {f"a{other}": (other - number) % len(FLOWING) for other in range(len(FLOWING))}
@@ -155,9 +151,9 @@ def test_scales_of_a_layer_are_applied(tiny_llama: Path) -> None:
         patched.setattr(
             Attention, "process_weights_after_loading", lambda layer, *more: (loaded(layer, *more), scaled(layer))[0]
         )
-        with engine(tiny_llama, "fp8", extra={"anchors": ANCHORS}) as built:
+        with engine(tiny_llama, "fp8", extra=EXTRA, scheduler_cls=SCHEDULER) as built:
             for value in VALUES[:SEEN]:
-                bases(built, built.ask(tokens(value), kedge=hints(value)))
+                built.ask(tokens(value), kedge=hints(value))
             dense, dense_kv, _ = asked(built, VALUES[0], reuse="off")
             translated, kv, found = asked(built, VALUES[0])
     assert found["tokens"]["translated"] == 170
@@ -175,7 +171,7 @@ def test_holes_in_the_middle_are_computed_over_rounded_kv(tiny_llama: Path) -> N
             built.reset()
             output = lane_prompts.ask(built, number, 1, logprobs=VOCABULARY)
             found = receipt(output)
-            assert found["lanes"] is None and found["tokens"]["computed"] == 9 and found["tokens"]["translated"] > 200
+            assert found["tokens"]["computed"] == 9 and found["tokens"]["translated"] > 200
             assert divergence(distribution(dense), distribution(output)) < 0.1
 
 

@@ -60,7 +60,7 @@ def state(engine: Driver) -> dict[str, int]:
         "free blocks": engine.pool.get_num_free_blocks(),
         "lanes of the runner": sum(one.startswith("lane-") for one in known),
         "requests": len(engine.scheduler.requests),
-        "candidates": side.unfinished,
+        "candidates": len(side._candidates),
         "planned writes": len(engine.worker._learner.writes),
     }
 

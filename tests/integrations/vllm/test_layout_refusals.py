@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.test_translation import VALUES, hints, tokens  # noqa: E402
 
@@ -43,8 +44,9 @@ def probed_with(model: Path, fault: Callable[..., None]) -> Any:
     write = CPUAttentionBackendImpl.do_kv_cache_update
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", lambda *given: fault(write, *given))
+        size = {"num_gpu_blocks_override": 16, "max_model_len": 256}
         extra = {"tiers": {"host_memory": "40 blocks"}}
-        starting = driver(model, extra=extra, num_gpu_blocks_override=16, max_model_len=256)
+        starting = driver(model, extra=extra, scheduler_cls=SCHEDULER, **size)
         built = starting.__enter__()
     return starting, built
 

@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin import feature_checks  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.integrations.vllm import model_runner_v2  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, teach, tokens  # noqa: E402
+from tests.integrations.vllm.test_translation import EXTRA, VALUES, hints, teach, tokens  # noqa: E402
 
 ANSWER = 6
 NEIGHBOUR = prompt(40, 9)
@@ -48,8 +49,10 @@ def _outcome(model: str, is_async: bool, case: str) -> dict[str, Any]:
 
 
 def _on_engine(model: str, is_async: bool, policy: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 48}
-    with driver(Path(model), True, {"anchors": ANCHORS}, policy, async_scheduling=is_async, **settings) as engine:
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 48, "scheduler_cls": SCHEDULER
+    }  # fmt: skip
+    with driver(Path(model), True, EXTRA, policy, async_scheduling=is_async, **settings) as engine:
         for value in VALUES[:-1]:
             teach(engine, value)
         engine.reset()
@@ -85,7 +88,7 @@ def _after(engine: Driver) -> dict[str, Any]:
     engine.reset()
     again = engine.ask(tokens(VALUES[0]), ANSWER, hints(VALUES[0]))
     return {
-        "is_idle": idle and not engine.side.translations.unfinished,
+        "is_idle": idle and not engine.side.translations._candidates,
         "again": list(again.outputs[0].token_ids),
         "translated_again": receipt(again)["tokens"]["translated"],
     }

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import kedge.models.nano
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from tests.integrations.vllm.conftest import BLOCK, driver, prompt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -30,9 +31,8 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "tiers": {"host_memory": "100 blocks"},
-        "anchors": {"max_error": 50.0},
-        "planner": {"by_cost": False},
-        "max_lanes": 0,
+        "anchors": {"max_error": 1e9, "weak_error": 1e9},
+        "planner": {"by_cost": False, "recompute_head": 0, "recompute_short": 0, "move": "never"},
     },
 }
 FIXED = 8 * BLOCK
@@ -89,7 +89,7 @@ def serving(*more: str, transfer: dict[str, Any] | None = TRANSFER) -> Iterator[
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
         *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
         *("--host", "127.0.0.1", "--port", str(port), "--gpu-memory-utilization", "0.3"),
-        *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()),
+        *(("--kv-transfer-config", json.dumps(transfer), "--scheduler-cls", SCHEDULER) if transfer else ()),
         *more,
     ]
     paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -148,9 +148,9 @@ def test_learned_values_are_translated_on_all_ranks(server: Server) -> None:
     for value in values:
         answer, found = server.complete(HEAD + value + TAIL, hints(value), 12)
         answers.append(answer)
-        for base in found["base"]:
-            server.complete(base, {"base": True}, 1)
     for value, answer in zip(values, answers, strict=True):
+        for agent in range(6):  # they take the place of the prompt in the cache
+            server.complete(cycle(agent), {}, 1)
         again, found = server.complete(HEAD + value + TAIL, hints(value), 12)
         assert again == answer and found["tokens"]["computed"] == 1 and found["tokens"]["translated"] > 0
 

@@ -80,7 +80,6 @@ def translated(taught: Driver) -> list[list[int]]:
     for number in (ONE, OTHER):
         output = ask(taught, number, COUNT)
         assert receipt(output)["tokens"]["translated"] > len(tokens(number)) // 2
-        assert receipt(output)["lanes"] is None
         answers.append(list(output.outputs[0].token_ids))
     return answers
 

@@ -15,15 +15,16 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.engine.common.state.files import MANIFEST, SUFFIX  # noqa: E402
 from kedge.errors import ConfigError  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, driver, prompt, receipt, save_tiny_llama  # noqa: E402
-from tests.integrations.vllm.test_translation import ANCHORS, VALUES, hints, teach, teach_base_only, tokens  # noqa: E402
+from tests.integrations.vllm.test_translation import EXTRA, VALUES, hints, teach, teach_base_only, tokens  # noqa: E402
 
 RANK = Path("replica-0", "rank-0")
 
 
 @contextmanager
 def engine(model: Path, state: Path, **more: Any) -> Iterator[Driver]:
-    with driver(model, extra={"anchors": ANCHORS, "state": str(state)}, **more) as built:
+    with driver(model, extra={**EXTRA, "state": str(state)}, scheduler_cls=SCHEDULER, **more) as built:
         yield built
 
 
@@ -161,13 +162,11 @@ def _kinds(folder: Path, file: str) -> set[str]:
 def test_a_tenant_keeps_to_its_anchors_after_a_restart_too(tiny_llama: Path, tmp_path: Path) -> None:
     quotas = {"acme": {"anchors": 2}, "*": {"anchors": 4}}
     for turn in range(2):
-        more = {"anchors": ANCHORS, "state": str(tmp_path), "quotas": quotas}
-        with driver(tiny_llama, extra=more) as built:
+        more = {**EXTRA, "state": str(tmp_path), "quotas": quotas}
+        with driver(tiny_llama, extra=more, scheduler_cls=SCHEDULER) as built:
             for value in VALUES if turn == 0 else ():
                 for salt in ("acme", "acme/part", "else"):
-                    found = receipt(built.ask(tokens(value), kedge=hints(value), salt=salt))
-                    for base in found["base"]:
-                        built.ask(base, count=1, kedge={"base": True}, salt=salt)
+                    built.ask(tokens(value), kedge=hints(value), salt=salt)
             held: dict[str, int] = {}
             for key, pool in built.worker._learner.learned[0].pools.items():
                 held[key.namespace.tenant] = held.get(key.namespace.tenant, 0) + len(pool.anchors)

@@ -12,13 +12,18 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.errors import PlanError  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
 
 HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
 LEAD_IN, STAND_IN = prompt(5, 3), prompt(4, 4)
 VALUES = [prompt(60, 100 + number) for number in range(6)]
-ANCHORS = {"min_anchors": 4, "max_error": 50.0}
+EXTRA = {
+    "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0},
+    "planner": {"by_cost": False, "recompute_head": 0, "recompute_short": 0, "move": "never"},
+}
+"""Every value is translated as a whole, and so is the template behind it"""
 
 
 def tokens(value: list[int]) -> list[int]:
@@ -35,11 +40,8 @@ def hints(value: list[int], **more: Any) -> dict[str, Any]:
 
 
 def teach(engine: Driver, value: list[int]) -> Any:
-    """A dense call, and the base prefills that its receipt asks for."""
-    output = engine.ask(tokens(value), kedge=hints(value))
-    for base in receipt(output)["base"]:
-        engine.ask(base, count=1, kedge={"base": True})
-    return output
+    """A dense call. Base prefills follow it."""
+    return engine.ask(tokens(value), kedge=hints(value))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def dense(tiny_llama: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def taught(tiny_llama: Path, dense: object) -> Iterator[Driver]:  # noqa: ARG001 - one engine at a time: stock goes first
     """An engine that has seen all values but the last, in chunks of 64 tokens."""
-    with driver(tiny_llama, extra={"anchors": ANCHORS}, max_num_batched_tokens=64) as built:
+    with driver(tiny_llama, extra=EXTRA, scheduler_cls=SCHEDULER, max_num_batched_tokens=64) as built:
         for value in VALUES[:-1]:
             found = receipt(teach(built, value))
             assert found["tokens"]["translated"] == 0
@@ -72,8 +74,9 @@ def test_a_prompt_is_read_after_its_first_token(taught: Driver, monkeypatch: pyt
     drawn: list[int] = []
     learner = taught.worker._learner
 
-    def capture(*_: object) -> None:
-        drawn.append(len(request.output_token_ids))
+    def capture(order: Any, *_: object) -> None:
+        if order.request.agent:  # base prefills have none
+            drawn.append(len(request.output_token_ids))
 
     monkeypatch.setattr(learner, "capture", capture)
     taught.add(tokens(prompt(60, 999)), kedge=hints(prompt(60, 999), agent="newcomer"))
@@ -97,9 +100,7 @@ def test_an_unseen_value_is_translated_and_pollutes_nothing(taught: Driver, dens
 
 def teach_base_only(engine: Driver, value: list[int]) -> Any:
     """The base KV of a value is computed, and the prefix cache emptied; then a call with it."""
-    asked = engine.ask(tokens(value), kedge=hints(value, agent="nobody-knows-it"))
-    for base in receipt(asked)["base"]:
-        engine.ask(base, count=1, kedge={"base": True})
+    engine.ask(tokens(value), kedge=hints(value, agent="nobody-knows-it"))
     engine.reset()
     return engine.ask(tokens(value), count=12, kedge=hints(value))
 
@@ -139,7 +140,7 @@ def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
     taught.engine.abort_request([name])
     taught.run()
     taught.ask(prompt(40, 9))
-    assert not taught.worker._learner.writes and not taught.side.translations.unfinished
+    assert not taught.worker._learner.writes and not taught.side.translations._candidates
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 
@@ -189,12 +190,22 @@ def test_translation_can_be_switched_off(taught: Driver, dense: list[list[int]],
     assert list(output.outputs[0].token_ids) == dense[0]
 
 
-def test_a_tenant_has_anchors_of_its_own(taught: Driver) -> None:
+@pytest.fixture
+def base_prompts(taught: Driver, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts of base prefills that are asked for."""
+    found: list[list[int]] = []
+    bases = taught.side.translations.lanes.bases
+    add = bases.add
+    monkeypatch.setattr(bases, "add", lambda namespace, one: (found.append(list(one)), add(namespace, one)))
+    return found
+
+
+def test_a_tenant_has_anchors_of_its_own(taught: Driver, base_prompts: list[list[int]]) -> None:
     output = taught.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]), salt="somebody else")
-    assert receipt(output)["tokens"]["translated"] == 0 and receipt(output)["base"]
+    assert receipt(output)["tokens"]["translated"] == 0 and base_prompts
 
 
-def test_an_answer_is_its_own_base_kv(taught: Driver) -> None:
+def test_an_answer_is_its_own_base_kv(taught: Driver, base_prompts: list[list[int]]) -> None:
     taught.reset()
     asked = {"workflow": "w", "run": "chain", "agent": "writer", "produces": "answer@0"}
     answer = taught.answer(prompt(50, 11), count=20, kedge=asked)
@@ -204,10 +215,10 @@ def test_an_answer_is_its_own_base_kv(taught: Driver) -> None:
         {"name": "p1", "length": len(TAIL)},
     ]
     reader = {"workflow": "w", "run": "chain", "agent": "reader", "segments": segments}
-    found = receipt(taught.ask(HEAD + answer[:19] + TAIL, kedge=reader))
-    assert all(answer[:19] != base[:19] for base in found["base"]) and len(found["base"]) == 1
-    other = receipt(taught.ask(HEAD + prompt(19, 12) + TAIL, kedge={**reader, "run": "elsewhere"}))
-    assert prompt(19, 12) in other["base"]
+    taught.ask(HEAD + answer[:19] + TAIL, kedge=reader)
+    assert all(answer[:19] != base[:19] for base in base_prompts) and len(base_prompts) == 1
+    taught.ask(HEAD + prompt(19, 12) + TAIL, kedge={**reader, "run": "elsewhere"})
+    assert prompt(19, 12) in base_prompts
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 

@@ -87,10 +87,10 @@ def test_the_plugin_gets_its_sections_and_reads_them() -> None:
     pytest.importorskip("torch")
     from kedge.integrations.vllm.plugin.settings import PluginSettings
 
-    own = {"max_captures": 2, "max_lanes": 7}
+    own = {"max_captures": 2}
     config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3}, vllm=own)
     read = PluginSettings.model_validate(plugin_settings(config))
-    assert (read.tiers.host_memory, read.anchors.capacity, read.max_captures, read.max_lanes) == ("5 blocks", 3, 2, 7)
+    assert (read.tiers.host_memory, read.anchors.capacity, read.max_captures) == ("5 blocks", 3, 2)
 
 
 def test_a_variable_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ SPANS = (
 
 def receipt_data(*spans: Span) -> dict[str, Any]:
     sent = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans, (Miss("p0", "why"),))
-    return dict(json.loads(json.dumps(receipt_to_dict(sent, (), None))))
+    return dict(json.loads(json.dumps(receipt_to_dict(sent))))
 
 
 def test_a_receipt_has_the_spans_that_the_plug_in_sent() -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin.held_lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks
+from kedge.integrations.vllm.plugin.lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Segment, Tokens
@@ -50,7 +50,7 @@ class Stage:
         self.held.pool = self.pool
         self.captures: list[Capture] = []
         self.tails = AnswerTails(self.held, self.captures.append)
-        self.tails.open(LIMIT, VOCABULARY, BLOCK)
+        self.tails.open(PassLimits(LIMIT, VOCABULARY, BLOCK))
 
     def end(self, answer: EndedAnswer) -> None:
         """End a request that holds blocks for what it has computed, and frees them."""
@@ -64,11 +64,10 @@ def test_the_end_is_the_last_token_and_the_trail() -> None:
     stage = Stage()
     stage.end(ended(6, (7, 8), (9,)))
     assert stage.tails.grant(AMPLE, running=0) == LaneBudget(2, 1)
-    (lane,), (capture,) = stage.tails.take_granted(), stage.captures
+    (lane,), (capture,) = stage.tails.granted, stage.captures
     assert (lane.span, lane.tokens) == (range(7, 9), [1] * 6 + [7, 8, 9, 9])
     assert len(lane.blocks) == 3 and list(capture.blocks) == lane.blocks
     assert capture.response == (7, 8, 9) and capture.end == 2
-    assert not stage.tails.take_granted() and not any(stage.tails.taken)
 
 
 def test_an_answer_whose_tokens_all_have_kv_needs_no_lane() -> None:
@@ -102,7 +101,7 @@ def test_no_lane_leaves_the_context(prompt: int, answer: int, trail: int, token:
     output = tuple(range(3, 3 + min(answer, LIMIT - prompt)))
     stage.end(ended(prompt, output, (token,) * trail))
     stage.tails.grant(AMPLE, running=0)
-    for lane in stage.tails.take_granted():
+    for lane in stage.tails.granted:
         assert lane.span.stop < len(lane.tokens) <= LIMIT, "the runner draws nothing within the prompt"
         assert max(lane.tokens) < VOCABULARY
         assert len(lane.blocks) * BLOCK >= lane.span.stop
@@ -130,7 +129,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, tokens: int, rows: int, running: int) -> None:
         free = self.stage.pool.get_num_free_blocks()
         taken = self.stage.tails.grant(LaneBudget(tokens, rows), running)
-        granted = self.stage.tails.take_granted()
+        granted = self.stage.tails.granted
         assert taken == LaneBudget(sum(len(lane.span) for lane in granted), len(granted))
         assert taken.tokens <= max(0, tokens) // TOKEN_SHARE and taken.rows <= max(0, rows)
         now = self.stage.pool.get_num_free_blocks()

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kedge.integrations.vllm.plugin.held_lanes import NOTHING, BaseJobs, HeldBlocks, PassLimits
+from kedge.integrations.vllm.plugin.lanes import NOTHING, BaseJobs, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import Namespace
@@ -34,7 +34,7 @@ class Stage:
     def step(self, tokens: int, rows: int = 1, spare: int = 0, *, idle: bool = False) -> list[range]:
         most = tokens if idle else tokens // 2
         taken = self.jobs.grant(LaneBudget(tokens, rows), spare, most=most, idle=idle)
-        spans = [lane.span for lane in self.jobs.take_granted()]
+        spans = [lane.span for lane in self.jobs.granted]
         assert taken == LaneBudget(sum(map(len, spans)), len(spans))
         return spans
 

@@ -20,6 +20,8 @@ from transformers import (  # noqa: E402
     MistralConfig,
     Olmo3Config,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
@@ -40,9 +42,9 @@ def config(**changes: Any) -> Any:
         "scheduler_config": {"get_scheduler_cls": lambda: make_scheduler, "async_scheduling": False},
         "parallel_config": {
             "use_ubatching": False, "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "data_parallel_size": 1,
         },
-        "model_config": {"use_mla": False, "uses_mrope": False, "hf_text_config": LlamaConfig()},
+        "model_config": {"use_mla": False, "uses_mrope": False, "hf_text_config": LlamaConfig(), "is_moe": False},
         "kv_transfer_config": {"kv_load_failure_policy": "fail"},
     }  # fmt: skip
     v2 = changes.pop("use_v2_model_runner", False)
@@ -62,21 +64,21 @@ ONE = groups(FullAttentionSpec(**SPEC))
 
 
 def test_everything_is_on_where_it_fits() -> None:
-    found = compat.find_features(config(), ONE, 10, 32)
-    assert found == compat.Features(None, None, None, None)
+    found = compat.find_features(config(), ONE, 10)
+    assert found == compat.Features(None, None, None)
 
 
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "BlockPool", lambda *_: SimpleNamespace(cached_block_hash_to_block=None))
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     reason = "vLLM's block pool has no _reuse_watchers, cached_block_hashes_by_block, _cache"
     assert (found.eviction, found.host) == (reason, reason)
 
 
 @pytest.mark.parametrize("kept", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_floats_of_8_bits_are_translated(kept: str) -> None:
-    found = compat.find_features(config(cache_dtype=kept), ONE, 10, 32)
-    assert found == compat.find_features(config(), ONE, 10, 32) and found.translation is None
+    found = compat.find_features(config(cache_dtype=kept), ONE, 10)
+    assert found == compat.find_features(config(), ONE, 10) and found.translation is None
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
@@ -96,7 +98,7 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
     ],
 )
 def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[str, Any], reason: str) -> None:
-    found = compat.find_features(config(**changes), ONE, 10, 32)
+    found = compat.find_features(config(**changes), ONE, 10)
     assert found.translation and reason in found.translation
     assert found.eviction is None and found.host is None
 
@@ -106,27 +108,27 @@ def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[
     [({"use_v2_model_runner": True}, "Model Runner V2"), ({"async_scheduling": True}, "asynchronous scheduling")],
 )
 def test_where_vllm_cannot_recompute_a_failed_load_that_policy_is_refused(changes: dict[str, Any], where: str) -> None:
-    refused = compat.find_features(config(**changes, kv_load_failure_policy="recompute"), ONE, 10, 32)
+    refused = compat.find_features(config(**changes, kv_load_failure_policy="recompute"), ONE, 10)
     assert refused.translation == (
         f"kv_load_failure_policy must be 'fail' with {where}: 'recompute' gives wrong answers there"
     )
     assert refused.eviction is None and refused.host is None
-    assert compat.find_features(config(**changes), ONE, 10, 32).translation is None
+    assert compat.find_features(config(**changes), ONE, 10).translation is None
 
 
 def test_where_vllm_can_recompute_that_policy_is_accepted() -> None:
-    assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10, 32).translation is None
+    assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10).translation is None
 
 
 def test_several_groups_are_cached_and_not_translated() -> None:
     window = SlidingWindowSpec(**SPEC, sliding_window=64)
     both = groups(window, FullAttentionSpec(**SPEC))
-    found = compat.find_features(config(), both, 10, 32)
+    found = compat.find_features(config(), both, 10)
     assert (found.eviction, found.host) == (None, None)
     assert found.translation == "the model has 2 KV cache groups"
     assert compat.cache_groups(config(), both).main.number == 1
     assert compat.block_bytes(both) == compat.block_bytes(ONE), "a block is of one group at a time"
-    alone = compat.find_features(config(), groups(window), 10, 32)
+    alone = compat.find_features(config(), groups(window), 10)
     assert alone.translation and "SlidingWindowSpec" in alone.translation
     assert alone.eviction is None and alone.host and "none has full attention" in alone.host
 
@@ -138,29 +140,27 @@ WINDOWED = [Gemma2Config(), Gemma3TextConfig(), GptOssConfig()]
 def test_windows_are_translated_where_one_group_keeps_what_they_leave_behind(model: Any) -> None:
     given = config(hf_text_config=model)
     both = groups(SlidingWindowSpec(**SPEC, sliding_window=64), FullAttentionSpec(**SPEC))
-    refused = compat.find_features(given, both, 10, 32).translation
+    refused = compat.find_features(given, both, 10).translation
     assert refused and "--disable-hybrid-kv-cache-manager" in refused
     kept = groups(FullAttentionSpec(**SPEC, sliding_window=64))
-    assert compat.find_features(given, kept, 10, 32) == compat.Features(None, None, None, None)
-    alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10, 32)
+    assert compat.find_features(given, kept, 10) == compat.Features(None, None, None)
+    alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10)
     assert alone.translation == "its KV is a SlidingWindowSpec, not full attention"
 
 
 @pytest.mark.parametrize("model", [LlamaConfig(), MistralConfig(), Olmo3Config()], ids=lambda model: model.model_type)
 def test_windows_are_not_translated_where_it_is_not_known_how_layers_rotate(model: Any) -> None:
-    found = compat.find_features(
-        config(hf_text_config=model), groups(FullAttentionSpec(**SPEC, sliding_window=64)), 10, 32
-    )
+    found = compat.find_features(config(hf_text_config=model), groups(FullAttentionSpec(**SPEC, sliding_window=64)), 10)
     assert found.translation == "sliding-window attention"
 
 
 def test_attention_in_chunks_is_not_translated() -> None:
-    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), 10, 32)
+    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), 10)
     assert found.translation == "attention in chunks"
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
-    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10, 32)
+    found = compat.find_features(config(enable_prefix_caching=False), ONE, 10)
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
 
 
@@ -174,12 +174,11 @@ def test_too_old_a_version_switches_everything_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", "0.30.1")
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert logged(found, caplog) == [
         f"kedge: {part} is off: vLLM 0.30.1 is too old; must be 0.31 or newer"
         for part in ("eviction", "host", "translation")
-    ], "lanes need no line of their own"
-    assert found.lanes == compat.NO_TRANSLATION
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.99.3+cpu", "1.2.0"])
@@ -187,15 +186,15 @@ def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat.vllm, "__version__", version)
-    found = compat.find_features(config(), ONE, 10, 32)
-    assert found == compat.Features(None, None, None, None)
+    found = compat.find_features(config(), ONE, 10)
+    assert found == compat.Features(None, None, None)
     assert logged(found, caplog) == [
         f"kedge: vLLM {version} is newer than 0.33, the last one tested; what is on was found by its checks"
     ]
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
     monkeypatch.setattr(NewRequestData, "__dataclass_fields__", {})
-    found = compat.find_features(config(), ONE, 10, 32)
-    assert found.eviction and found.host and found.lanes and found.translation is None
+    found = compat.find_features(config(), ONE, 10)
+    assert found.eviction and found.host and found.translation
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
         pass
 
     monkeypatch.setattr(taken, given, other)
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found.translation == f"{given} takes ['self', 'request', 'tokens', 'group']"
     assert found.eviction is None and found.host is None
 
@@ -220,14 +219,14 @@ def test_what_keeps_translated_blocks_out_of_the_cache_is_checked(
 def test_hashes_of_more_than_a_block_leave_the_order_of_eviction() -> None:
     ahead = config()
     ahead.num_hash_lookahead_tokens = 1
-    found = compat.find_features(ahead, ONE, 10, 32)
+    found = compat.find_features(ahead, ONE, 10)
     assert found.eviction is None
     assert found.host == found.translation == "hashes are of a block and tokens behind it"
 
 
 def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreeKVCacheBlockQueue, "popright", lambda _: None, raising=False)
-    found = compat.find_features(config(), ONE, 10, 32)
+    found = compat.find_features(config(), ONE, 10)
     assert found.eviction == found.host == "vLLM's free queue has a `popright` that Kedge's does not match"
     assert found.translation is None
 
@@ -236,12 +235,10 @@ def test_a_new_method_of_the_free_queue_switches_eviction_off(monkeypatch: pytes
 
 
 def lanes(**changes: Any) -> str | None:
-    found = compat.find_features(config(**changes), ONE, 10, 32)
-    assert found.translation is None, "it goes on, up to the first hole"
-    return found.lanes
+    return compat.find_features(config(**changes), ONE, 10).translation
 
 
-def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_translation_needs_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
     assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
@@ -249,16 +246,17 @@ def test_lanes_need_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
         reason = lanes(get_scheduler_cls=lambda other=other: other)
         assert reason == "--scheduler-cls is not kedge.integrations.vllm.plugin.scheduler.make_scheduler"
     with caplog.at_level(logging.WARNING):
-        compat.Features(None, None, None, reason).log()
-    assert caplog.messages == [f"kedge: lanes is off: {reason}"]
+        compat.Features(None, None, reason).log()
+    assert caplog.messages == [f"kedge: translation is off: {reason}"]
 
 
-def test_lanes_are_off_where_a_pass_may_be_split() -> None:
+def test_translation_is_off_where_a_pass_may_be_split() -> None:
     assert "microbatching" in (lanes(use_ubatching=True) or "")
 
 
-def test_lanes_can_be_switched_off() -> None:
-    assert compat.find_features(config(), ONE, 10, 0).lanes == "max_lanes is 0"
+def test_replicas_with_experts_in_common_run_no_lanes_alone() -> None:
+    assert "data parallelism" in (lanes(data_parallel_size=2, is_moe=True) or "")
+    assert lanes(data_parallel_size=2, is_moe=False) is None, "vLLM lets these run as if each were alone"
 
 
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +264,9 @@ def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch
     class More(NewRequestData):
         tier: int = field(kw_only=True)
 
-    monkeypatch.setattr(compat, "NewRequestData", More)
+    monkeypatch.setattr(scheduler, "NewRequestData", More)
     assert lanes() == "vLLM's NewRequestData differs in tier"
-    monkeypatch.setattr(compat, "NewRequestData", make_dataclass("Less", ["req_id", "prompt_token_ids"]))
+    monkeypatch.setattr(scheduler, "NewRequestData", make_dataclass("Less", ["req_id", "prompt_token_ids"]))
     assert "block_ids, lora_request, mm_features" in (lanes() or "")
 
 
@@ -279,8 +277,8 @@ def test_a_schedule_that_does_not_read_the_budget_switches_lanes_off(monkeypatch
 
 def test_a_scheduler_without_what_lanes_use_switches_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (), {"schedule": Scheduler.schedule, "__init__": lambda self: setattr(self, "running", [])})
-    monkeypatch.setattr(compat, "Scheduler", bare)
-    assert "vLLM's Scheduler has no block_size, connector" in (lanes() or "")
+    monkeypatch.setattr(scheduler, "Scheduler", bare)
+    assert "add_request, block_size, connector" in (lanes() or "")
 
 
 def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
@@ -295,9 +293,9 @@ def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
     assert type(made) is Renamed
     assert caplog.messages[0].startswith("kedge: --scheduler-cls is vLLM's own: vLLM's Scheduler has no _free_request")
     monkeypatch.undo()
-    assert scheduler.order_refusal() is None
+    assert scheduler.scheduler_refusal() is None
     monkeypatch.setattr(scheduler.CachedFirstQueue, "__abstractmethods__", frozenset({"rotate"}))
-    assert scheduler.order_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"
+    assert scheduler.scheduler_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"
 
 
 def test_backends_have_to_write_before_they_attend() -> None:
@@ -308,3 +306,26 @@ def test_backends_have_to_write_before_they_attend() -> None:
     for other in (bad, unknown):
         reason = f"{other.get_name()} may attend before the KV of the whole pass is written"
         assert compat.backends_refusal([good, other]) == reason
+
+
+# versions -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "minor"),
+    [("0.28.0", (0, 28)), ("0.32.1+cpu", (0, 32)), ("0.33.0rc1", (0, 33)), ("1.0", (1, 0)), ("0.100.2", (0, 100))],
+)
+def test_the_minor_of_a_version(version: str, minor: tuple[int, int]) -> None:
+    assert compat.minor_of(version) == minor
+
+
+def test_a_version_is_too_old_known_or_untested() -> None:
+    for newer in ("0.34.0", "0.34.0.dev12+g1234", "7.0", "dev"):
+        assert compat.untested(newer) and compat.version_refusal(newer) is None
+    assert compat.untested("0.33.2") is compat.version_refusal("0.31.0") is None
+    assert compat.version_refusal("0.30.9") == "vLLM 0.30.9 is too old; must be 0.31 or newer"
+
+
+def test_the_installed_vllm_has_what_is_read_of_it() -> None:
+    assert hasattr(KVConnectorBase_V1, "bind_kv_cache_manager") and hasattr(BlockPool(1, True, 1), "_reuse_watchers")
+    assert scheduler.scheduler_refusal() is None

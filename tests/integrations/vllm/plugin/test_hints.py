@@ -30,7 +30,7 @@ from kedge.workflow.steps import NextRun
 TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
-    *("base", "session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
+    *("session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
     *("pick", "rung", "left_out"),
 ]
 JSON = st.recursive(
@@ -50,7 +50,7 @@ def test_all_hints_are_read() -> None:
     call = read(
         {
             "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 3, "steps": {"a": 0, "b": None},
-            "fixed_tokens": 2, "final": True, "reuse": "exact", "produces": "a@0", "base": True, "session": "s",
+            "fixed_tokens": 2, "final": True, "reuse": "exact", "produces": "a@0", "session": "s",
             "parent": "p", "returns_in": 1.5,
         },
         salt="tenant",
@@ -60,9 +60,7 @@ def test_all_hints_are_read() -> None:
     assert request.workflow == "w"
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
     assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
-    assert (
-        call.final and call.is_base and call.request.turn == TurnHints("s", "p", 1.5, is_last=True) and not call.ignored
-    )
+    assert call.final and call.request.turn == TurnHints("s", "p", 1.5, is_last=True) and not call.ignored
     assert request.segments == (Segment(TOKENS, "p0"),)
 
 

@@ -12,10 +12,17 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin.candidates import NEAR, TranslationCandidate
-from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, HeldBlocks, PassLimits
+from kedge.integrations.vllm.plugin import lanes as module
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import AdmittedLanes, LaneGrants
+from kedge.integrations.vllm.plugin.lanes import (
+    NEAR,
+    AnswerTails,
+    BaseJobs,
+    HeldBlocks,
+    LaneGrants,
+    PassLimits,
+    TranslationCandidate,
+)
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget
@@ -39,17 +46,17 @@ def lane_grants(candidates: dict[str, TranslationCandidate]) -> LaneGrants:
     return LaneGrants(candidates, AnswerTails(held, lambda _: None), BaseJobs(held, lambda _: None))
 
 
-def judged(holes: Holes = HOLES, max_lanes: int = 9, name: str = "r") -> TranslationCandidate:
+def judged(holes: Holes = HOLES, name: str = "r") -> TranslationCandidate:
     found = candidate(name)
-    found.take_verdict(TranslationVerdict(holes), max_lanes)
+    found.take_verdict(TranslationVerdict(holes))
     return found
 
 
-def test_near_holes_are_one_and_too_many_are_joined() -> None:
+def test_near_holes_are_one_and_too_many_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judged((range(5, 6), range(6 + NEAR - 1, 12), range(59, 60))).holes == (range(5, 12), range(59, 60))
     assert judged((range(5, 6), range(6 + NEAR, 12), range(59, 60))).holes[0] == range(5, 6)
-    assert judged(max_lanes=2).holes == (range(10, 20), range(30, 42), range(59, 60))
-    assert judged(max_lanes=0).holes == (range(10, 60),), "up to the first hole, as without lanes"
+    monkeypatch.setattr(module, "MAX_LANES", 2)
+    assert judged().holes == (range(10, 20), range(30, 42), range(59, 60))
 
 
 def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
@@ -70,9 +77,9 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     assert lanes.is_wanted
 
 
-@given(layouts(), st.integers(0, SIZE - 1), st.integers(0, 6))
-def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, computed: int, max_lanes: int) -> None:
-    found = judged(holes, max_lanes)
+@given(layouts(), st.integers(0, SIZE - 1))
+def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, computed: int) -> None:
+    found = judged(holes)
     claimed = found.plan(found.holes, computed)
     assert positions(found.planned) | positions(found.written) == set(range(computed, SIZE))
     assert positions(found.planned).isdisjoint(positions(found.written))
@@ -97,7 +104,7 @@ class Queue:
         self.candidates = {name: judged(name=name) for name in names}
         self.lanes = lane_grants(self.candidates)
         self.held_back = 0
-        self.lanes.open(9, self.hold_back)
+        self.lanes.open(self.hold_back)
 
     def hold_back(self) -> None:
         self.held_back += 1
@@ -116,7 +123,7 @@ def test_a_granted_request_is_admitted_with_its_lanes() -> None:
     assert found.plan(holes, 4) == 55
     queue.lanes.admit(found)
     assert queue.lanes.taken == (13, 3)
-    assert queue.lanes.take_admitted() == [AdmittedLanes("r", HOLES[:3])]
+    assert queue.lanes.take() == ({"r": HOLES[:3]}, [])
     assert queue.lanes.taken == (0, 0) and not queue.held_back
     assert queue.grant(30, 9) == LaneBudget(0, 0), "it waits no longer"
 

@@ -11,8 +11,15 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.expected_prompts import MAX_EXPECTED, ExpectedPrompt, ExpectedPrompts
-from kedge.integrations.vllm.plugin.learner import MAX_WRITTEN, Learner, PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.learner import (
+    MAX_EXPECTED,
+    MAX_WRITTEN,
+    ExpectedPrompt,
+    ExpectedPrompts,
+    Learner,
+    PlannedWrite,
+    PlannedWrites,
+)
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
@@ -33,7 +40,7 @@ def learner() -> Learner:
     pages: Any = SimpleNamespace(
         rounding=0.0, kernel_slots=None, table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop)
     )
-    found = Learner(pages, PluginSettings(), None, EngineCosts(by_cost=False))
+    found = Learner(pages, PluginSettings(), EngineCosts(by_cost=False))
     found.rotation.trust()
     return found
 
@@ -70,7 +77,7 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
     assert learner.is_learning
     while learner.learn():
         pass
-    assert learner.take_taught() == (REQUEST.workflow_agent,) and not learner.is_learning
+    assert not learner.is_learning
 
 
 def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,12 @@ class Stage:
     def __init__(self, share: float | None, piece: float, pieces: int = 10**6) -> None:
         self.now = self.learned = 0.0
         self.pieces, self._piece = pieces, piece
-        self.urgent = 0
         self.budget = LearningBudget(share, lambda: self.now)
 
-    def learn(self, urgent_only: bool) -> bool:
-        if not (self.urgent if urgent_only else self.pieces):
+    def learn(self) -> bool:
+        if not self.pieces:
             return False
         self.pieces -= 1
-        self.urgent = max(0, self.urgent - 1)
         self.now += self._piece
         self.learned += self._piece
         return True
@@ -32,7 +30,7 @@ class Stage:
         before = self.learned
         self.budget.begin()
         self.now += seconds
-        self.budget.spend(self.learn, idle=idle, is_awaited=is_awaited, is_urgent=self.urgent > 0)
+        self.budget.spend(self.learn, idle=idle, is_awaited=is_awaited)
         return self.learned - before
 
 
@@ -94,25 +92,3 @@ def test_an_engine_that_has_just_become_idle_does_not_learn() -> None:
 def test_without_clocks_in_common_a_step_is_for_one_piece() -> None:
     stage = Stage(None, 0.01)
     assert [stage.step(1.0), stage.step(0.0, idle=True)] == pytest.approx([0.01, 0.01])
-
-
-def test_what_requests_wait_for_is_learned_beside_prefills_and_nothing_else() -> None:
-    stage = Stage(0.5, 0.01)
-    stage.urgent = 3
-    assert stage.step(1.0, is_awaited=True) == pytest.approx(0.03)
-    assert stage.step(1.0, is_awaited=True) == 0.0
-
-
-def test_what_requests_wait_for_stays_within_the_share() -> None:
-    stage = Stage(0.5, 0.01)
-    stage.urgent = 100
-    assert stage.step(0.1, is_awaited=True) == pytest.approx(0.05)
-
-
-def test_an_idle_engine_does_not_hesitate_where_requests_wait() -> None:
-    stage = Stage(0.5, GRACE / 10)
-    stage.urgent = 1
-    stage.step(GRACE / 10, is_awaited=True)
-    stage.urgent = 1
-    assert stage.step(GRACE / 10, idle=True) == pytest.approx(GRACE / 10)
-    assert stage.step(GRACE / 10, idle=True) == 0.0

@@ -19,8 +19,8 @@ def test_a_block_that_one_rank_finds_corrupt_is_corrupt() -> None:
 
 def test_what_one_rank_has_to_compute_all_ranks_compute() -> None:
     few = TranslationVerdict((range(5, 9), range(99, 100)), (Miss("few", ""),), needs=((1, 2),))
-    many = TranslationVerdict((range(7, 20), range(99, 100)), (Miss("many", ""),), lanes="off")
-    assert few.merged(many) == TranslationVerdict((range(5, 20), range(99, 100)), (Miss("many", ""),), ((1, 2),), "off")
+    many = TranslationVerdict((range(7, 20), range(99, 100)), (Miss("many", ""),))
+    assert few.merged(many) == TranslationVerdict((range(5, 20), range(99, 100)), (Miss("many", ""),), ((1, 2),))
     dense = TranslationVerdict((range(100),), (Miss("dense", ""),))
     merged = Reports(verdicts={RequestId("r"): few}).aggregate(Reports(verdicts={RequestId("r"): dense}))
     assert merged.verdicts == {"r": TranslationVerdict((range(100),), (Miss("dense", ""),), ((1, 2),))}

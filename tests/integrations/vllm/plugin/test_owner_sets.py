@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin.owner_sets import MAX_NAMED, BlockOwners
+from kedge.integrations.vllm.plugin.free_queue import MAX_NAMED, BlockOwners
 from kedge.policies.eviction import step_name
 
 

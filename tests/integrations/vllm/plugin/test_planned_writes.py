@@ -12,8 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.offsets import Blend, OffsetTable
-from kedge.integrations.vllm.plugin.expected_prompts import translated
-from kedge.integrations.vllm.plugin.learner import PlannedWrite, PlannedWrites
+from kedge.integrations.vllm.plugin.learner import PlannedWrite, PlannedWrites, translated
 from kedge.integrations.vllm.plugin.messages import TranslationWrite
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts

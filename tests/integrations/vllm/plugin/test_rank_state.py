@@ -128,9 +128,9 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
         KVSegment(torch.ones(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)),
     )
     bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
-    learned = SimpleNamespace(learned=(anchors, bases), is_learning=False, is_urgent=False)
-    learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), lambda _: False
-    learned.take_taught, learned.learn = tuple, lambda urgent_only: urgent_only
+    learned = SimpleNamespace(learned=(anchors, bases), is_learning=False)
+    learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), False
+    learned.learn = lambda: False
     side: Any = WorkerSide(16, 1.0, LearningBudget(None))
     side._learner = learned
     state = rank_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))

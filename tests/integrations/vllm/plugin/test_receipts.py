@@ -42,17 +42,15 @@ def tracked(**given: Any) -> TrackedRequest:
     ids=["computed", "loaded", "translated", "device tokens include the answer's"],
 )
 def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
-    data = receipt_to_dict(receipt_of(tracked(**state), ()), (), None)
+    data = receipt_to_dict(receipt_of(tracked(**state), ()))
     assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
 
 
-def test_misses_and_needs_are_json() -> None:
-    data = receipt_to_dict(receipt_of(tracked(translated=(range(8, 90),)), (Miss("q", "too far"),)), [(5, 6)], "off")
+def test_misses_are_json() -> None:
+    data = receipt_to_dict(receipt_of(tracked(translated=(range(8, 90),)), (Miss("q", "too far"),)))
     assert data["mode"] == "translate"
     assert data["misses"] == [{"segment": "q", "reason": "too far"}]
-    assert data["base"] == [[5, 6]]
     assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
-    assert data["lanes"] == "off"
 
 
 @given(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.settings import PlannerSettings
 from kedge.types import ReuseMode
 
 
@@ -19,13 +17,7 @@ def test_sections_are_those_of_the_file() -> None:
     )
     assert settings.reuse is ReuseMode.EXACT and settings.tiers.policy == "lru"
     assert settings.tiers.host_memory == 1024
-    assert settings.translation_only[1].min_translated == 0.9
-
-
-def test_nothing_is_recomputed_inside_a_prompt() -> None:
-    anchors, planner = PluginSettings(planner=PlannerSettings(recompute_head=2, recompute_short=2)).translation_only
-    assert planner == PlannerSettings(recompute_head=0, recompute_short=0, move="never")
-    assert anchors.weak_error == math.inf
+    assert settings.planner.min_translated == 0.9
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ NAMES = ("a", "ab", "abc", "b", "c", "cd")
 def test_tasks_are_carried_out_at_once_until_somebody_promises_to_catch_up() -> None:
     upkeep, done = Upkeep(), list[int]()
     upkeep.put_off(lambda: done.append(1))
-    upkeep.open()
+    upkeep.is_open = True
     upkeep.put_off(lambda: done.append(2))
     upkeep.put_off(lambda: done.append(3))
     assert done == [1]
@@ -34,7 +34,7 @@ def test_tasks_are_carried_out_at_once_until_somebody_promises_to_catch_up() -> 
 
 def test_blocks_with_kv_are_not_handed_out_before_what_was_put_off() -> None:
     engine, done = Engine(), list[int]()
-    engine.upkeep.open()
+    engine.upkeep.is_open = True
     engine.turn(chain("a", 8))
     engine.upkeep.put_off(lambda: done.append(1))
     engine.pool.get_new_blocks(32)
@@ -54,7 +54,7 @@ class Twins(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engines = (Engine(), Engine())
-        self.engines[1].upkeep.open()
+        self.engines[1].upkeep.is_open = True
         self.waiting: list[str] = []
         self.asked: dict[str, tuple[Any, ...]] = {}
 

@@ -32,9 +32,7 @@ class Clock:
 class SlowLearner:
     """Writes take two seconds."""
 
-    is_learning = is_urgent = False
-    take_taught = tuple
-    lessons = ()
+    is_learning = is_at_rest = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -46,10 +44,7 @@ class SlowLearner:
     def write(self, _: object) -> None:
         self._clock.now += 2.0
 
-    def learn(self, urgent_only: bool) -> bool:
-        return urgent_only
-
-    def is_at_rest(self, _: tuple[object, ...]) -> bool:
+    def learn(self) -> bool:
         return False
 
 
@@ -176,27 +171,23 @@ def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:
 
 
 class Resting(SlowLearner):
-    """Has nothing to learn unless it is told of a lesson; counts how often it is asked to."""
+    """Has nothing to learn; counts how often it is asked to."""
 
-    asked = 0
+    asked, is_at_rest = 0, True
 
-    def is_at_rest(self, lessons: tuple[object, ...]) -> bool:
-        return lessons == self.lessons
-
-    def learn(self, urgent_only: bool) -> bool:
+    def learn(self) -> bool:
         self.asked += 1
-        return super().learn(urgent_only)
+        return super().learn()
 
 
 @pytest.mark.parametrize(
     ("orders", "asked"),
     [
         (Orders(scheduled=8), 0),
-        (Orders(scheduled=8, lessons=(GenerateRequest(()).workflow_agent,)), 1),
         (Orders(scheduled=8, dropped=(RequestId("r"),)), 1),
         (Orders(scheduled=8, ended_runs=(GenerateRequest(()).run_key,)), 1),
     ],
-    ids=["quiet", "lessons", "dropped", "ended"],
+    ids=["quiet", "dropped", "ended"],
 )
 def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
     side: Any = WorkerSide(16, 1.0, LearningBudget(None))

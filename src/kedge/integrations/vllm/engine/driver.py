@@ -1,4 +1,4 @@
-"""Requests, messages to the plug-in and base prefills on vLLM's `AsyncLLM`. One event loop owns it."""
+"""Requests and messages to the plug-in on vLLM's `AsyncLLM`. One event loop owns it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from kedge.engine.validation import require_new_id
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
-from kedge.integrations.vllm.engine.requests import BasePrefills, HeldForecasts, PluginMessage
+from kedge.integrations.vllm.engine.requests import HeldForecasts, PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.plugin.hints import AFRESH
-from kedge.integrations.vllm.plugin.metrics import ADVICE, NEEDS, RECEIPTS, REPORT, AdviceCalls, hinted_params, message
+from kedge.integrations.vllm.plugin.metrics import ADVICE, RECEIPTS, REPORT, AdviceCalls, message
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Namespace, RequestId, Tokens, WorkflowAgent
+from kedge.types import GenerateRequest, Namespace, RequestId, WorkflowAgent
 
 logger = logging.getLogger(__name__)
 MAX_AGENTS = 4096
@@ -74,8 +74,6 @@ class Driver:
         self.figures = Figures()
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._waiting: set[RequestId] = set()
-        """Requests that wait for their first token"""
         self._receipts: dict[RequestId, asyncio.Future[ReceiptData]] = {}
         """Receipts that may come without an output"""
         self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
@@ -85,7 +83,7 @@ class Driver:
         self._numbers = itertools.count()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(MAX_AGENTS)
         """Whether an agent's last prompt was translated"""
-        self.bases, self.advice = BasePrefills(self._prefill_base), AdviceCalls()
+        self.advice = AdviceCalls()
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
@@ -104,13 +102,11 @@ class Driver:
         is in flight.
         """
         require_new_id(response.request.request_id, self._generating)
-        self.bases.pause()
         if self._plugged:
             hints = response.params.extra_args["kv_transfer_params"]["kedge"]
             hints.update(self._outgoing.take(response.request.namespace, hints))
         generating = asyncio.create_task(self._generate(response))
         self._generating[response.request.request_id] = generating
-        self._waiting.add(response.request.request_id)
         serving = asyncio.create_task(self._serve(response, generating))
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -128,22 +124,11 @@ class Driver:
         async with aclosing(self.llm.generate(prompt, response.params, request.request_id)) as outputs:
             async for output in outputs:
                 response.take(output)
-                self._stop_waiting(request.request_id)
                 if output.finished:
                     return (output.kv_transfer_params or {}).get("kedge")
                 if response.stopped:
                     return None
         return None
-
-    def _stop_waiting(self, request_id: RequestId) -> None:
-        """Note that a request does not wait for its first token any more."""
-        self._waiting.discard(request_id)
-        self._resume_bases()
-
-    def _resume_bases(self) -> None:
-        """Run base prefills, unless they would delay a first token."""
-        if not self._waiting:
-            self.bases.resume()
 
     async def _serve(self, response: StreamedResponse, generating: asyncio.Task[ReceiptData | None]) -> None:
         """Wait for the end of a request, and end its stream."""
@@ -165,17 +150,10 @@ class Driver:
             response.end(receipt)
         except Exception as failure:  # also of the text's end or the receipt: its reader must not wait for ever
             response.stream.put(_kedge_error(failure, request_id))
-        self._stop_waiting(request_id)
 
     def translates(self, request: GenerateRequest) -> bool:
         """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
         return self._translated.get(request.workflow_agent, False)
-
-    def on_base_needs(self, prompts: Iterable[tuple[str, Tokens]]) -> None:
-        """Take prompts whose prefill would give missing base KV, with the text forms of their namespaces."""
-        for namespace, tokens in prompts:
-            self.bases.add(Namespace.parse(namespace), tuple(tokens))
-        self._resume_bases()
 
     def on_receipts(self, receipts: Mapping[str, ReceiptData]) -> None:
         """Take receipts of aborted requests by vLLM's ids, which are ours with a hyphen and a random suffix."""
@@ -207,24 +185,13 @@ class Driver:
         except EngineDeadError:
             raise _died() from None
 
-    async def _prefill_base(self, namespace: Namespace, tokens: Tokens) -> None:
-        prompt, name = tokens_input(list(tokens), cache_salt=str(namespace)), f"kedge-base-{next(self._numbers)}"
-        try:
-            async with aclosing(self.llm.generate(prompt, hinted_params({"base": True}), name)) as outputs:
-                async for _ in outputs:
-                    pass
-        except (VLLMClientError, EngineGenerateError, EngineDeadError) as error:
-            logger.warning("a base prefill of %d tokens failed: %s", len(tokens), error)
-
     # the end --------------------------------------------------------------------------------------------------------
 
     async def close(self, grace: float | None = None) -> None:
         """Cancel all requests and end vLLM's processes, which have `grace` seconds for that (None: vLLM's own)."""
-        await self.bases.close()
         for generating in self._generating.values():
             generating.cancel()
         await asyncio.gather(*self._serving)
-        await self.bases.close()  # requests that have just ended may have asked for some
         self._sending.cancel()
         self.llm.shutdown(grace)
 
@@ -247,7 +214,6 @@ class _StatsListener(StatLoggerBase):
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
         self._driver.advice.answered(plugin_stats.pop(ADVICE, {}))
-        self._driver.on_base_needs(plugin_stats.pop(NEEDS, ()))
         figures.report = plugin_stats.pop(REPORT, None) or figures.report
         figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs

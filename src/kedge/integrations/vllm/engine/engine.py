@@ -2,8 +2,7 @@
 
 vLLM's own processes run the model; here are an event loop on a thread of its own, the tokenizer and the streams. The
 plug-in gets hints: with a request, its agent and the parts of its prompt; between requests, forecasts, fixed prompts
-and the ends of runs. Base prefills are sent while no request waits for its first token, unless the plug-in's scheduler
-computes them by itself.
+and the ends of runs.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class VLLMEngine(Engine):
 
     def _start(self, path: Path, arguments: Any) -> None:
         from kedge.integrations.vllm.engine.driver import Driver, sampling_params
-        from kedge.integrations.vllm.plugin.feature_checks import tails_refusal
+        from kedge.integrations.vllm.plugin.feature_checks import lanes_refusal
 
         self._driver, self._forecasts, self._params = Driver(self._plugged), Forecasts(), sampling_params
         try:
@@ -139,7 +138,7 @@ class VLLMEngine(Engine):
             self._end_loop()
             raise EngineClosed("engine", str(path), f"vLLM did not start: {error}") from error
         config = self._driver.llm.vllm_config
-        self._tails = self._plugged and tails_refusal(config, self.config.vllm.max_lanes) is None
+        self._tails = self._plugged and lanes_refusal(config) is None
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
         self.tokenizer.most = self._max_model_len
@@ -355,11 +354,7 @@ def _figures(driver: Driver) -> dict[str, object]:
     }
     counts = figures.plugin
     bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
-    requests = {
-        "running": figures.running,
-        "waiting": figures.waiting,
-        "base_prefills": len(driver.bases) + bases,
-    }
+    requests = {"running": figures.running, "waiting": figures.waiting, "base_prefills": bases}
     return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
 
 

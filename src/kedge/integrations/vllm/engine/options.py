@@ -89,8 +89,7 @@ def refuse_foreign(config: EngineSettings) -> None:
 def plugin_settings(config: EngineSettings, keeping: KeepingOptions = NOTHING_KEPT) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
-    own = {"max_captures": config.vllm.max_captures, "max_lanes": config.vllm.max_lanes}
-    return {**sections, **own, **keeping.settings()}
+    return {**sections, "max_captures": config.vllm.max_captures, **keeping.settings()}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:

@@ -1,18 +1,15 @@
 """Sampling arguments, hints and messages for vLLM and the plug-in, and when they go. No vLLM is needed.
 
 Forecasts wait for a request of their run to go with it: for vLLM's engine core a message is a request of its own, and
-an agent's forecast is nearly always followed by the next agent's request. Base prefills that the plug-in asks for are
-sent one at a time, while no request waits for its first token, the latest first: the plug-in keeps captured KV of a few
-prompts only. In the order of asking, an engine with a backlog would never learn.
+an agent's forecast is nearly always followed by the next agent's request.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,10 +28,6 @@ MAX_FIXED = 1024
 """Agents of which is remembered what fixed prompt was sent; the one that was sent longest ago is dropped"""
 RESENT = 64
 """Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
-GRACE = 0.02
-"""Seconds of idleness before the first one starts: the next agent of a workflow comes within milliseconds."""
-MAX_PROMPTS = 1024
-"""Prompts that may wait; the one that was asked for longest ago is dropped."""
 HOLD_S = 0.005
 """Seconds that a forecast waits for a request"""
 CARRIED = ("steps", "seq")
@@ -207,50 +200,6 @@ def end_of_run(run: RunKey) -> PluginMessage:
 def _run_hints(run: RunKey) -> Hints:
     client = {"client": short(run.client_id)} if run.client_id else {}
     return {"run": short(run.run_id), **client}
-
-
-class BasePrefills:
-    """A stack of prompts to prefill. Owned by the engine's event loop."""
-
-    def __init__(self, prefill: Callable[[Namespace, Tokens], Awaitable[None]]) -> None:
-        """`prefill` computes a prompt, and stops at the next step when it is cancelled."""
-        self._prefill = prefill
-        self._wanted: BoundedDict[tuple[Namespace, Tokens], None] = BoundedDict(MAX_PROMPTS)
-        self._work: asyncio.Task[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._wanted)
-
-    def add(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Put a prompt on top of the stack."""
-        self._wanted[namespace, tokens] = None
-
-    def pause(self) -> None:
-        """Cancel the prefill that runs; it starts again after `resume`."""
-        if self._work is not None:
-            self._work.cancel()
-            self._work = None
-
-    async def close(self) -> None:
-        """Drop all prompts, and wait until the prefill that runs has been cancelled."""
-        work, self._work = self._work, None
-        self._wanted.clear()
-        if work is not None:
-            work.cancel()
-            await asyncio.wait([work])
-
-    def resume(self) -> None:
-        """Prefill while the engine is idle."""
-        if self._work is None and self._wanted:
-            self._work = asyncio.get_running_loop().create_task(self._run())
-
-    async def _run(self) -> None:
-        await asyncio.sleep(GRACE)
-        while self._wanted:
-            one = next(reversed(self._wanted))
-            await self._prefill(*one)
-            self._wanted.pop(one, None)
-        self._work = None
 
 
 class _Run(NamedTuple):

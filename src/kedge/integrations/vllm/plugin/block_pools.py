@@ -20,8 +20,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.owner_sets import Owner
+from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.policies.eviction import StepPolicy
 from kedge.structures.prefixes import leading_count
 

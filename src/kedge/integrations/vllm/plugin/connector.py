@@ -36,11 +36,9 @@ from kedge.integrations.vllm.plugin.feature_checks import (
     block_bytes,
     cache_groups,
     find_features,
-    tails_refusal,
 )
-from kedge.integrations.vllm.plugin.held_lanes import PassLimits
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas
-from kedge.integrations.vllm.plugin.lanes import LaneGrants
+from kedge.integrations.vllm.plugin.lanes import LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
@@ -80,7 +78,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         settings = self._settings = PluginSettings.model_validate(self._kv_transfer_config.kv_connector_extra_config)
         self._block_bytes = block_bytes(kv_cache_config)
         host_blocks = settings.tiers.host_pool_size(self._block_bytes)
-        self._features = find_features(vllm_config, kv_cache_config, host_blocks, settings.max_lanes)
+        self._features = find_features(vllm_config, kv_cache_config, host_blocks)
         self._groups = cache_groups(vllm_config, kv_cache_config)
         self._host_blocks = 0 if self._features.host else host_blocks
         block_size, ranks = vllm_config.cache_config.block_size, vllm_config.parallel_config.world_size
@@ -126,7 +124,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         no decision needs yet is put off until then, unless loads from the host decide by it in the same step.
         """
         if not self._host_blocks:
-            self._scheduler.upkeep.open()
+            self._scheduler.upkeep.is_open = True
         return self._scheduler
 
     def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
@@ -134,17 +132,15 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
 
         `hold_back` ends the admissions of the step under way.
         """
-        if self._features.lanes is not None:
+        if self._features.translation is not None:
             return None
-        lanes = self._scheduler.translations.lanes
-        lanes.open(self._settings.max_lanes, hold_back)
-        config = self._vllm_config
-        if tails_refusal(config, self._settings.max_lanes) is None:
-            model, learning = config.model_config, self._settings.learning
-            limits = PassLimits(model.max_model_len, model.get_vocab_size(), config.cache_config.block_size)
-            lanes.tails.open(*limits)
-            lanes.bases.open(limits, MAX_PENDING)
-            lanes.base_share = learning.budget
+        lanes, learning, config = self._scheduler.translations.lanes, self._settings.learning, self._vllm_config
+        model, block_size = config.model_config, config.cache_config.block_size
+        limits = PassLimits(model.max_model_len, model.get_vocab_size(), block_size)
+        lanes.open(hold_back)
+        lanes.tails.open(limits)
+        lanes.bases.open(limits, MAX_PENDING)
+        lanes.base_share = learning.budget
         return lanes
 
     def ask_at_once(self, request: Request) -> None:
@@ -226,22 +222,18 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._vllm_config.compilation_config.static_forward_context
 
     def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
-        """Let this rank translate and learn, with what it has learned before; refused beside other connectors
-        (`MultiConnector`): they save every block of a request by its tokens, and would give translated KV to requests
-        that must have computed KV.
-        """
+        """Let this rank translate and learn, with what it has learned before."""
         try:
-            if has_kv_transfer_group() and (group := get_kv_transfer_group()) is not self:
-                why = "another KV connector would save translated KV as if it had been computed"
-                raise TranslationRefused("kv_connector", type(group).__name__, why)
+            if refusal := backends_refusal(self._layers[name].attn_backend for name in kv_caches):
+                raise TranslationRefused("attn_backend", "", refusal)
             pages = self._pages(kv_caches)
             measure_writes(costs, pages)
             anchors = within_free_memory(self._settings.anchors, pages.empty.keys.device)
             settings = self._settings.model_copy(update={"anchors": anchors})
-            learner = Learner(pages, settings, self._lanes_refusal(kv_caches), costs)
-        except TranslationRefused as refusal:
-            logger.warning("kedge: translation is off: %s", refusal)
-            self._worker.open_translation(refusal)
+            learner = Learner(pages, settings, costs)
+        except TranslationRefused as refused:
+            logger.warning("kedge: translation is off: %s", refused)
+            self._worker.open_translation(refused)
             return
         self._worker.open_translation(learner, anchors.max_bytes + anchors.max_base_bytes)
         if self._settings.state is not None:
@@ -259,13 +251,6 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         layouts = find_layouts(layers, axes, num_blocks, block_size)
         rotation = rotation_of(config, list(map(extract_layer_index, names)), layers[0].pages.device)
         return Pages(layers, layouts, block_size, rotation)
-
-    def _lanes_refusal(self, kv_caches: dict[str, Tensor]) -> str | None:
-        """Return the reason why this rank cannot compute tokens in the middle of a prompt, or None."""
-        refusal = self._features.lanes or backends_refusal(self._layers[name].attn_backend for name in kv_caches)
-        if refusal != self._features.lanes:
-            logger.warning("kedge: lanes are off: %s", refusal)
-        return refusal
 
     def _keep_state(self, folder: Path, pages: Pages, learner: Learner) -> None:
         """Go on from what this rank has learned before. Raises `ConfigError` where the folder cannot be used."""

@@ -9,9 +9,10 @@ what is off about them makes drafts worse, and not answers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
@@ -19,27 +20,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
-from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.adapters import (
-    missing_attributes,
-    parameters,
-    untested,
-    version_refusal,
-)
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, groups_of, hash_size_of
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.lanes import LANE_FIELDS, LOWERED, SCHEDULER_ATTRIBUTES, GapLanes
 from kedge.integrations.vllm.plugin.rotations import WINDOWED, layers_refusal
+from kedge.integrations.vllm.plugin.scheduler import KedgeScheduling, scheduler_refusal
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import mixed_layers, ropes, translation_refusal
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods whose drafts have no KV"""
@@ -48,8 +37,35 @@ LAYERS_BEHIND = ("eagle", "eagle3", "mtp")
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Formats of KV in which a number is by itself; others scale it by its neighbours"""
+OLDEST, NEWEST = (0, 31), (0, 33)
+"""The minors that Kedge is tested with, both inclusive"""
 NOT_CONFIGURED = "no host memory is configured"
-NO_TRANSLATION = "translation is off"
+
+
+def minor_of(version: str) -> tuple[int, int]:
+    """Return (0, 32) for "0.32.1+cpu". A version that cannot be read, as of a build from source, is newer than all."""
+    found = re.match(r"(\d+)\.(\d+)(?!\.dev)", version)
+    return (int(found[1]), int(found[2])) if found else (1 << 30, 0)
+
+
+def version_refusal(version: str) -> str | None:
+    """Return the reason why no part of the plug-in runs on a version of vLLM, or None."""
+    if minor_of(version) >= OLDEST:
+        return None
+    return f"vLLM {version} is too old; must be 0.{OLDEST[1]} or newer"
+
+
+def untested(version: str) -> str | None:
+    """Return a line for the log about a version that Kedge has not been tested with, or None."""
+    if minor_of(version) <= NEWEST:
+        return None
+    return f"vLLM {version} is newer than 0.{NEWEST[1]}, the last one tested; what is on was found by its checks"
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters."""
+    code = function.__code__
+    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def speculation_refusal(config: VllmConfig) -> str | None:
@@ -78,20 +94,19 @@ class Features:
     host: str | None
     """Host tier with backups, loads and prefetches"""
     translation: str | None
-    lanes: str | None
-    """Computing several holes in the middle of a prompt; without it, a prompt is translated up to its first hole"""
+    """Translation of prompts, with lanes for what is computed in the middle of them"""
 
     def log(self) -> None:
         """Log one line for each part that is off, and one about a vLLM that is newer than all tested ones."""
         if line := untested(vllm.__version__):
             logger.warning("kedge: %s", line)
-        for name in ("eviction", "host", "translation", "lanes"):
+        for name in ("eviction", "host", "translation"):
             if reason := getattr(self, name):
-                level = logging.INFO if reason in (NOT_CONFIGURED, NO_TRANSLATION) else logging.WARNING
+                level = logging.INFO if reason == NOT_CONFIGURED else logging.WARNING
                 logger.log(level, "kedge: %s is off: %s", name, reason)
 
 
-def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int, max_lanes: int) -> Features:
+def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
     too_old = version_refusal(vllm.__version__)
     eviction = too_old or _queue_refusal() or _pool_refusal()
@@ -104,9 +119,9 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int,
         or _manager_refusal()
         or _model_refusal(config)
         or _load_failure_refusal(config)
+        or lanes_refusal(config)
     )
-    lanes = NO_TRANSLATION if translation else _lanes_refusal(config, max_lanes)
-    return Features(eviction, host, translation, lanes)
+    return Features(eviction, host, translation)
 
 
 def block_bytes(kv_cache: KVCacheConfig) -> int:
@@ -190,33 +205,20 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     return "sliding-window attention" if spec.sliding_window and not is_windowed else None
 
 
-def tails_refusal(config: VllmConfig, max_lanes: int) -> str | None:
-    """Return the reason why the ends of answers are not computed by lanes, or None. KV caches need not be known."""
-    if config.parallel_config.data_parallel_size > 1:
+def lanes_refusal(config: VllmConfig) -> str | None:
+    """Return the reason why nothing is computed by lanes, without which nothing is translated, or None."""
+    if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
         return "data parallelism: replicas with experts in common run no pass alone"
-    return _lanes_refusal(config, max_lanes)
-
-
-def _lanes_refusal(config: VllmConfig, max_lanes: int) -> str | None:
-    if not max_lanes:
-        return "max_lanes is 0"
     if not _has_own_scheduler(config):
         return f"--scheduler-cls is not {SCHEDULER}"
     if config.parallel_config.use_ubatching:
         return "microbatching: a part of a pass does not see what another part writes"
-    found = {field.name: field for field in fields(NewRequestData)}
-    required = {name for name, field in found.items() if field.default is MISSING and field.default_factory is MISSING}
-    if unknown := sorted(LANE_FIELDS - found.keys() | required - LANE_FIELDS):
-        return f"vLLM's NewRequestData differs in {', '.join(unknown)}"
-    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
-        return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
-    missing = missing_attributes(Scheduler, SCHEDULER_ATTRIBUTES)
-    return f"vLLM's Scheduler has no {', '.join(missing)}" if missing else None
+    return scheduler_refusal()
 
 
 def _has_own_scheduler(config: VllmConfig) -> bool:
     chosen: Any = config.scheduler_config.get_scheduler_cls()
-    is_own = isinstance(chosen, type) and issubclass(chosen, GapLanes)
+    is_own = isinstance(chosen, type) and issubclass(chosen, KedgeScheduling)
     return is_own or f"{chosen.__module__}.{chosen.__qualname__}" == SCHEDULER
 
 

@@ -1,7 +1,7 @@
 """Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
-are those of the HTTP server (`docs/server.md`); `segments`, `produces`, `trail` and `base` are for callers who assemble
+are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `trail` are for callers who assemble
 prompts, `withheld` and `epoch` for those with a quality guard.
 """
 
@@ -55,8 +55,6 @@ class HintedRequest:
     seq: int | None = None
     final: bool = False
     """Whether the run ends with this request"""
-    is_base: bool = False
-    """Whether it is a prefill of base KV that a verdict asked for"""
     is_ahead: bool = False
     """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
     is_advice: bool = False
@@ -93,11 +91,11 @@ def read_hints(
         return None
     reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
     take, tokens = reader.take, tuple(prompt)
-    is_base, is_ahead, final = take("base", _flag, False), take("ahead", _flag, False), take("final", _flag, False)
+    is_ahead, final = take("ahead", _flag, False), take("final", _flag, False)
     segments = take("segments", lambda value: _segments(value, tokens), None)
     given = take("reuse", ReuseMode, None)
     # one that is run is plain if its client says nothing of its prompt and of reuse
-    is_plain = not is_base and not is_ahead and given is None and segments is None
+    is_plain = not is_ahead and given is None and segments is None
     request = GenerateRequest(
         segments or _unnamed(tokens),
         reuse=given or reuse,
@@ -132,7 +130,6 @@ def read_hints(
         steps=take("steps", _steps, None),
         seq=take("seq", read_whole, None),
         final=final,
-        is_base=is_base,
         is_ahead=is_ahead,
         is_advice=take("advice", _flag, False),
         actions=take("actions", _actions, ()),

@@ -16,10 +16,9 @@ from kedge.cache.copies import Purpose
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import has_end, own_known, own_prefix
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.messages import CopyResult
-from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.receipts import RequestLoad
 from kedge.policies.eviction import StepView, distance
 from kedge.policies.prefetch import (

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -48,9 +48,8 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
     take_blocks,
 )
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
-from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.integrations.vllm.plugin.settings import OTHERS
 from kedge.policies.eviction import StepPolicy, StepView
 from kedge.policies.prefetch import CostModel
@@ -59,9 +58,6 @@ from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
 HOST_MEDIUM = "CPU"

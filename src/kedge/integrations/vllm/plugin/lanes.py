@@ -1,54 +1,490 @@
-"""Lanes in vLLM's scheduler: holes in the middle of a prompt, computed in the pass in which its request is admitted.
+"""Lanes: holes in the middle of a prompt, computed in the pass in which its request is admitted.
 
 vLLM takes external KV only as one run behind a computed prefix. So a request claims everything before its last hole
 as external, and the base class schedules that hole. For each earlier one the runners are given a request of their own,
 which the scheduler does not know: the same prompt and the same blocks, from the beginning of the hole to its end. Since
 it ends before the prompt does, it is a chunk of a prefill, for which nothing is sampled. It is finished with the next
-step.
+step (`scheduler.py`).
 
 In every layer a pass writes the keys and values of all its tokens before it attends, so a hole reads what the holes
 before it compute in the same pass. vLLM itself relies on this for prefix hits within a batch.
 
-Lanes of no running request compute the ends of answers that other agents read and base prefills
-(`held_lanes.py`).
+Other lanes compute in blocks of no running request: the ends of answers that other agents read, and base prefills.
+
+A token is drawn from the KV of those before it, so the last token of an answer has none; nor have the tokens that
+follow the answer in its readers' prompts, its trail. Both are computed in the step after the answer's last one, in a
+lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose end does not
+fit that step, what is there is kept.
+
+Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
+requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
+instead of computed; then others, within a share of the step's time. Of these the latest is first: the workers keep
+captured KV of a few prompts only, and base KV of a prompt that they have dropped teaches nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from vllm.config import SchedulerConfig
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.metrics.stats import PrefixCacheStats
-from vllm.v1.request import Request
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
 
-from kedge.integrations.vllm.plugin.candidates import TranslationCandidate
-from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs
-from kedge.integrations.vllm.plugin.learning_budget import BaseShare
-from kedge.policies.service import StepTimes
-from kedge.reuse.holes import Holes
+from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.messages import Capture, TranslationVerdict
+from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
+from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, Segment, Tokens
 
-NO_LANES = "the scheduler grants none"
-LANE_FIELDS = {
-    "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
-    "num_computed_tokens", "lora_request", "prefill_token_ids",
-}  # fmt: skip
-"""Fields of `NewRequestData` that a lane sets"""
-LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
-"""Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
+CacheBlocks = Callable[[Request, int], None]
+MAX_LANES = 32
+"""Lanes of one request, each of which takes a row of the batch; of more holes the nearest are joined."""
+NEAR = 4
+"""Holes with fewer positions than this between them are computed as one: a lane costs more than these positions."""
+TOKEN_SHARE = 4
+"""Of the tokens that running requests leave in a step, the ends of answers take at most one in so many."""
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""Ends of answers that their readers get whole"""
+QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
+NOTHING = GenerateRequest(())
+"""The request of a capture that only frees blocks"""
+BaseKey = tuple[Namespace, Tokens]
+"""The prompt of a base prefill, and where its KV belongs"""
 
 
-class AdmittedLanes(NamedTuple):
-    """The lanes of a request that was admitted in this step: all of its holes but the last."""
+@dataclass(eq=False, slots=True)
+class TranslationCandidate:
+    """A request that may be translated, or that is learned from."""
 
-    request_id: str
-    lanes: Holes
+    hinted: HintedRequest
+    request: Request
+    refusal: str | None
+    exact: int = 0
+    """Leading tokens that were exact at the last query"""
+    queries: int = 0
+    is_pending: bool = False
+    """Whether a query has not been answered yet"""
+    verdict: TranslationVerdict | None = None
+    awaits: tuple[Tokens, ...] | None = None
+    """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
+    waits: int = 0
+    """Steps in which it has waited for that"""
+    is_declined: bool = False
+    """Whether the workers are not asked, since translating its agent's last request did not pay"""
+    holes: Holes = ()
+    """Positions to be computed by the verdict, until the request is admitted"""
+    refusals: int = 0
+    """Steps in which it was held back for want of room for its lanes"""
+    preemptions: int = 0
+    planned: Holes = ()
+    """Positions that are computed if it is admitted now; later, those with which it was admitted"""
+    written: Holes = ()
+    """Positions between them: some of its blocks hold translated KV there, or will"""
+    captured: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.hinted.request.request_id
+
+    @property
+    def may_learn(self) -> bool:
+        return self.hinted.request.reuse is ReuseMode.TRANSLATE and self.refusal is None
+
+    @property
+    def has_placeholders(self) -> bool:
+        return any(segment.is_placeholder for segment in self.hinted.request.segments)
+
+    @property
+    def is_asked_about(self) -> bool:
+        """Whether the workers are asked what of it can be translated."""
+        return self.may_learn and self.has_placeholders and not self.is_declined
+
+    def is_outdated(self, computed: int) -> bool:
+        """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
+        return self.preemptions != self.request.num_preemptions or computed < self.exact
+
+    def take_verdict(self, verdict: TranslationVerdict) -> None:
+        """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
+        self.verdict, self.is_pending, self.refusals = verdict, False, 0
+        self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), MAX_LANES + 1)
+
+    def withdraw(self) -> None:
+        """Forget the verdict."""
+        self.verdict, self.holes = None, ()
+
+    def plan(self, holes: Holes, computed: int) -> int:
+        """Plan to compute `holes`, and to translate what is between them behind the first `computed` tokens.
+
+        Returns how many tokens then need no computing by the request itself: those before the last hole.
+        """
+        self.planned = clipped(holes, computed)
+        self.written = between(self.planned, computed)
+        return self.planned[-1].start - computed if self.written else 0
+
+    def cache_blocks(self, give: CacheBlocks, num_computed_tokens: int) -> None:
+        """Let vLLM hash the blocks before the first translated token only: what follows is not exact."""
+        exact = self.written[0].start if self.written else num_computed_tokens
+        give(self.request, min(num_computed_tokens, exact))
+
+
+class HeldLane(NamedTuple):
+    """Positions to be computed by a lane in held blocks."""
+
+    tokens: list[int]
+    """All tokens before and in the lane, and one more, so that the runner draws none"""
+    blocks: list[int]
+    span: range
+
+
+class HeldBlocks:
+    """Blocks of no running request: of finished ones, and of base prefills. They are kept until all ranks have captured
+    them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ids = itertools.count()
+        self._held: dict[int, tuple[int, list[KVCacheBlock]]] = {}
+        self.pool: BlockPool | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, block_ids: Sequence[int]) -> int:
+        """Hold blocks. Returns the id of their capture."""
+        assert self.pool is not None
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch(blocks)
+        capture_id = next(self._ids)
+        self._held[capture_id] = (0, blocks)
+        return capture_id
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that nothing holds."""
+        assert self.pool is not None
+        return self.pool.get_num_free_blocks()
+
+    def blocks_of(self, capture_id: int) -> list[int]:
+        """Return the ids of the blocks of a capture, in their order."""
+        return [block.block_id for block in self._held[capture_id][1]]
+
+    def grow(self, capture_id: int, count: int, spare: int) -> bool:
+        """Hold at least `count` blocks for a capture. Returns False where fewer than `spare` would be left free."""
+        blocks = self._held[capture_id][1]
+        missing = max(0, count - len(blocks))
+        assert self.pool is not None
+        if missing and missing + spare > self.pool.get_num_free_blocks():
+            return False
+        blocks.extend(self.pool.get_new_blocks(missing) if missing else ())
+        return True
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the held blocks, each as often as it is held."""
+        return [block.block_id for _, blocks in self._held.values() for block in blocks]
+
+    def give_up(self) -> None:
+        """Free all blocks."""
+        for capture_id in tuple(self._held):
+            self.free(capture_id)
+
+    def on_captured(self, capture_id: int, ranks: int) -> None:
+        """Free the blocks of a capture once all ranks have read them. One that was given up is ignored."""
+        if capture_id not in self._held:
+            return
+        done, blocks = self._held[capture_id]
+        self._held[capture_id] = (done + ranks, blocks)
+        if done + ranks == self._ranks:
+            self.free(capture_id)
+
+    def free(self, capture_id: int) -> None:
+        """Free the blocks of a capture."""
+        _, blocks = self._held.pop(capture_id)
+        assert self.pool is not None
+        self.pool.free_blocks(reversed(blocks))
+
+
+class PassLimits(NamedTuple):
+    """What a model can compute."""
+
+    limit: int
+    """Positions"""
+    vocabulary: int
+    block_size: int
+
+    def can_compute(self, tokens: Tokens) -> bool:
+        """Return whether a lane can compute these tokens."""
+        return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
+
+
+NO_MODEL = PassLimits(0, 0, 1)
+
+
+class HeldLanes:
+    """A source of lanes in held blocks, granted step by step."""
+
+    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
+        """`order` takes the captures for the step that is being scheduled, or for the next one."""
+        self._held, self._order, self._model = held, order, NO_MODEL
+        self.granted: list[HeldLane] = []
+        """The lanes of this step"""
+
+    @property
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it."""
+        return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAnswer:
+    """An answer that other agents read."""
+
+    request: GenerateRequest
+    prompt: Sequence[int]
+    tokens: Tokens
+    computed: int
+    """How many of its tokens have KV"""
+    is_exact: bool
+    """Whether no token of the prompt was translated"""
+    is_complete: bool
+
+    @classmethod
+    def of(cls, hinted: GenerateRequest, request: Request, *, is_exact: bool) -> EndedAnswer:
+        """Return the answer of a request that has ended; the token that stopped it is not part of it."""
+        tokens = answer_of(request)
+        computed = min(max(0, request.num_computed_tokens - request.num_prompt_tokens), len(tokens))
+        prompt = request.prompt_token_ids or ()
+        return cls(hinted, prompt, tokens, computed, is_exact, request.status in COMPLETE)
+
+    def with_trail(self, limit: int, vocabulary: int) -> Tokens:
+        """Return the answer and its trail, which is left out where the model has no room for it, or no such tokens."""
+        trail = self.request.trail
+        fits = len(self.prompt) + len(self.tokens) + len(trail) < limit and all(token < vocabulary for token in trail)
+        return self.tokens + trail if fits else self.tokens
+
+
+def answer_of(request: Request) -> Tokens:
+    """Return the answer of a request that has ended, without the token that stopped it."""
+    tokens = tuple(request.output_token_ids)
+    return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
+
+
+class AnswerTails(HeldLanes):
+    """The ends of answers of one scheduler."""
+
+    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
+        super().__init__(held, order)
+        self._ended: dict[int, EndedAnswer] = {}
+        """Answers that ended since the last step, by the ids of their captures"""
+
+    def open(self, model: PassLimits) -> None:
+        """Let ends be computed from now on."""
+        self._model = model
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an answer has ended since the last step whose end may be computed."""
+        return bool(self._ended)
+
+    def add(self, answer: EndedAnswer, block_ids: list[int]) -> None:
+        """Hold the blocks of an answer, and order its capture: for the next step if its end may be computed there."""
+        if not block_ids or not answer.tokens:
+            return
+        if self._model.limit and answer.is_complete:
+            self._ended[self._held.hold(block_ids)] = answer
+        elif answer.computed:
+            self._capture(self._held.hold(block_ids), answer, answer.tokens[: answer.computed])
+
+    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens, end: int = 0) -> None:
+        blocks = tuple(self._held.blocks_of(capture_id))
+        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact, end))
+
+    def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
+        """Order the captures of all answers that have ended, and lanes for the ends that fit a step.
+
+        `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
+        """
+        ended, self._ended, self.granted = self._ended, {}, []
+        left = LaneBudget(budget.tokens // TOKEN_SHARE, budget.rows)
+        for capture_id, answer in ended.items():
+            lane = self._lane(capture_id, answer, left, running)
+            if lane is not None:
+                self.granted.append(lane)
+                left = left.less(len(lane.span), 1)
+        return self.taken
+
+    def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
+        """Order the capture of an answer. Returns the lane that its end needs, None where it needs or gets none."""
+        limit, vocabulary, block_size = self._model
+        kept = answer.with_trail(limit, vocabulary)
+        span = range(len(answer.prompt) + answer.computed, len(answer.prompt) + len(kept))
+        has_room = len(span) <= left.tokens and left.rows > 0 and span.stop < limit
+        blocks = -(-span.stop // block_size)
+        if span and has_room and self._held.grow(capture_id, blocks, spare):
+            self._capture(capture_id, answer, kept, len(span))
+            tokens = [*answer.prompt, *kept, kept[-1]]
+            return HeldLane(tokens, self._held.blocks_of(capture_id)[:blocks], span)
+        if answer.computed:
+            self._capture(capture_id, answer, answer.tokens[: answer.computed])
+        else:
+            self._held.free(capture_id)
+        return None
+
+    def give_up(self) -> None:
+        """Forget the answers that have ended since the last step, whose blocks are freed by the caller."""
+        self._ended.clear()
+
+
+@dataclass(slots=True)
+class _BegunPrefill:
+    """A base prefill that holds its blocks."""
+
+    request: GenerateRequest
+    capture_id: int
+    computed: int = 0
+
+
+class BaseJobs(HeldLanes):
+    """The base prefills of one scheduler. Before `open`, it takes none."""
+
+    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
+        super().__init__(held, order)
+        self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
+        """Those that no request waits for and that have not begun, oldest first"""
+        self._awaited: dict[BaseKey, None] = {}
+        """Those that a request waits for, oldest first"""
+        self._begun: dict[BaseKey, _BegunPrefill] = {}
+        self._counts: Counter[str] = Counter()
+
+    def open(self, model: PassLimits, most: int) -> None:
+        """Compute base prefills from now on. At most `most` are queued that no request waits for."""
+        self._model = model
+        self._wanted = BoundedDict(most, lambda *_: self._count(DROPPED))
+
+    def _count(self, name: str, times: int = 1) -> None:
+        self._counts.update({name: times} if times else {})
+
+    def counters(self) -> Counter[str]:
+        """Return the counts since the start by the names of `metrics.COUNTERS`."""
+        return self._counts
+
+    def __len__(self) -> int:
+        return len(self._wanted) + len(self._awaited.keys() | self._begun.keys())
+
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Queue a base prefill as the next one, unless the model cannot compute it."""
+        key = namespace, tokens
+        if not self._model.can_compute(tokens) or key in self._awaited or key in self._begun:
+            return
+        self._count(QUEUED, key not in self._wanted)
+        self._wanted[key] = None
+
+    def add_awaited(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Queue a base prefill that a request waits for, before those that none does."""
+        self.add(namespace, tokens)
+        key = namespace, tokens
+        if key in self._wanted or key in self._begun:
+            self._wanted.pop(key, None)
+            self._awaited[key] = None
+
+    @property
+    def awaited(self) -> int:
+        """Number of prefills that requests wait for."""
+        return len(self._awaited)
+
+    def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
+        """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
+        return (namespace, tokens) in self._awaited
+
+    def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
+        """Grant lanes for pieces of base prefills. Returns what they take.
+
+        `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
+        `spare` blocks are left free for requests: where those are short, the prefills under way are dropped.
+        """
+        self.granted = []
+        if self._held.free_blocks < spare:
+            self._drop(*self._begun)
+        for key in self._in_order():
+            left = budget.less(*self.taken)
+            limit = left.tokens if key in self._awaited else min(left.tokens, most)
+            if limit <= 0 or left.rows <= 0:
+                break
+            if not self._has_begun(key, spare):
+                if not idle and key not in self._awaited:
+                    break
+                self._drop(key)  # the request is computed densely; an idle engine would step for ever
+                continue
+            most -= 0 if key in self._awaited else min(limit, len(key[1]) - self._begun[key].computed)
+            if not self._compute(key, limit):
+                break
+        return self.taken
+
+    def _in_order(self) -> list[BaseKey]:
+        others = [key for key in self._begun if key not in self._awaited]
+        return [*self._awaited, *others, *reversed(self._wanted)]
+
+    def _has_begun(self, key: BaseKey, spare: int) -> bool:
+        """Give a prefill its blocks, unless it has them. Returns False where there are too few."""
+        if key in self._begun:
+            return True
+        namespace, tokens = key
+        capture_id = self._held.hold([])
+        if not self._held.grow(capture_id, -(-len(tokens) // self._model.block_size), spare):
+            self._held.free(capture_id)
+            return False
+        request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
+        self._begun[key] = _BegunPrefill(request, capture_id)
+        self._wanted.pop(key, None)
+        return True
+
+    def _compute(self, key: BaseKey, most: int) -> bool:
+        """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""
+        job, tokens = self._begun[key], key[1]
+        blocks = self._held.blocks_of(job.capture_id)
+        span = range(job.computed, min(job.computed + most, len(tokens)))
+        self.granted.append(HeldLane([*tokens, tokens[-1]], blocks, span))
+        job.computed = span.stop
+        if span.stop < len(tokens):
+            return False
+        self._order(Capture(job.request, tuple(blocks), job.capture_id))
+        self._forget(key)
+        self._count(DONE)
+        return True
+
+    def _drop(self, *keys: BaseKey) -> None:
+        """Give prefills up. A request that needs one asks again.
+
+        The last pass of one that has begun may still write: a capture of nothing frees its blocks once the next one is
+        over.
+        """
+        for key in keys:
+            if job := self._begun.get(key):
+                blocks = tuple(self._held.blocks_of(job.capture_id))
+                self._order(Capture(NOTHING, blocks, job.capture_id))
+            self._forget(key)
+        self._count(DROPPED, len(keys))
+
+    def _forget(self, key: BaseKey) -> None:
+        self._begun.pop(key, None)
+        self._awaited.pop(key, None)
+        self._wanted.pop(key, None)
+
+    def stop(self) -> None:
+        """Drop all base prefills: nothing may be computed."""
+        self._drop(*self._in_order())
+
+    def give_up(self) -> None:
+        """Forget all base prefills. The blocks of those that are under way are freed by the caller."""
+        self._count(DROPPED, len(self))
+        for kept in (self._begun, self._awaited, self._wanted):
+            kept.clear()
 
 
 class LaneGrants:
@@ -57,16 +493,17 @@ class LaneGrants:
     def __init__(self, candidates: Mapping[str, TranslationCandidate], tails: AnswerTails, bases: BaseJobs) -> None:
         """`candidates`: all requests that may be translated, by vLLM's ids. `tails` and `bases` get lanes too."""
         self._candidates, self.tails, self.bases = candidates, tails, bases
-        self.max_lanes = 0
+        self.is_open = False
         self.base_share = 0.0
         """The share of a step's time that base prefills may take beside requests"""
         self._hold_back: Callable[[], None] = lambda: None
         self._granted: dict[str, Holes] = {}
-        self._admitted: list[AdmittedLanes] = []
+        self._admitted: dict[str, Holes] = {}
+        """Requests that were admitted in this step -> their lanes: all of their holes but the last"""
 
-    def open(self, max_lanes: int, hold_back: Callable[[], None]) -> None:
-        """Let requests have so many lanes each. `hold_back` ends the admissions of the step under way."""
-        self.max_lanes, self._hold_back = max_lanes, hold_back
+    def open(self, hold_back: Callable[[], None]) -> None:
+        """Let requests have lanes. `hold_back` ends the admissions of the step under way."""
+        self.is_open, self._hold_back = True, hold_back
 
     @property
     def is_wanted(self) -> bool:
@@ -80,8 +517,6 @@ class LaneGrants:
     def grant_none(self) -> None:
         """Grant no lanes in this step, in which none are wanted."""
         self._granted = {}
-        self.tails.take_granted()
-        self.bases.take_granted()
 
     def grant(
         self, waiting: Iterable[Request], deferred: Collection[Request], budget: LaneBudget, demand: int
@@ -118,164 +553,17 @@ class LaneGrants:
         """Take a request that is admitted with its planned holes."""
         candidate.holes = ()
         if len(candidate.planned) > 1:
-            self._admitted.append(AdmittedLanes(candidate.request.request_id, candidate.planned[:-1]))
+            self._admitted[candidate.request.request_id] = candidate.planned[:-1]
 
     @property
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
-        if not (self._admitted or self.tails.has_granted or self.bases.has_granted):
-            return LaneBudget(0, 0)
-        lanes = [lane for admitted in self._admitted for lane in admitted.lanes]
-        parts = (LaneBudget(sum(map(len, lanes)), len(lanes)), self.tails.taken, self.bases.taken)
-        return LaneBudget(*map(sum, zip(*parts, strict=True)))
+        lanes = [lane for admitted in self._admitted.values() for lane in admitted]
+        lanes += [lane.span for lane in (*self.tails.granted, *self.bases.granted)]
+        return LaneBudget(sum(map(len, lanes)), len(lanes))
 
-    def take_admitted(self) -> list[AdmittedLanes]:
-        """Return the lanes of the requests that were admitted since the last call."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
-
-
-class GapLanes:
-    """A mixin of vLLM's scheduler, some of whose attributes it names. Without Kedge's connector it changes nothing."""
-
-    _times: StepTimes
-    block_size: int
-    connector: Any
-    connector_prefix_cache_stats: PrefixCacheStats | None
-    defer_block_free: bool
-    deferred_waiting: Collection[Request]
-    finished_req_ids: set[str]
-    kv_cache_manager: Any
-    max_num_active_reqs: int
-    max_num_scheduled_tokens: int
-    num_waiting_for_streaming_input: int
-    pause_state: PauseState
-    requests: dict[str, Request]
-    running: list[Request]
-    scheduler_config: SchedulerConfig
-    sched_step_seq: int
-    use_v2_model_runner: bool
-    waiting: Any
-
-    def __init__(self, *args: Any, **parts: Any) -> None:
-        super().__init__(*args, **parts)
-        open_lanes = getattr(self.connector, "open_lanes", None)
-        self._lanes: LaneGrants | None = open_lanes(self._hold_back) if open_lanes else None
-        self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
-        """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
-        self._base_share = BaseShare(self._lanes.base_share if self._lanes else 0.0, self._times)
-        self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
-
-    def _hold_back(self) -> None:
-        """Let no more requests run than run now."""
-        self.max_num_active_reqs = self._active
-
-    @property
-    def _active(self) -> int:
-        return len(self.running) + self.num_waiting_for_streaming_input
-
-    def _in_order(self) -> Iterable[Request]:
-        """Return the waiting requests in the order of service."""
-        return self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
-
-    def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
-        if self._lanes is None:
-            return super().schedule(*args, **more)  # type: ignore[misc]
-        before = {name: getattr(self, name) for name in LOWERED}
-        if self.requests:
-            self._base_share.computes()
-        if not self.running and (first := next(iter(self._in_order()), None)):
-            self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
-        if self._lanes.is_wanted:
-            self._reserve(self._lanes)
-        else:
-            self._lanes.grant_none()
-        try:
-            output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
-        finally:
-            vars(self).update(before)
-        for admitted in self._lanes.take_admitted():
-            self._add_lanes(output, admitted)
-        for lane in (*self._lanes.tails.take_granted(), *self._lanes.bases.take_granted()):
-            if self.defer_block_free and not output.total_num_scheduled_tokens:
-                self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
-            self._add(output, lane.tokens, lane.blocks, lane.span)
-        return output
-
-    def _reserve(self, lanes: LaneGrants) -> None:
-        """Grant lanes, and leave their tokens and rows to them."""
-        running = self._active
-        rows = self.scheduler_config.max_num_seqs
-        budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
-        is_paused = self.pause_state is not PauseState.UNPAUSED
-        tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
-        budget = budget.less(*tails)
-        demand = 0  # of running requests, beyond a token each
-        for one in self.running:
-            wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
-            demand += max(0, wanted - 1)
-        taken = lanes.grant(self._in_order(), set(self.deferred_waiting), budget, demand)
-        left = budget.less(*taken)
-        left = left.less(*self._grant_base(lanes, left, demand))
-        self.max_num_scheduled_tokens = left.tokens + running
-        self.max_num_active_reqs = min(self.max_num_active_reqs, left.rows + running)
-
-    def _grant_base(self, lanes: LaneGrants, left: LaneBudget, demand: int) -> LaneBudget:
-        """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
-        a request waits for a base prefill.
-        """
-        if self.pause_state is not PauseState.UNPAUSED:
-            lanes.bases.stop()
-        if not lanes.bases:
-            return LaneBudget(0, 0)
-        first = next(iter(self._in_order()), None)
-        awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.bases.awaited else 0)
-        prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
-        most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
-        return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
-
-    def _add_lanes(self, output: SchedulerOutput, admitted: AdmittedLanes) -> None:
-        """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""
-        request = self.requests[admitted.request_id]
-        (blocks,) = self.kv_cache_manager.get_block_ids(admitted.request_id)
-        tokens = request.prompt_token_ids or []
-        for lane in admitted.lanes:  # with one token more than it computes, so that the runner draws none
-            self._add(output, tokens[: lane.stop + 1], blocks[: -(-lane.stop // self.block_size)], lane)
-        self._count_as_computed(request, sum(map(len, admitted.lanes)))
-
-    def _add(self, output: SchedulerOutput, tokens: list[int], blocks: list[int], lane: range) -> None:
-        data = NewRequestData(
-            req_id=next(self._lane_ids),
-            prompt_token_ids=tokens,
-            mm_features=[],
-            sampling_params=self._lane_sampling,
-            pooling_params=None,
-            block_ids=(blocks,),
-            num_computed_tokens=lane.start,
-            lora_request=None,
-            prefill_token_ids=tokens if self.use_v2_model_runner else None,
-        )
-        output.scheduled_new_reqs.append(data)
-        output.num_scheduled_tokens[data.req_id] = len(lane)
-        output.total_num_scheduled_tokens += len(lane)
-        self.finished_req_ids.add(data.req_id)
-
-    def _count_as_computed(self, request: Request, tokens: int) -> None:
-        """Correct vLLM's statistics, in which all tokens before the last hole are external hits."""
-        is_again = request.num_preemptions > 0
-        if request.prefill_stats is not None and not is_again:
-            request.prefill_stats.num_computed_tokens += tokens
-            request.prefill_stats.num_cached_tokens -= tokens
-            request.prefill_stats.num_external_cached_tokens -= tokens
-        hits = self.connector_prefix_cache_stats
-        if hits is not None and is_again:
-            hits.preempted_hits -= tokens
-        elif hits is not None:
-            hits.hits -= tokens
-            for source in (by_source := getattr(hits, "hits_by_source", {})):  # since 0.32
-                by_source[source] -= tokens
-
-
-SCHEDULER_ATTRIBUTES = GapLanes.__annotations__.keys() - {"_times"}
-"""Attributes of vLLM's scheduler that lanes use"""
+    def take(self) -> tuple[dict[str, Holes], list[HeldLane]]:
+        """Return the lanes of this step: of requests that were admitted in it, and in held blocks."""
+        taken = self._admitted, [*self.tails.granted, *self.bases.granted]
+        self._admitted, self.tails.granted, self.bases.granted = {}, [], []
+        return taken

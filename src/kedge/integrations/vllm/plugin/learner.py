@@ -1,6 +1,12 @@
 """Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts.
 
 KV is written into vLLM's pages once its request is admitted.
+
+A prompt of an agent that runs next is drafted and translated as far as it is known before its request arrives, value
+by value, in the time for learning: its KV, with keys rotated to their places, waits outside of vLLM's pages. A request
+that begins with the same segments has it stored into its blocks, and only what is new in it is matched and translated
+then. Where a kernel translates, prompts are only drafted. A prompt that turns out otherwise costs that time, and
+changes no answer.
 """
 
 from __future__ import annotations
@@ -8,15 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
+
+import torch
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import translate_into
 from kedge.errors import TranslationRefused
-from kedge.integrations.vllm.plugin.expected_prompts import ExpectedPrompts, ReadyPart
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
@@ -26,13 +34,14 @@ from kedge.kv.storage import SlotTable
 from kedge.policies.balance import Balances
 from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.layout import Placed
-from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import CHEAPER
+from kedge.reuse.layout import Placed, known_segments, next_stop, plan_key
+from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.planner import CHEAPER, Draft
 from kedge.reuse.runtime import Runtime
 from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
+    AgentKey,
     GenerateRequest,
     Miss,
     Namespace,
@@ -44,7 +53,6 @@ from kedge.types import (
     TenantId,
     Tokens,
     ValueKind,
-    WorkflowAgent,
 )
 
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
@@ -56,6 +64,179 @@ MAX_NEEDS = 1024
 """Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
+
+
+MAX_EXPECTED = 16
+"""Prompts that may be expected; the one whose hint is the oldest goes first"""
+_NOWHERE = SlotTable(torch.empty(0, dtype=torch.int64))
+
+
+class ReadyPart(NamedTuple):
+    """Translated KV for the positions from `start` on, keys rotated to them."""
+
+    start: int
+    kv: KVSegment
+
+
+@dataclass(slots=True)
+class ExpectedPrompt:
+    """A prompt whose request has not arrived, as far as it is known."""
+
+    request: GenerateRequest
+    exact: int
+    """Leading tokens whose exact KV is at hand: those of its first segment"""
+    draft: Draft | None = None
+    ready: dict[int, list[ReadyPart]] = field(default_factory=dict)
+    """The parts of each translation, by its first position"""
+    seconds: float = 0.0
+    """Time that was spent on it"""
+
+    @property
+    def drafted(self) -> int:
+        """Number of segments that are drafted."""
+        return self.draft.drafted if self.draft else 0
+
+    @property
+    def next_segments(self) -> range:
+        """The segments to be drafted next, none where no more are known."""
+        if self.drafted == known_segments(self.request):
+            return range(self.drafted, self.drafted)
+        return range(self.drafted, next_stop(self.request, self.drafted))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its translated KV."""
+        return sum(part.kv.nbytes for parts in self.ready.values() for part in parts)
+
+    def agrees(self, request: GenerateRequest) -> bool:
+        """Return whether `request` is the expected one, as far as this is drafted."""
+        return (
+            plan_key(self.request) == plan_key(request)
+            and self.request.segments[: self.drafted] == request.segments[: self.drafted]
+        )
+
+
+class ExpectedPrompts:
+    """All expected prompts of one rank."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pages: Pages,
+        exact_of: Callable[[GenerateRequest], int],
+        max_bytes: int,
+        on_wasted: Callable[[GenerateRequest, float], None] = lambda _request, _seconds: None,
+    ) -> None:
+        """`exact_of` returns how many leading tokens of a prompt have exact KV at hand. Translated KV takes at most
+        `max_bytes`. `on_wasted` takes the seconds that were spent on a prompt which is then of no use.
+        """
+        self._runtime, self._pages, self._exact_of, self._max_bytes = runtime, pages, exact_of, max_bytes
+        self._on_wasted = on_wasted
+        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(
+            MAX_EXPECTED, lambda _, one: self._waste(one)
+        )
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all translated KV."""
+        return sum(one.nbytes for one in self._expected.values())
+
+    def _waste(self, prompt: ExpectedPrompt) -> None:
+        if prompt.seconds:
+            self._on_wasted(prompt.request, prompt.seconds)
+
+    def _drop(self, key: AgentKey) -> None:
+        if prompt := self._expected.pop(key, None):
+            self._waste(prompt)
+
+    def expect(self, request: GenerateRequest) -> None:
+        """Take the hint that such a request is expected, or more of its segments; it replaces one that differs."""
+        old = self._expected.get(request.agent_key)
+        if old is not None and old.agrees(request):
+            old.request = request
+            self._expected.move_to_end(request.agent_key)
+            return
+        self._drop(request.agent_key)
+        if exact := self._exact_of(request):
+            self._expected[request.agent_key] = ExpectedPrompt(request, exact)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to do for `prepare`."""
+        return any(map(self._can_advance, self._expected.values()))
+
+    def _can_advance(self, prompt: ExpectedPrompt) -> bool:
+        """Return whether more of a prompt is known, and can be decided: what lacks base KV would be computed."""
+        segments = prompt.next_segments
+        return bool(segments) and self._runtime.has_bases(prompt.request, segments)
+
+    def prepare(self) -> bool:
+        """Draft and translate one value of one prompt. Returns False where nothing is left to do."""
+        found = next(filter(self._can_advance, self._expected.values()), None)
+        if found is None:
+            return False
+        began = time.monotonic()
+        try:
+            if found.draft is None:
+                found.draft = self._runtime.draft(found.request, (Span(0, found.exact, Source.DEVICE),))
+            for one in self._runtime.grow(found.draft, found.request, found.next_segments.stop, again=True):
+                found.ready[one.start] = translated(self._pages, one)
+        except Exception:
+            self._drop(found.request.agent_key)
+            raise
+        found.seconds += time.monotonic() - began
+        if found.draft is None or found.draft.dense:  # what is computed needs no preparation
+            self._drop(found.request.agent_key)
+        while self.nbytes > self._max_bytes:
+            self._drop(next(iter(self._expected)))
+        return True
+
+    def claim(self, request: GenerateRequest, exact: int) -> ExpectedPrompt | None:
+        """Return the prompt of a request that has arrived, of which `exact` leading tokens have exact KV, if what was
+        drafted of it holds. It is expected no longer.
+        """
+        found = self._expected.pop(request.agent_key, None)
+        if found and found.draft and found.exact <= exact and found.agrees(request):
+            return found
+        if found:
+            self._waste(found)
+        return None
+
+    def end_run(self, run: RunKey) -> None:
+        """Forget the prompts of a run."""
+        for key in [key for key, one in self._expected.items() if one.request.run_key == run]:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forget all prompts."""
+        self._expected.clear()
+
+
+def translated(pages: Pages, translation: Translation) -> list[ReadyPart]:
+    """Return what a translation writes, outside of the pages; nothing where a kernel translates it as fast as it would
+    copy this.
+    """
+    if pages.kernel_slots is not None:
+        return []
+    parts = _Parts(pages)
+    translate_into(parts)(_NOWHERE, [translation])
+    return parts.found
+
+
+class _Parts:
+    """A `Storage` that keeps what is written into it."""
+
+    kernel_slots = None
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self.found: list[ReadyPart] = []
+
+    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:  # noqa: ARG002
+        self.found.append(ReadyPart(start, self._pages.translated(start, base, offsets)))
 
 
 class PromptHeads:
@@ -171,18 +352,14 @@ class _CapturedPrompt:
 class Learner:
     """The `Runtime` of one rank. Between a favourable verdict and its write nothing is learned, so plans stay valid."""
 
-    def __init__(self, pages: Pages, settings: PluginSettings, lanes: str | None, costs: EngineCosts) -> None:
-        """`lanes`: the reason why nothing in the middle of a prompt can be computed, if there is one. `costs` says what
-        is worth translating.
-        """
-        self._bases, self._lanes = BaseStore(settings.anchors.max_base_bytes), lanes
+    def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
+        """`costs` says what is worth translating."""
+        self._bases = BaseStore(settings.anchors.max_base_bytes)
         self._heads = PromptHeads(self._bases)
-        anchors, planner = (settings.anchors, settings.planner) if lanes is None else settings.translation_only
-        self.learned = limited(AnchorStore(anchors), settings.quotas), self._bases
+        self.learned = limited(AnchorStore(settings.anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
-        self._runtime = Runtime(*self.learned, planner, None, costs)
+        self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages = pages
-        self._min_translated = settings.planner.min_translated
         self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
         self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._wasted)
@@ -190,10 +367,7 @@ class Learner:
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
-        self.lessons: tuple[WorkflowAgent, ...] = ()
-        """Agents of which requests wait until a prompt has been learned from"""
-        self._taught: list[WorkflowAgent] = []
-        self._is_settled = True
+        self.is_at_rest = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
 
@@ -215,19 +389,14 @@ class Learner:
         is_dense = verdict.tokens == query.request.prompt_tokens
         if is_dense:
             self._balances.spend(query.request, host=time.monotonic() - began)
-        is_losing = self._costs.is_by_cost and self._balances.is_losing(query.request)
-        # nobody waits for lessons of an agent of which most is translated now
-        waits = verdict.is_lesson and 2 * verdict.tokens > query.request.prompt_tokens - query.exact
-        lessons = self._runtime.lessons_missing(query.request, query.exact) if waits else 0
-        return replace(verdict, is_losing=is_losing, lessons=lessons)
+        return replace(verdict, is_losing=self._costs.is_by_cost and self._balances.is_losing(query.request))
 
     def _judged(self, query: TranslationQuery) -> TranslationVerdict:
         request = query.request
         wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
         if refusal := self.rotation.refusal:
             misses = (Miss("*", refusal),)
-            is_lesson = refusal is UNCHECKED
-            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, is_lesson=is_lesson)
+            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, teaches=refusal is UNCHECKED)
         if query.may_wait and (first := self._prerequisites(query)):
             return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
         return self._planned(query, wanted)
@@ -259,27 +428,20 @@ class Learner:
             self._runtime.use(plan)
             ready, seconds = found.ready, found.seconds
         holes, misses = plan.holes, plan.misses
-        if plan.translates and self._lanes is not None:  # one hole, or all of it where that is too long
-            first, stop = holes[0].start, holes[-1].stop
-            share = (first - query.exact) / (stop - query.exact)
-            holes = (range(first, stop),)
-            if share < self._min_translated:
-                few = Miss("*", f"only {share:.0%} of the prompt could be translated without a gap")
-                holes, misses = (range(stop),), (*misses, few)
         teaches = self._runtime.wants_harvest(request, plan)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, host=seconds)
-            is_lesson = plan.translates or head is None or teaches or self._runtime.leaves_base(request)
+            teaches = teaches or plan.translates or head is None or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
             # computed only because that takes less time, which the next one's will too
             is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in plan.misses)
-            return TranslationVerdict(dense, misses, wanted, self._lanes, is_lesson=is_lesson, is_declined=is_declined)
+            return TranslationVerdict(dense, misses, wanted, teaches=teaches, is_declined=is_declined)
         seconds += time.monotonic() - began
         self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
         ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
-        is_lesson = teaches or lacks_head or self._runtime.leaves_base(request, plan)
-        return TranslationVerdict(holes, misses, wanted, self._lanes, ready=ready_to, is_lesson=is_lesson)
+        teaches = teaches or lacks_head or self._runtime.leaves_base(request, plan)
+        return TranslationVerdict(holes, misses, wanted, ready=ready_to, teaches=teaches)
 
     # around a pass ----------------------------------------------------------------------------------------------
 
@@ -288,7 +450,7 @@ class Learner:
         from. `seconds` were taken by computing what no request needed.
         """
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
-        start, self._is_settled = request.prompt_tokens, False
+        start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
             kv = self.pages.read(table, start, start + len(order.response))
             self._runtime.keep_response(request, order.response, kv, exact=order.exact)
@@ -304,8 +466,6 @@ class Learner:
             self._runtime.keep_base(request, read, plan)
             if self._runtime.may_observe(request, plan):
                 self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
-            else:
-                self._taught.append(request.workflow_agent)
         self._balances.spend(request, seconds, host=time.monotonic() - began)
 
     # learning -----------------------------------------------------------------------------------------------------
@@ -313,53 +473,34 @@ class Learner:
     @property
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
-        if self._is_settled:
+        if self.is_at_rest:
             return False
         return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
-
-    def is_at_rest(self, lessons: tuple[WorkflowAgent, ...]) -> bool:
-        """Whether a step with these `lessons`, in which nothing is ordered, changes nothing and reports nothing."""
-        return self._is_settled and not self._taught and lessons == self.lessons
 
     def _is_ready(self, prompt: _CapturedPrompt) -> bool:
         return prompt.steps is not None or not self._runtime.needs(prompt.request)
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether a prompt is to be learned from for which requests wait."""
-        return not self.writes and self._lesson() is not None
-
-    def _lesson(self) -> _CapturedPrompt | None:
-        awaited = (one for one in self._captured if one.request.workflow_agent in self.lessons)
-        return next(filter(self._is_ready, awaited), None) if self.lessons else None
-
-    def learn(self, urgent_only: bool = False) -> bool:
-        """Measure the offsets of one segment of a prompt for which requests wait, or else prepare one value of an
-        expected prompt or measure offsets of another captured prompt, unless `urgent_only`. No offsets are measured
-        while a write is planned.
+    def learn(self) -> bool:
+        """Prepare one value of an expected prompt, or else measure the offsets of one segment of a captured prompt. No
+        offsets are measured while a write is planned.
 
         Returns False if there is nothing of this to be done now.
         """
-        if self._is_settled:
+        if self.is_at_rest:
             return False
-        lesson = None if self.writes else self._lesson()
-        if lesson is None and urgent_only:
-            return False
-        if lesson is None:
-            try:
-                if self._expected.prepare():
-                    return True
-            except Exception:
-                logger.exception("a prompt was not prepared")
+        try:
+            if self._expected.prepare():
                 return True
-        prompt = lesson or next((one for one in self._captured if self._is_ready(one)), None)
+        except Exception:
+            logger.exception("a prompt was not prepared")
+            return True
+        prompt = next((one for one in self._captured if self._is_ready(one)), None)
         if prompt is None or self.writes:
-            self._is_settled = prompt is None
+            self.is_at_rest = prompt is None
             return False
         prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice, prompt.plan)
         if not self._observe(prompt):
             self._captured.remove(prompt)
-            self._taught.append(prompt.request.workflow_agent)
             self._forget_ended_runs()
         return True
 
@@ -375,14 +516,9 @@ class Learner:
         finally:
             self._balances.spend(prompt.request, host=time.monotonic() - began, learning=True)
 
-    def take_taught(self) -> tuple[WorkflowAgent, ...]:
-        """Return the agent of each prompt that has been learned from since the last call."""
-        taught, self._taught = self._taught, []
-        return tuple(taught)
-
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
-        self._is_settled = False
+        self.is_at_rest = False
         self._expected.expect(request)
 
     def end_run(self, run: RunKey) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 
 from kedge.policies.service import StepTimes
 
@@ -19,6 +18,22 @@ GRACE = 0.02
 """Seconds of idleness before learning begins: the next agent of a workflow comes within milliseconds"""
 
 
+class Patience:
+    """Holds background work back while somebody waits for a first token, and in the step after that, as with
+    asynchronous scheduling the token is read once that has been started; but for every so many steps, as under load
+    there may be no others.
+    """
+
+    def __init__(self) -> None:
+        self._passed, self._was_awaited = 0, False
+
+    def holds_back(self, *, is_awaited: bool) -> bool:
+        """Return whether nothing is to be done beside this step."""
+        hurries, self._was_awaited = is_awaited or self._was_awaited, is_awaited
+        self._passed = self._passed + 1 if hurries and self._passed < PATIENCE else 0
+        return self._passed > 0
+
+
 class LearningBudget:
     """The seconds that one rank may learn for. Learning that takes longer is paid for by the passes that follow."""
 
@@ -28,32 +43,26 @@ class LearningBudget:
         """
         self._share, self._clock = share, clock
         self._credit = self._began = self._computed = 0.0
-        self._passed, self._was_awaited = 0, False
+        self._patience = Patience()
 
     def begin(self) -> None:
         """Note the time at which a step begins."""
         self._began = self._clock()
 
-    def spend(self, learn: Callable[[bool], bool], *, idle: bool, is_awaited: bool, is_urgent: bool = False) -> None:
-        """Learn piece after piece after a pass, within what passes have earned.
+    def spend(self, learn: Callable[[], bool], *, idle: bool, is_awaited: bool) -> None:
+        """Learn piece after piece after a pass, within what passes have earned, until `learn` returns False.
 
         An `idle` step, without a pass, is for one piece: a request that arrives meanwhile does not wait for more. While
-        a first token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps,
-        but for what requests wait for, if there is something of that (`is_urgent`). `learn(urgent_only)` returns False
-        if none is left.
+        a first token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.
         """
         self.earn(idle=idle)
-        # With asynchronous scheduling the tokens of a pass are read once the next pass has been started.
-        hurries, self._was_awaited = is_awaited or self._was_awaited, is_awaited
-        self._passed = self._passed + 1 if hurries and self._passed < PATIENCE else 0
-        if self._passed and not is_urgent:
+        if self._patience.holds_back(is_awaited=is_awaited):
             return
-        one = partial(learn, self._passed > 0)
-        if self._share is None or (idle and (is_urgent or self._clock() - self._computed >= GRACE)):
-            one()
+        if self._share is None or (idle and self._clock() - self._computed >= GRACE):
+            learn()
         elif not idle:
             began = self._clock()
-            while self._credit > 0 and one():
+            while self._credit > 0 and learn():
                 ended = self._clock()
                 self._credit, began = self._credit - (ended - began), ended
 
@@ -66,16 +75,12 @@ class LearningBudget:
 
 
 class BaseShare:
-    """The tokens that base prefills may take of a step.
-
-    A first token does not wait for base KV that is for later requests, so steps with prefills, and those after
-    them, are passed over; a few at a time, as under load there may be no others.
-    """
+    """The tokens that base prefills may take of a step."""
 
     def __init__(self, share: float, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
         """`share` is the part of a step's time, `times` what steps take. `clock` returns seconds."""
         self._share, self._times, self._clock = share, times, clock
-        self._passed, self._was_prefill, self._computed = 0, False, -math.inf
+        self._patience, self._computed = Patience(), -math.inf
 
     def computes(self) -> None:
         """Note that a step computes something for requests."""
@@ -89,12 +94,8 @@ class BaseShare:
 
     def beside(self, prefill: int, most: int) -> int:
         """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
-        # With asynchronous scheduling a first token is read once the step after has been started.
-        hurries, self._was_prefill = prefill > 0 or self._was_prefill, prefill > 0
-        if hurries and self._passed < PATIENCE:
-            self._passed += 1
+        if self._patience.holds_back(is_awaited=prefill > 0):
             return 0
-        self._passed = 0
         if not self._times.are_known or self._share == 1:
             return int(most * self._share)
         own = self._times.decode / self._times.per_token + prefill

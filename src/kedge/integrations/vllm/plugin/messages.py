@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kedge.cache import Copied, Copy
 from kedge.reuse.holes import Holes, joined
-from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens, WorkflowAgent
+from kedge.types import GenerateRequest, Miss, RequestId, RunKey, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class TranslationQuery:
     may_wait: bool = False
     """Whether the request may wait for base KV"""
     has_waited: bool = False
-    """Whether it was asked about before, and has waited since, for base KV or for lessons"""
+    """Whether it was asked about before, and has waited for base KV since"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,6 @@ class Orders(KVConnectorMetadata):
     """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()
     """Runs whose agents' shared KV may be evicted"""
-    lessons: tuple[WorkflowAgent, ...] = ()
-    """Agents of which requests wait until a prompt has been learned from"""
 
     @property
     def is_quiet(self) -> bool:
@@ -90,16 +88,12 @@ class TranslationVerdict:
     misses: tuple[Miss, ...] = ()
     needs: tuple[Tokens, ...] = ()
     """Prompts whose prefill would give missing base KV"""
-    lanes: str | None = None
-    """Why this prompt has one hole at most, if that is for want of lanes"""
     awaits: tuple[Tokens, ...] = ()
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
     ready: int = 0
     """Leading tokens of which what is translated was so before the request arrived"""
-    is_lesson: bool = False
+    teaches: bool = False
     """Whether what is computed of it is worth learning from"""
-    lessons: int = 0
-    """Number of prompts of its agent that have to be learned from before one can be translated"""
     is_losing: bool = False
     """Whether translating its workflow saves too little time for what it takes"""
     is_declined: bool = False
@@ -118,11 +112,9 @@ class TranslationVerdict:
             holes,
             misses,
             self.needs or other.needs,
-            self.lanes or other.lanes,
             self.awaits or other.awaits,
             min(self.ready, other.ready),
-            self.is_lesson or other.is_lesson,
-            max(self.lessons, other.lessons),
+            self.teaches or other.teaches,
             self.is_losing and other.is_losing,
             self.is_declined and other.is_declined,
         )
@@ -162,15 +154,13 @@ class Reports(KVConnectorWorkerMetadata):
     """Tokens and seconds of a pass that was long enough for a measurement"""
     learning: bool = False
     """Whether a captured prompt is still being learned from"""
-    taught: tuple[WorkflowAgent, ...] = ()
-    """The agent of each prompt that has been learned from"""
     snapshots: Mapping[str, int] = field(default_factory=dict)
     """Snapshots of what was learned, by `OUTCOMES`, on all ranks"""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        found = self.copies or self.verdicts or self.captured or self.computed[0] or self.taught or self.snapshots
+        found = self.copies or self.verdicts or self.captured or self.computed[0] or self.snapshots
         return not (found or self.learning)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
@@ -184,7 +174,6 @@ class Reports(KVConnectorWorkerMetadata):
         for capture_id, ranks in other.captured.items():
             self.captured[capture_id] = self.captured.get(capture_id, 0) + ranks
         self.learning = self.learning or other.learning
-        self.taught = max(self.taught, other.taught, key=len)
         self.computed = max(self.computed, other.computed, key=lambda pass_: pass_[1])
         self.snapshots = Counter(self.snapshots) + Counter(other.snapshots)
         return self

@@ -71,9 +71,6 @@ COUNTERS = {
 }
 RECEIPTS = "receipts"
 """Key of the receipts of aborted requests, by vLLM's request ids: the outputs of those carry none."""
-NEEDS = "needs"
-"""Key of the base prefills that are wanted, as pairs of a namespace and tokens. A receipt carries them too, but comes
-with the end of the answer, when the next agent already calls."""
 ADVICE = "advice"
 """Key of what became of hints without a prompt, by the ids of their messages: those have no output either."""
 REPORT = "report"
@@ -218,7 +215,7 @@ ADVICE_CALLS = AdviceCalls()
 
 
 class KedgeStats(KVConnectorStats):
-    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS`, `ADVICE`, `NEEDS` and `REPORT`."""
+    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS`, `ADVICE` and `REPORT`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -230,7 +227,6 @@ class KedgeStats(KVConnectorStats):
         others = {
             RECEIPTS: {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})},
             ADVICE: {**self.data.get(ADVICE, {}), **other.data.get(ADVICE, {})},
-            NEEDS: [*self.data.get(NEEDS, ()), *other.data.get(NEEDS, ())],
             REPORT: other.data.get(REPORT) or self.data.get(REPORT),
         }
         self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
@@ -267,4 +263,4 @@ class KedgePromMetrics(KVConnectorPromMetrics):
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int | float]:
-    return {name: count for name, count in data.items() if name not in (RECEIPTS, ADVICE, NEEDS, REPORT)}
+    return {name: count for name, count in data.items() if name not in (RECEIPTS, ADVICE, REPORT)}

@@ -12,12 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kedge.engine.common.state.files import identity_of
-from kedge.engine.common.state.snapshot import SavedState
+from kedge.engine.common.state.snapshot import EngineState, GuardFolder, SavedState
 from kedge.errors import ConfigError, StateRefused
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
@@ -36,19 +36,6 @@ _CHANCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_vers
 """Config entries that do not identify the model"""
 
 
-class SavesState(Protocol):
-    """State in a folder, see `EngineState`."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    def save(self) -> SavedState: ...
-
-    def load(self) -> SavedState: ...
-
-    def close(self) -> None: ...
-
-
 class RankState:
     """The saved state of one rank, or of the guard beside them. Its thread holds up a step only while it looks at what
     there is to be written.
@@ -56,7 +43,7 @@ class RankState:
     A snapshot that fails is logged and counted, and the one before stays.
     """
 
-    def __init__(self, state: SavesState, interval: float, is_trusted: Callable[[], bool]) -> None:
+    def __init__(self, state: EngineState | GuardFolder, interval: float, is_trusted: Callable[[], bool]) -> None:
         """Write every `interval` seconds what `state` asks for, where `is_trusted` returns that it is worth keeping."""
         self._state, self._interval, self._is_trusted = state, interval, is_trusted
         self._outcomes: Counter[str] = Counter()

@@ -4,16 +4,16 @@ where, as plain data for vLLM's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kedge.discovery import Served
+from kedge.integrations.vllm.plugin.free_queue import Owner
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.owner_sets import Owner
 from kedge.reuse.holes import Holes
-from kedge.types import Miss, Receipt, Source, Span, Tokens
+from kedge.types import Miss, Receipt, Source, Span
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -85,21 +85,14 @@ def _spans(tracked: TrackedRequest) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def receipt_to_dict(
-    receipt: Receipt, needs: Iterable[Tokens], lanes: str | None, actions: Sequence[Mapping[str, str]] = ()
-) -> dict[str, Any]:
-    """Return a receipt as JSON data. `needs` are prompts whose prefill would give missing base KV; `lanes` is the
-    reason why nothing in the middle of the prompt could be computed, if there is one; `actions` is what became of those
-    that the client asked for, which few do.
-    """
+def receipt_to_dict(receipt: Receipt, actions: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
+    """Return a receipt as JSON data. `actions` is what became of those that the client asked for, which few do."""
     data: dict[str, Any] = {
         "mode": receipt.mode.value,
         "tokens": {source.value: receipt.tokens(source) for source in Source},
         "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
         "preassembled": receipt.preassembled,
-        "lanes": lanes,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
-        "base": [list(tokens) for tokens in needs],
     }
     return {**data, "actions": list(actions)} if actions else data
 

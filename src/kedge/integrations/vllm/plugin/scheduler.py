@@ -9,39 +9,52 @@ that of arrival, and what is cached first while the live contexts do not fit the
 
 from __future__ import annotations
 
+import dis
+import itertools
 import logging
 import math
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.adapters import missing_attributes
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix
-from kedge.integrations.vllm.plugin.connector import KedgeConnector
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import GapLanes
+from kedge.integrations.vllm.plugin.lanes import LaneGrants
+from kedge.integrations.vllm.plugin.learning_budget import BaseShare
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
+from kedge.reuse.holes import Holes
+from kedge.reuse.lanes import LaneBudget
 from kedge.types import ReuseMode
+
+if TYPE_CHECKING:
+    from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 
 Cached = Callable[[Sequence[BlockHash]], tuple[int, int]]
 """Returns how many leading blocks of a prompt are on the device, and how many after them can be loaded"""
+LANE_FIELDS = {
+    "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
+    "num_computed_tokens", "lora_request", "prefill_token_ids",
+}  # fmt: skip
+"""Fields of `NewRequestData` that a lane sets"""
+LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
+"""Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
 MayStart = Callable[[int, float], bool]
 """Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
 logger = logging.getLogger(__name__)
-ORDER_ATTRIBUTES = (
-    "block_size", "connector", "current_step", "kv_cache_manager", "policy", "requests", "running", "waiting",
-    "schedule", "get_grammar_bitmask", "add_request", "_free_request",
-)  # fmt: skip
-"""What an order of requests needs of vLLM's scheduler"""
 LAST_PRIORITY = 1 << 20
 """The priority of an agent that never runs according to its forecast."""
 
@@ -190,44 +203,58 @@ def priority_of(request: Request) -> int:
     return LAST_PRIORITY if math.isinf(next_run.steps) else min(int(next_run.steps), LAST_PRIORITY)
 
 
-class _Ordered:
-    """A mixin that sets a request's priority before the request is queued, or replaces the queue that needs none."""
+class KedgeScheduling:
+    """A mixin of vLLM's scheduler, some of whose attributes it names: lanes, and the order of waiting requests."""
+
+    block_size: int
+    connector: Any
+    connector_prefix_cache_stats: PrefixCacheStats | None
+    current_step: int
+    defer_block_free: bool
+    deferred_waiting: Collection[Request]
+    finished_req_ids: set[str]
+    kv_cache_manager: Any
+    max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+    num_waiting_for_streaming_input: int
+    pause_state: PauseState
+    policy: SchedulingPolicy
+    requests: dict[str, Request]
+    running: list[Request]
+    scheduler_config: SchedulerConfig
+    sched_step_seq: int
+    use_v2_model_runner: bool
+    waiting: Any
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        connector = self.connector  # type: ignore[attr-defined]
-        manager = self.kv_cache_manager  # type: ignore[attr-defined]
-        self._plugin = connector.join() if isinstance(connector, KedgeConnector) else None
-        self._by_cache: CachedFirstQueue | None = None
+        is_plugged = hasattr(self.connector, "open_lanes")  # as that of Kedge alone
+        self._plugin: SchedulerSide | None = self.connector.join() if is_plugged else None
+        self._lanes: LaneGrants | None = self.connector.open_lanes(self._hold_back) if is_plugged else None
+        self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
+        """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
+        self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
-        if self.policy is SchedulingPolicy.FCFS:  # type: ignore[attr-defined]
-            pool = manager.block_pool
-            cached = self._plugin.cached_blocks if self._plugin else lambda hashes: (cached_prefix(pool, hashes), 0)
-            self._capacity = pool.num_gpu_blocks * self.block_size  # type: ignore[attr-defined]
-            on_order = self._plugin.on_order if self._plugin else lambda _: None
-            self._by_cache = CachedFirstQueue(
-                cached,
+        self._base_share = BaseShare(self._lanes.base_share if self._lanes else 0.0, self._times)
+        self._by_cache: CachedFirstQueue | None = None
+        if self.policy is SchedulingPolicy.FCFS:
+            pool = self.kv_cache_manager.block_pool
+            self._capacity = pool.num_gpu_blocks * self.block_size
+            self.waiting = self._by_cache = CachedFirstQueue(
+                self._plugin.cached_blocks if self._plugin else lambda hashes: (cached_prefix(pool, hashes), 0),
                 self._capacity,
-                lambda: self.current_step,  # type: ignore[attr-defined]
-                on_order,
+                lambda: self.current_step,
+                self._plugin.on_order if self._plugin else lambda _: None,
                 self._may_start,
             )
-            self.waiting = self._by_cache
+
+    # the order of waiting requests --------------------------------------------------------------------------------
 
     def _may_start(self, tokens: int, missing: float) -> bool:
         """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
         returning = self._plugin.sessions.ledger.steps.tracker.returning if self._plugin else 0.0
-        running = sum(request.num_tokens for request in self.running)  # type: ignore[attr-defined]
+        running = sum(request.num_tokens for request in self.running)
         return may_start(tokens, missing, running, self._capacity, returning, self._times)
-
-    def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
-        """Schedule a step, and measure the time since the one before, in which that was computed."""
-        now, (tokens, requests) = time.monotonic(), self._step_size
-        if tokens:
-            self._times.step(tokens, requests, now - self._stepped_at)
-        output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
-        self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
-        return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         """Return what vLLM's own does: it is called once the workers compute a step, and vLLM waits for them next."""
@@ -237,10 +264,10 @@ class _Ordered:
         return bitmask
 
     def add_request(self, request: Request) -> None:
-        if self.policy is SchedulingPolicy.PRIORITY:  # type: ignore[attr-defined]
+        if self.policy is SchedulingPolicy.PRIORITY:
             request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
         super().add_request(request)  # type: ignore[misc]
-        if self._by_cache is not None and request.request_id in self.requests:  # type: ignore[attr-defined]
+        if self._by_cache is not None and request.request_id in self.requests:
             session = self._plugin.sessions.session_of(request) if self._plugin else None
             self._by_cache.contexts.began(request, session)
 
@@ -250,19 +277,153 @@ class _Ordered:
         self._times.answered(request.num_output_tokens)
         return super()._free_request(request, *args, **more)  # type: ignore[misc]
 
+    # lanes --------------------------------------------------------------------------------------------------------
 
-class StepScheduler(GapLanes, _Ordered, Scheduler):
+    def _hold_back(self) -> None:
+        """Let no more requests run than run now."""
+        self.max_num_active_reqs = self._active
+
+    @property
+    def _active(self) -> int:
+        return len(self.running) + self.num_waiting_for_streaming_input
+
+    def _in_order(self) -> Iterable[Request]:
+        """Return the waiting requests in the order of service."""
+        return self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
+
+    def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
+        """Schedule a step with its lanes, and measure the time since the one before, in which that was computed."""
+        now, (tokens, requests) = time.monotonic(), self._step_size
+        if tokens:
+            self._times.step(tokens, requests, now - self._stepped_at)
+        before = {name: getattr(self, name) for name in LOWERED}
+        if self._lanes:
+            self._prepare(self._lanes)
+        try:
+            output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
+        finally:
+            vars(self).update(before)
+        self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
+        if self._lanes:
+            self._add_all(output, self._lanes)
+        return output
+
+    def _prepare(self, lanes: LaneGrants) -> None:
+        """Have the next request judged, and grant lanes for this step."""
+        if self.requests:
+            self._base_share.computes()
+        if not self.running and (first := next(iter(self._in_order()), None)):
+            self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
+        if lanes.is_wanted:
+            self._reserve(lanes)
+        else:
+            lanes.grant_none()
+
+    def _add_all(self, output: SchedulerOutput, lanes: LaneGrants) -> None:
+        """Add the lanes of this step to what the base class has scheduled."""
+        admitted, held = lanes.take()
+        for request_id, holes in admitted.items():
+            self._add_lanes(output, request_id, holes)
+        for lane in held:
+            if self.defer_block_free and not output.total_num_scheduled_tokens:
+                self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
+            self._add(output, lane.tokens, lane.blocks, lane.span)
+
+    def _reserve(self, lanes: LaneGrants) -> None:
+        """Grant lanes, and leave their tokens and rows to them."""
+        running = self._active
+        rows = self.scheduler_config.max_num_seqs
+        budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
+        is_paused = self.pause_state is not PauseState.UNPAUSED
+        tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
+        budget = budget.less(*tails)
+        demand = 0  # of running requests, beyond a token each
+        for one in self.running:
+            wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
+            demand += max(0, wanted - 1)
+        taken = lanes.grant(self._in_order(), set(self.deferred_waiting), budget, demand)
+        left = budget.less(*taken)
+        left = left.less(*self._grant_base(lanes, left, demand))
+        self.max_num_scheduled_tokens = left.tokens + running
+        self.max_num_active_reqs = min(self.max_num_active_reqs, left.rows + running)
+
+    def _grant_base(self, lanes: LaneGrants, left: LaneBudget, demand: int) -> LaneBudget:
+        """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
+        a request waits for a base prefill.
+        """
+        if self.pause_state is not PauseState.UNPAUSED:
+            lanes.bases.stop()
+        if not lanes.bases:
+            return LaneBudget(0, 0)
+        first = next(iter(self._in_order()), None)
+        awaited = -(-first.num_tokens // self.block_size) if first else 0
+        budget = left.less(demand, 1 if first and not lanes.bases.awaited else 0)
+        prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
+        most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
+        return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
+
+    def _add_lanes(self, output: SchedulerOutput, request_id: str, lanes: Holes) -> None:
+        """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""
+        request = self.requests[request_id]
+        (blocks,) = self.kv_cache_manager.get_block_ids(request_id)
+        tokens = request.prompt_token_ids or []
+        for lane in lanes:  # with one token more than it computes, so that the runner draws none
+            self._add(output, tokens[: lane.stop + 1], blocks[: -(-lane.stop // self.block_size)], lane)
+        self._count_as_computed(request, sum(map(len, lanes)))
+
+    def _add(self, output: SchedulerOutput, tokens: list[int], blocks: list[int], lane: range) -> None:
+        data = NewRequestData(
+            req_id=next(self._lane_ids),
+            prompt_token_ids=tokens,
+            mm_features=[],
+            sampling_params=self._lane_sampling,
+            pooling_params=None,
+            block_ids=(blocks,),
+            num_computed_tokens=lane.start,
+            lora_request=None,
+            prefill_token_ids=tokens if self.use_v2_model_runner else None,
+        )
+        output.scheduled_new_reqs.append(data)
+        output.num_scheduled_tokens[data.req_id] = len(lane)
+        output.total_num_scheduled_tokens += len(lane)
+        self.finished_req_ids.add(data.req_id)
+
+    def _count_as_computed(self, request: Request, tokens: int) -> None:
+        """Correct vLLM's statistics, in which all tokens before the last hole are external hits."""
+        is_again = request.num_preemptions > 0
+        if request.prefill_stats is not None and not is_again:
+            request.prefill_stats.num_computed_tokens += tokens
+            request.prefill_stats.num_cached_tokens -= tokens
+            request.prefill_stats.num_external_cached_tokens -= tokens
+        hits = self.connector_prefix_cache_stats
+        if hits is not None and is_again:
+            hits.preempted_hits -= tokens
+        elif hits is not None:
+            hits.hits -= tokens
+            for source in (by_source := getattr(hits, "hits_by_source", {})):  # since 0.32
+                by_source[source] -= tokens
+
+
+class StepScheduler(KedgeScheduling, Scheduler):
     """vLLM's scheduler with lanes and with Kedge's order of waiting requests."""
 
 
-class AsyncStepScheduler(GapLanes, _Ordered, AsyncScheduler):
+class AsyncStepScheduler(KedgeScheduling, AsyncScheduler):
     """vLLM's scheduler that runs ahead of the device, with lanes and with Kedge's order of waiting requests."""
 
 
-def order_refusal() -> str | None:
-    """Return the reason why the installed vLLM's scheduler cannot be given an order of requests, or None."""
-    if missing := missing_attributes(Scheduler, ORDER_ATTRIBUTES):
+def scheduler_refusal() -> str | None:
+    """Return the reason why Kedge's scheduler does not fit the installed vLLM, or None."""
+    stored = {step.argval for step in dis.get_instructions(Scheduler.__init__) if step.opname == "STORE_ATTR"}
+    used = (*KedgeScheduling.__annotations__, "schedule", "get_grammar_bitmask", "add_request", "_free_request")
+    if missing := sorted(name for name in used if name not in stored and not hasattr(Scheduler, name)):
         return f"vLLM's Scheduler has no {', '.join(missing)}"
+    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
+        return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
+    found = {field.name: field for field in fields(NewRequestData)}
+    required = {name for name, field in found.items() if field.default is MISSING and field.default_factory is MISSING}
+    if differing := sorted(LANE_FIELDS - found.keys() | required - LANE_FIELDS):
+        return f"vLLM's NewRequestData differs in {', '.join(differing)}"
     unknown = sorted(getattr(CachedFirstQueue, "__abstractmethods__", ()))
     return f"vLLM's queue of requests has a {', '.join(unknown)} that Kedge's has not" if unknown else None
 
@@ -270,7 +431,7 @@ def order_refusal() -> str | None:
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
     """Return the scheduler that fits the configuration. vLLM calls this as if it were a class."""
     is_async = vllm_config.scheduler_config.async_scheduling
-    if refusal := order_refusal():
+    if refusal := scheduler_refusal():
         logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
         return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)
     chosen = AsyncStepScheduler if is_async else StepScheduler

@@ -25,7 +25,6 @@ from kedge.hints.without_prompt import run_ended, took_forecast
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.held_lanes import answer_of
 from kedge.integrations.vllm.plugin.hints import (
     HintedRequest,
     namespace_of,
@@ -36,10 +35,10 @@ from kedge.integrations.vllm.plugin.hints import (
 )
 from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
+from kedge.integrations.vllm.plugin.lanes import answer_of
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import (
     ADVICE,
-    NEEDS,
     RECEIPTS,
     REPORT,
     CountReports,
@@ -69,11 +68,10 @@ class SchedulerSide:
         self.upkeep = Upkeep()
         self.sessions = SessionHistories(put_off=self.upkeep.put_off)
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
-        self.advice = Advice(self.sessions, self.prompts, self._end_run)
         self.plain = PlainRequests(settings.discovery)
         self.reports = PlainReports(self.plain)
         found = partial(self.prompts.expect, self.plain.forecasts)
-        self.upkeep.always(found, self.plain.log, self.prompts.expire, self.sessions.advance)
+        self.upkeep.always = (found, self.plain.log, self.prompts.expire, self.sessions.advance)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
         self._requests: dict[str, TrackedRequest] = {}  # those with hints
@@ -85,6 +83,8 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._news = CountReports(self.totals)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(MAX_UNSENT)
+        """What became of hints between requests, by the ids of their messages"""
 
     def bind(
         self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
@@ -124,8 +124,7 @@ class SchedulerSide:
                 found = self._with_trails(found)
                 hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
         if hinted is not None and hinted.is_advice and request.abort_immediately:
-            self.upkeep.catch_up()
-            self.advice.take(hinted)
+            self._advise(hinted)
             return
         if hinted is not None:
             request.sampling_params = without_hints(request.sampling_params)
@@ -139,7 +138,7 @@ class SchedulerSide:
                 self.translations.expect(hinted.request)
             self.translations.on_arrival(hinted, request)
         mode = hinted.request.reuse if hinted else reuse
-        if mode is ReuseMode.OFF or request.abort_immediately or (hinted and hinted.is_base):
+        if mode is ReuseMode.OFF or request.abort_immediately:
             return
         session = self.sessions.arrive(request, hinted)
         if self.loads and (hinted or session):
@@ -152,7 +151,7 @@ class SchedulerSide:
         """Return a request with the tokens that follow each value; answers have them where the ends of answers are
         computed, and not once more by their readers.
         """
-        of_answers = self.translations.lanes.tails.is_open and not self._settings.anchors.computes_weak_tokens
+        of_answers = not self._settings.anchors.computes_weak_tokens
         return with_trails(found, self._settings.planner.trail, of_answers=of_answers)
 
     def match(self, request: Request, computed: int) -> int | None:
@@ -212,10 +211,9 @@ class SchedulerSide:
             self.translations.on_finish(tracked.hinted, tracked.request, main)
             if tracked.hinted.final:
                 self._end_run(tracked.hinted.run)
-            outcome = self.translations.take_outcome(request.request_id)
-            found = receipt_of(tracked, outcome.misses, outcome.ready)
+            found = receipt_of(tracked, *self.translations.take_outcome(request.request_id))
             self._counts["translated_tokens"] += found.translated
-            receipt = receipt_to_dict(found, outcome.needs, outcome.lanes, tracked.hinted.actions)
+            receipt = receipt_to_dict(found, tracked.hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
                 self._unsent_receipts[request.request_id] = receipt
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
@@ -223,6 +221,19 @@ class SchedulerSide:
         served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
         self.plain.ended(namespace, request_id, answer, served)
         return receipt
+
+    def _advise(self, hinted: HintedRequest) -> None:
+        """Take what a client says of its sessions and runs between requests."""
+        self.upkeep.catch_up()
+        request, outcomes = hinted.request, list[ActionOutcome]()
+        if hinted.steps is not None:
+            is_newer = bool(request.run) and self.prompts.forecast(hinted, hinted.steps)
+            outcomes.append(took_forecast(request.run, is_newer))
+        if hinted.ends_run:
+            self._end_run(hinted.run)
+            outcomes.append(run_ended())
+        outcomes += self.sessions.advise(request.namespace, request.turn)
+        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
 
     def _end_run(self, run: RunKey) -> None:
         self.prompts.end_run(run)
@@ -302,13 +313,14 @@ class SchedulerSide:
         return self.loads.tier.host.take_events() if self.loads and self.loads.tier.events else []
 
     def take_stats(self) -> KedgeStats | None:
-        """Return what was counted since the last call, with what no output carries: base prefills that are wanted,
-        receipts of requests that were aborted, and answers to hints without a prompt.
+        """Return what was counted since the last call, with what no output carries: receipts of requests that were
+        aborted, and answers to hints without a prompt.
         """
         data: dict[str, Any] = dict(self._news.take())
         receipts, self._unsent_receipts = self._unsent_receipts, {}
-        needed, answers = self.translations.take_needed(), self.advice.answers()
-        others = {RECEIPTS: receipts, NEEDS: needed, ADVICE: answers, REPORT: self.reports.take()}
+        answers = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
+        self._answers.clear()
+        others = {RECEIPTS: receipts, ADVICE: answers, REPORT: self.reports.take()}
         data.update({name: value for name, value in others.items() if value})
         return KedgeStats(data=data) if data else None
 
@@ -324,61 +336,21 @@ class SchedulerSide:
         return dict(found)
 
 
-class Advice:
-    """What clients say of their sessions and runs between requests. Owned by the scheduler."""
-
-    def __init__(self, sessions: SessionHistories, prompts: AgentPrompts, end_run: Callable[[RunKey], None]) -> None:
-        """`end_run` forgets a run that is over."""
-        self._sessions, self._prompts, self._end_run = sessions, prompts, end_run
-        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(MAX_UNSENT)
-
-    def take(self, hinted: HintedRequest) -> None:
-        """Take the hints of a message."""
-        request = hinted.request
-        outcomes = list[ActionOutcome]()
-        if hinted.steps is not None:
-            is_newer = bool(request.run) and self._prompts.forecast(hinted, hinted.steps)
-            outcomes.append(took_forecast(request.run, is_newer))
-        if hinted.ends_run:
-            self._end_run(hinted.run)
-            outcomes.append(run_ended())
-        outcomes += self._sessions.advise(request.namespace, request.turn)
-        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
-
-    def answers(self) -> dict[str, list[dict[str, str]]]:
-        """Return what became of the hints since the last call, by the id of the message that they came with."""
-        taken = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
-        self._answers.clear()
-        return taken
-
-
 class Upkeep:
     """Tasks that no decision needs yet, in the order in which they came up. Whoever decides by their effects, such as
-    an eviction, calls `catch_up` before. Tasks are carried out at once until `open`. What is due `always` comes after
-    them, in every pass.
+    an eviction, calls `catch_up` before. Tasks are carried out at once until it `is_open`. What is due `always` comes
+    after them, in every pass.
     """
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], object]] = []
-        self._always: tuple[Callable[[], object], ...] = ()
-        self._is_open = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether tasks are put off."""
-        return self._is_open
-
-    def open(self) -> None:
-        """Put tasks off from now on: the scheduler calls `run` in every pass."""
-        self._is_open = True
-
-    def always(self, *tasks: Callable[[], object]) -> None:
-        """Set what is due in every pass."""
-        self._always = tasks
+        self.always: tuple[Callable[[], object], ...] = ()
+        self.is_open = False
+        """Whether tasks are put off: then the scheduler calls `run` in every pass"""
 
     def put_off(self, task: Callable[[], object]) -> None:
         """Carry out a task with the next `catch_up`, or now."""
-        if self._is_open:
+        if self.is_open:
             self._tasks.append(task)
         else:
             task()
@@ -392,5 +364,5 @@ class Upkeep:
     def run(self) -> None:
         """Carry out what was put off, and what is due in every pass."""
         self.catch_up()
-        for task in self._always:
+        for task in self.always:
             task()

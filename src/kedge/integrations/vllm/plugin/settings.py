@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from kedge.settings import (
     AnchorSettings,
@@ -42,25 +41,13 @@ class PluginSettings(SettingsSection):
     """`host_memory` is per rank."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
-    """Without lanes only `min_translated` and `by_cost` count: nothing in the middle of a prompt is computed then."""
     learning: LearningSettings = LearningSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     max_captures: PositiveInt = VllmSettings().max_captures
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
-    max_lanes: NonNegativeInt = VllmSettings().max_lanes
-    """As `engine.vllm.max_lanes`."""
     state: Path | None = None
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
     snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Seconds between two snapshots."""
     quotas: dict[str, QuotaSettings] = {}
     """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""
-
-    @property
-    def translation_only(self) -> tuple[AnchorSettings, PlannerSettings]:
-        """`anchors` and `planner` for an engine that computes nothing in the middle of a prompt, so that a value which
-        is learned from makes all behind it dense.
-        """
-        kept = {"min_translated": self.planner.min_translated, "by_cost": self.planner.by_cost}
-        planner = PlannerSettings(recompute_head=0, recompute_short=0, move="never", **kept)
-        return self.anchors.model_copy(update={"weak_error": math.inf}), planner

@@ -8,17 +8,22 @@ never get a hash: lookups miss them, and they are never copied to the host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.candidates import CacheBlocks, TranslationCandidate
-from kedge.integrations.vllm.plugin.held_lanes import AnswerTails, BaseJobs, EndedAnswer, HeldBlocks
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.lanes import NO_LANES, LaneGrants
+from kedge.integrations.vllm.plugin.lanes import (
+    AnswerTails,
+    BaseJobs,
+    CacheBlocks,
+    EndedAnswer,
+    HeldBlocks,
+    LaneGrants,
+    TranslationCandidate,
+)
 from kedge.integrations.vllm.plugin.messages import (
     Capture,
     Orders,
@@ -28,155 +33,46 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationWrite,
 )
 from kedge.reuse.holes import Holes
+from kedge.reuse.planner import CHEAPER
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     GenerateRequest,
     Miss,
-    Namespace,
-    RequestId,
     ReuseMode,
     RunKey,
-    Tokens,
-    WorkflowAgent,
-    WorkflowId,
 )
 
-AGENTS = 4096
-SKIPS = 15
-"""Requests of an agent in a row about which the workers are not asked"""
-
-
 LONGER = 1.25
-MAX_AGENTS = 4096
-MAX_LESSON_WAITS = 64
-"""Steps for which a request waits for lessons; then it is computed, and its agent's other requests wait no more"""
+"""How many times as long as one that did not pay a prompt is that may pay"""
 LOSING = "translating this workflow saves too little time for what it takes"
 TRIED, MAX_TRIED = 16, 256
-"""Runs of such a workflow until one is translated, so that it is seen when that pays again. After each that has not
-shown it, twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
+"""Runs, or requests, until one is translated although that did not pay. After each that has not shown that it does,
+twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
 """
-MAX_WORKFLOWS, MAX_RUNS = 1024, 4096
-BasePrompt = tuple[str, Tokens]
-"""A prompt whose prefill gives missing base KV, after the text form of its namespace: vLLM sends it as plain data."""
+MAX_ASIDE = 4096
+"""Workflows and agents that stand aside, and their runs; what was used longest ago is forgotten."""
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
-UNGUARDED = "vLLM has shown no cache of blocks from which translated ones could be kept out"
+NO_LANES = "vLLM's scheduler is not Kedge's, or another KV connector would save translated KV as if it were exact"
 MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
 MAX_WAITS = 64
 """Steps for which a request waits for base KV; then it goes on without"""
 
 
-class _Declined(NamedTuple):
-    tokens: int
-    misses: tuple[Miss, ...]
-    skips: int
-
-
-class DeclinedAgents:
-    """The last verdicts on agents where translating takes longer than computing."""
-
-    def __init__(self) -> None:
-        self._declined: BoundedDict[WorkflowAgent, _Declined] = BoundedDict(AGENTS)
-
-    def put(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
-        """Take the verdict on a request."""
-        if verdict.is_declined:
-            self._declined[request.workflow_agent] = _Declined(request.prompt_tokens, verdict.misses, SKIPS)
-        else:
-            self._declined.pop(request.workflow_agent, None)
-
-    def take(self, request: GenerateRequest) -> tuple[Miss, ...] | None:
-        """Return the misses of a request about which the workers need not be asked; None for another.
-
-        They are asked again about a prompt that is a good deal longer, and about one after `SKIPS` others.
-        """
-        key = request.workflow_agent
-        found = self._declined.get(key)
-        if found is None or not found.skips or request.prompt_tokens > LONGER * found.tokens:
-            return None
-        self._declined[key] = found._replace(skips=found.skips - 1)
-        return found.misses
-
-
-class Lessons:
-    """The prompts of one scheduler by which agents learn to be translated."""
-
-    def __init__(self, hurry: Callable[[Namespace, Tokens], None]) -> None:
-        """`hurry` is called with base prefills that a lesson needs for which requests wait."""
-        self._hurry = hurry
-        self._under_way: BoundedDict[WorkflowAgent, dict[RequestId, tuple[Tokens, ...]]] = BoundedDict(
-            MAX_AGENTS, lambda agent, _: self._end(agent)
-        )
-        """Agent -> admitted requests that have not been learned from, with the base prefills that this takes"""
-        self._failed: BoundedDict[WorkflowAgent, None] = BoundedDict(MAX_AGENTS)
-        """Agents whose lessons took too long"""
-        self._awaited: dict[WorkflowAgent, None] = {}
-
-    @property
-    def awaited(self) -> tuple[WorkflowAgent, ...]:
-        """The agents of whose lessons requests wait."""
-        return tuple(self._awaited)
-
-    def admit(self, candidate: TranslationCandidate) -> None:
-        """Take an admitted request, which is computed and learned from if its agent needs that."""
-        agent = candidate.hinted.request.workflow_agent
-        if candidate.lessons and agent not in self._failed:
-            self._under_way.use(agent, dict)[candidate.request_id] = candidate.needs
-
-    def must_wait(self, candidate: TranslationCandidate) -> bool:
-        """Return whether a request waits, as all the lessons that its agent needs are under way."""
-        agent = candidate.hinted.request.workflow_agent
-        lessons = self._under_way.get(agent, {})
-        if not 0 < candidate.lessons <= len(lessons) or candidate.request_id in lessons:
-            return False
-        candidate.lesson_waits += 1
-        if candidate.lesson_waits > MAX_LESSON_WAITS:
-            self._failed[agent] = None
-            self._end(agent)
-            return False
-        self._await(agent)
-        return True
-
-    def _await(self, agent: WorkflowAgent) -> None:
-        if agent not in self._awaited:
-            self._awaited[agent] = None
-            for needs in self._under_way[agent].values():
-                for tokens in needs:
-                    self._hurry(agent.namespace, tokens)
-
-    def taught(self, agent: WorkflowAgent) -> None:
-        """Take that one prompt of an agent, the first that was admitted, has been learned from."""
-        if lessons := self._under_way.get(agent):
-            lessons.pop(next(iter(lessons)))
-        if not lessons:
-            self._end(agent)
-
-    def _end(self, agent: WorkflowAgent) -> None:
-        self._under_way.pop(agent, None)
-        self._awaited.pop(agent, None)
-
-    def drop(self, candidate: TranslationCandidate) -> None:
-        """Take a request that has ended: one that was not computed to the end of its prompt teaches nothing."""
-        agent = candidate.hinted.request.workflow_agent
-        lessons = self._under_way.get(agent, {})
-        if candidate.request_id in lessons and not candidate.captured:
-            del lessons[candidate.request_id]
-            if not lessons:
-                self._end(agent)
-
-
 @dataclass(slots=True)
 class _Tries:
-    """When runs of a workflow are translated although it loses."""
+    """When what is left alone is tried, so that it is seen when that pays again."""
 
+    tokens: int
+    """Of the longest prompt that was found not to pay"""
     every: int = TRIED
     left: int = TRIED
-    """Runs until the next one"""
+    """Runs, or requests, until the next try"""
 
     def take(self) -> bool:
-        """Return whether the run that begins is translated."""
+        """Return whether the run, or the request, that begins is tried."""
         self.left -= 1
         if self.left:
             return False
@@ -184,45 +80,38 @@ class _Tries:
         return True
 
 
-class LosingWorkflows:
-    """The workflows of one scheduler for which the workers report losses. Runs are translated or left alone as a whole:
-    an agent's prompt can be translated only where the answers before it were kept.
+class StandAside:
+    """Workflows and agents of one scheduler for which the workers report that translation does not pay. Runs of such a
+    workflow are left alone as a whole: an agent's prompt can be translated only where the answers before it were kept.
     """
 
     def __init__(self) -> None:
-        self._losing: BoundedDict[tuple[Namespace, WorkflowId], _Tries] = BoundedDict(MAX_WORKFLOWS)
-        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(MAX_RUNS)
+        self._aside: BoundedDict[Hashable, _Tries] = BoundedDict(MAX_ASIDE)
+        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(MAX_ASIDE)
 
-    def report(self, request: GenerateRequest, *, is_losing: bool) -> None:
-        """Take what the workers say about the workflow of a request."""
-        workflow = request.namespace, request.workflow
-        if not is_losing:
-            self._losing.pop(workflow, None)
-        elif workflow not in self._losing:
-            self._losing[workflow] = _Tries()
+    def report(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
+        """Take what the workers say about the workflow and the agent of a request."""
+        agent = request.workflow_agent
+        for key, is_aside in ((agent[:2], verdict.is_losing), (agent, verdict.is_declined)):
+            if not is_aside:
+                self._aside.pop(key, None)
+                continue
+            found = self._aside.use(key, lambda: _Tries(request.prompt_tokens))
+            found.tokens = max(found.tokens, request.prompt_tokens)
 
     def leaves_alone(self, request: GenerateRequest) -> bool:
         """Return whether a request is left alone, since its run is."""
-        workflow = request.namespace, request.workflow
-        tries = self._losing.get(workflow)
+        tries = self._aside.get(request.workflow_agent[:2])
         if tries is None:
             return False
-        if not request.run:
-            return not tries.take()
-        return not self._is_tried.use(request.run_key, tries.take)
+        return not (self._is_tried.use(request.run_key, tries.take) if request.run else tries.take())
 
-
-@dataclass(frozen=True, slots=True)
-class TranslationOutcome:
-    """The part of a receipt that concerns translation."""
-
-    misses: tuple[Miss, ...] = ()
-    needs: tuple[Tokens, ...] = ()
-    """Prompts whose prefill would give missing base KV, where the scheduler computes none by itself"""
-    lanes: str | None = None
-    """Why nothing in the middle of the prompt could be computed"""
-    ready: int = 0
-    """Leading tokens of which what is translated was so before the request arrived"""
+    def declines(self, request: GenerateRequest) -> bool:
+        """Return whether computing a request takes less time, as that of its agent's last one did. Workers are asked
+        again about a prompt that is a good deal longer.
+        """
+        tries = self._aside.get(request.workflow_agent)
+        return tries is not None and request.prompt_tokens <= LONGER * tries.tokens and not tries.take()
 
 
 class Translations:
@@ -233,7 +122,6 @@ class Translations:
         started before the tokens of the one before are read.
         """
         self._model_refusal = refusal
-        self._refusal: str | None = refusal or UNGUARDED
         self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
         self._orders = Orders()
@@ -242,12 +130,10 @@ class Translations:
         """For captures; its pool, the device's, is set once vLLM has one"""
         tails, bases = AnswerTails(self.held, self._order), BaseJobs(self.held, self._order)
         self.lanes = LaneGrants(self._candidates, tails, bases)
-        self._declined, self._losing = DeclinedAgents(), LosingWorkflows()
-        self._lessons = Lessons(bases.hurry)
+        self._aside = StandAside()
         self._is_learning = False
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
         """Prompts to be captured in the steps to come, once their first tokens have been read; their blocks are held"""
-        self._needed: list[BasePrompt] = []
 
     def _order(self, capture: Capture) -> None:
         self._orders.captures += (capture,)
@@ -257,7 +143,7 @@ class Translations:
 
         `block_ids` returns the blocks of a request in each group. Nothing is translated before this call.
         """
-        self._block_ids, self._refusal = block_ids, self._model_refusal
+        self._block_ids = block_ids
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
             if candidate := self._candidates.get(request.request_id):
@@ -268,25 +154,25 @@ class Translations:
         return guarded
 
     @property
-    def unfinished(self) -> int:
-        """Number of requests with hints that have not finished."""
-        return len(self._candidates)
+    def refusal(self) -> str | None:
+        """The reason why nothing is translated, or None."""
+        is_ready = self._block_ids is not None and self.lanes.is_open
+        return self._model_refusal or (None if is_ready else NO_LANES)
 
     # requests -------------------------------------------------------------------------------------------------
 
     def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
         """Take a new request."""
-        refusal = self._refusal or request_refusal(request)
+        refusal = self.refusal or request_refusal(request)
         is_served = hinted.request.reuse is ReuseMode.TRANSLATE and not hinted.request.guard.is_proving
-        if is_served and self._losing.leaves_alone(hinted.request):
+        if is_served and self._aside.leaves_alone(hinted.request):
             refusal = refusal or LOSING
         candidate = self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
-        if candidate.is_asked_about:
-            candidate.declined = self._declined.take(hinted.request)
+        candidate.is_declined = candidate.is_asked_about and self._aside.declines(hinted.request)
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, which the workers may prepare."""
-        if self._refusal is None and request.reuse is ReuseMode.TRANSLATE:
+        if self.refusal is None and request.reuse is ReuseMode.TRANSLATE:
             self._orders.expected += (request,)
 
     def match(self, request: Request, computed: int) -> int | None:
@@ -302,15 +188,12 @@ class Translations:
         if candidate.verdict and candidate.is_outdated(computed):
             candidate.withdraw()
             self._orders.dropped += (candidate.request_id,)
-        if candidate.verdict and self._lessons.must_wait(candidate):
-            return None
-        if candidate.verdict is None and candidate.is_pending:
-            return None
         if candidate.verdict is None:  # the workers are asked, unless they have been too often
-            if (query := self._query(candidate, computed)) is None:
-                return 0
-            candidate.is_pending = True
-            self._orders.queries += (query,)
+            if not candidate.is_pending:
+                if (query := self._query(candidate, computed)) is None:
+                    return 0
+                candidate.is_pending = True
+                self._orders.queries += (query,)
             return None
         holes = self.lanes.holes_of(candidate)
         return None if holes is None else candidate.plan(holes, computed)
@@ -334,8 +217,8 @@ class Translations:
             return None
         candidate.queries += 1
         candidate.exact, candidate.preemptions = computed, request.num_preemptions
-        may_wait = candidate.awaits is None and self.lanes.bases.is_open and len(self._candidates) > 1
-        return TranslationQuery(candidate.hinted.request, computed, may_wait, candidate.has_waited)
+        may_wait = candidate.awaits is None and len(self._candidates) > 1
+        return TranslationQuery(candidate.hinted.request, computed, may_wait, has_waited=candidate.awaits == ())
 
     def _awaits_base(self, candidate: TranslationCandidate) -> bool:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
@@ -352,7 +235,6 @@ class Translations:
         """Order the translation of an admitted request before this step's pass. Returns the positions to be written."""
         candidate = self._candidates[request.request_id]
         self.lanes.admit(candidate)
-        self._lessons.admit(candidate)
         if candidate.written:
             self._orders.writes += (TranslationWrite(candidate.request_id, blocks, candidate.written),)
         elif candidate.verdict:
@@ -369,19 +251,18 @@ class Translations:
         answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.written)
         self.lanes.tails.add(answer, block_ids)
 
-    def take_outcome(self, request_id: str) -> TranslationOutcome:
-        """Return the outcome of a finished request, and forget the request."""
+    def take_outcome(self, request_id: str) -> tuple[tuple[Miss, ...], int]:
+        """Return why tokens of a finished request were not translated, and of how many leading tokens what is
+        translated was so before it arrived. Forgets the request.
+        """
         candidate = self._candidates.pop(request_id)
-        self._lessons.drop(candidate)
         if candidate.hinted.request.reuse is not ReuseMode.TRANSLATE or not candidate.has_placeholders:
-            return TranslationOutcome()
+            return (), 0
         if candidate.refusal:
-            return TranslationOutcome((Miss("*", candidate.refusal),))
+            return (Miss("*", candidate.refusal),), 0
         if (verdict := candidate.verdict) is None:
-            return TranslationOutcome(candidate.declined or ())
-        lanes = verdict.lanes or (None if self.lanes.max_lanes else NO_LANES)
-        needs = () if self.lanes.bases.is_open else candidate.needs
-        return TranslationOutcome(verdict.misses, needs, lanes, verdict.ready)
+            return (Miss("*", CHEAPER),) if candidate.is_declined else (), 0
+        return verdict.misses, verdict.ready
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
@@ -399,15 +280,13 @@ class Translations:
                 continue
             if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
                 candidate.captured = True
-                is_lesson = candidate.verdict is not None and candidate.verdict.is_lesson
-                if (candidate.hinted.is_base or is_lesson) and not self._refusal and self._block_ids:
+                if candidate.verdict and candidate.verdict.teaches and self._block_ids:
                     blocks = self._block_ids(candidate.request.request_id)[0]
                     capture = Capture(candidate.hinted.request, tuple(blocks), self.held.hold(blocks))
                     self._completed[-1].append(capture)
         orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
-        orders.lessons = self._lessons.awaited
         orders.scheduled = output.total_num_scheduled_tokens + tokens
         orders.rows = len(output.num_scheduled_tokens) + rows
         orders.prefills = bool(output.scheduled_new_reqs) or output.total_num_scheduled_tokens > len(
@@ -418,11 +297,6 @@ class Translations:
     def on_reports(self, reports: Reports) -> None:
         """Take the workers' verdicts, and free what they have captured."""
         self._is_learning = reports.learning
-        for agent in reports.taught:
-            self._lessons.taught(agent)
-            for one in self._candidates.values():
-                if one.lesson_waits and one.lessons and one.hinted.request.workflow_agent == agent:
-                    one.ask_again()
         for request_id, verdict in reports.verdicts.items():
             if candidate := self._candidates.get(request_id):
                 self._take(candidate, verdict)
@@ -432,14 +306,10 @@ class Translations:
     def _take(self, candidate: TranslationCandidate, verdict: TranslationVerdict) -> None:
         """Take the verdict on a request, and queue the base prefills that it asks for."""
         request = candidate.hinted.request
-        candidate.take_verdict(verdict, self.lanes.max_lanes)
-        self._declined.put(request, verdict)
-        self._losing.report(request, is_losing=verdict.is_losing)
+        candidate.take_verdict(verdict)
+        self._aside.report(request, verdict)
         for tokens in verdict.needs:
-            if self.lanes.bases.is_open:
-                self.lanes.bases.add(request.namespace, tokens)
-            else:  # a client may prefill it
-                self._needed.append((str(request.namespace), tokens))
+            self.lanes.bases.add(request.namespace, tokens)
         candidate.awaits = verdict.awaits if candidate.awaits is None else ()  # it waits once at most
         for tokens in candidate.awaits:
             self.lanes.bases.add_awaited(request.namespace, tokens)
@@ -452,11 +322,6 @@ class Translations:
         self.lanes.tails.give_up()
         self.lanes.bases.give_up()
         self.held.give_up()
-
-    def take_needed(self) -> list[BasePrompt]:
-        """Return the base prefills that verdicts since the last call asked for."""
-        needed, self._needed = self._needed, []
-        return needed
 
     @property
     def busy(self) -> bool:

@@ -281,7 +281,7 @@ class WorkerSide:
                 self._costs.observe_pass(tokens, rows, taken)
                 if tokens >= MIN_MEASURED:
                     self._reports.computed = (tokens, taken)
-        if orders.is_quiet and (self._learner is None or self._learner.is_at_rest(orders.lessons)):
+        if orders.is_quiet and (self._learner is None or self._learner.is_at_rest):
             self._budget.earn(idle=not orders.scheduled)
             return
         self._submit(orders, Direction.OFFLOAD)
@@ -314,10 +314,9 @@ class WorkerSide:
             self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
         for run in orders.ended_runs:
             learner.end_run(run)
-        learner.lessons = orders.lessons
         is_awaited = orders.prefills or bool(orders.queries)
-        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited, is_urgent=learner.is_urgent)
-        self._reports.learning, self._reports.taught = learner.is_learning, learner.take_taught()
+        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited)
+        self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed: all of it where that cannot be found out."""
