@@ -127,7 +127,7 @@ def test_answers_are_stocks_and_blocks_come_back_from_the_host_as_they_were(tiny
     with engine(tiny_llama, "fp8", plugged=False) as plain:
         expected = [plain.answer(one, count=12) for one in FLOWING]
     size = {"num_gpu_blocks_override": 16, "max_model_len": 256}
-    with engine(tiny_llama, "fp8", extra={"tiers": {"host_blocks": 40}}, **size) as built:
+    with engine(tiny_llama, "fp8", extra={"tiers": {"host_memory": "40 blocks"}}, **size) as built:
         for _ in range(3):
             for number, one in enumerate(FLOWING):
                 steps = {f"a{other}": (other - number) % len(FLOWING) for other in range(len(FLOWING))}
