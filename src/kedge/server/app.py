@@ -220,7 +220,9 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, on_failure: Callable[[], None] | None = None, **options: Any) -> None:
-        """`on_failure` is called once the engine has ended by itself. `options` are those of `uvicorn.Config`."""
+        """`on_failure` is called once the engine has ended by itself, or does not answer when the server is to end.
+        `options` are those of `uvicorn.Config`.
+        """
         self._on_failure = on_failure
         self._service: Service = app.state.service
         self._runs: ServerRuns = app.state.workflows.server_runs
@@ -253,5 +255,12 @@ class GracefulServer(uvicorn.Server):
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
             await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
+        answering = in_own_thread(self._service.ask, "kedge-last-call")
+        await asyncio.wait([answering], timeout=MARGIN_SECONDS)
+        if not answering.done():
+            self._service.is_hung = True
+            logger.critical("the engine does not answer, so nothing of it is saved")
+            if self._on_failure:
+                self._on_failure()
         await super().shutdown(sockets)
         failing.cancel()

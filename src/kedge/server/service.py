@@ -85,13 +85,14 @@ class Service:
         while True:
             await asyncio.sleep(every)
             if self.in_flight and self.engine.failure is None:
-                asking = in_own_thread(self._ask, "kedge-watch")
+                asking = in_own_thread(self.ask, "kedge-watch")
                 await asyncio.wait([asking], timeout=patience - every)
                 self.is_hung = not asking.done()
                 await asking
                 self.is_hung = False
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
+        """Ask the engine for an answer, which may never come."""
         with suppress(KedgeError):
             self.engine.cancel(RequestId("alive?"))
 
