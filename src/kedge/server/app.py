@@ -40,7 +40,6 @@ from kedge.server.tracing import Tracing
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
-from kedge.types import RequestId
 
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
@@ -113,11 +112,8 @@ async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
     service.require_engine()
-    try:
-        async with asyncio.timeout(READY_SECONDS):
-            await service.threads.work(lambda: service.engine.cancel(RequestId("ready?")))
-    except TimeoutError:
-        raise EngineClosed("engine", "busy", f"did not answer within {READY_SECONDS:g} s") from None
+    if not await service.answers(READY_SECONDS):
+        raise EngineClosed("engine", "busy", f"did not answer within {READY_SECONDS:g} s")
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
@@ -255,9 +251,7 @@ class GracefulServer(uvicorn.Server):
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
             await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
-        answering = in_own_thread(self._service.ask, "kedge-last-call")
-        await asyncio.wait([answering], timeout=MARGIN_SECONDS)
-        if not answering.done():
+        if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True
             logger.critical("the engine does not answer, so nothing of it is saved")
             if self._on_failure:

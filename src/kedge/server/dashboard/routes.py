@@ -281,7 +281,7 @@ async def traffic_report(request: Request, service: TheService, tenant: TheTenan
 
 async def _report(request: Request, service: Service, tenant: Tenant) -> Mapping[str, Any] | None:
     engine: Engine = request.app.state.dashboard.engine
-    return await service.threads.work(partial(engine.traffic, partial(is_owned, tenant.id)))
+    return await asyncio.wrap_future(service.threads.wait(partial(engine.traffic, partial(is_owned, tenant.id))))
 
 
 SHOWN = ("mode", "max_changed", "agents")
@@ -295,7 +295,7 @@ async def guard(request: Request, service: TheService, tenant: TheTenant) -> Res
     `mode` is null for an engine without a guard.
     """
     engine: Engine = request.app.state.dashboard.engine
-    seen = await service.threads.work(partial(engine.inspect_tenants, partial(is_owned, tenant.id), []))
-    held = seen.get("guard", {})
+    look = service.threads.wait(partial(engine.inspect_tenants, partial(is_owned, tenant.id), []))
+    held = (await asyncio.wrap_future(look)).get("guard", {})
     shown = {name: held[name] for name in SHOWN if name in held}
     return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **shown})
