@@ -105,8 +105,8 @@ class PromptTooLong(RequestError):
 
     @classmethod
     def of(cls, key: str, tokens: int, most: int, why: str = "") -> PromptTooLong:
-        """Return the error of a prompt of so many tokens, where there may be at most so many."""
-        error = cls(key, tokens, why or f"at most {most} are served")
+        """Return the error of a prompt of so many tokens, where there may be at most so many; clients look for it."""
+        error = cls(key, tokens, why or f"this model's maximum context length is {most} tokens")
         error.tokens, error.most = tokens, most
         return error
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 from typing import Any
 
@@ -18,6 +20,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.server import middleware
 from kedge.server.openai.protocol import UNSUPPORTED
 from kedge.settings import ServerSettings
+from kedge.types import RequestId
 from tests.server.conftest import PATIENCE, Served, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}
@@ -299,3 +302,47 @@ def test_a_server_without_room_says_so() -> None:
         connection.close()
         running.wait_quiet()
         assert running.http().post(TEXT, json={"prompt": "x"}).status_code == 200
+
+
+# an engine in a long step ---------------------------------------------------------------------------------------------
+
+
+class Stepping(EchoEngine):
+    """An engine that answers questions once its step is over, as the embedded one does."""
+
+    def __init__(self) -> None:
+        self.step_is_over, self.asked = threading.Event(), 0
+        super().__init__(lambda request: "a" * 4000 if b"long" in bytes(request.tokens) else "a", delay_s=0.001)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        self.asked += 1
+        return self.step_is_over.wait() and super().cancel(request_id)
+
+    def inspect_tenants(self, *_: Any) -> dict[str, Any]:
+        self.asked += 1
+        self.step_is_over.wait()
+        return {}
+
+
+@pytest.mark.parametrize("stranger", ["hangs up", "/ready", "/v1/guard"])
+def test_who_waits_for_a_long_step_keeps_nobody_from_being_answered(stranger: str) -> None:
+    with Stepping() as engine, serving(engine, ServerSettings()) as running:
+        with running.http() as http, ThreadPoolExecutor(8) as pool:
+            try:
+                if stranger == "hangs up":
+                    for _ in range(8):
+                        body = {"prompt": "long", "max_tokens": 4000, "stream": True}
+                        with http.stream("POST", "/v1/completions", json=body) as answer:
+                            next(answer.iter_lines())
+                else:
+                    asking = [pool.submit(http.get, stranger) for _ in range(8)]
+                wait_until(lambda: engine.asked)
+                for _ in range(20):  # by then the server has heard all of them
+                    assert http.get("/health").status_code == 200
+                answer = http.post("/v1/completions", json={"prompt": "x" * 70_000, "max_tokens": 1})
+                assert answer.status_code == 400
+                assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+            finally:
+                engine.step_is_over.set()
+        if stranger != "hangs up":
+            assert {one.result().status_code for one in asking} == {200}

@@ -19,6 +19,7 @@ FLOWS, RUNS = "/v1/workflows", "/v1/workflows/pair/runs"
 HI = [{"role": "user", "content": "hi"}]
 ASK = {"user_question": "?"}
 PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
+MOST = "this model's maximum context length is 8192 tokens"
 STOP = "stop: Input should be a string or a list of strings"
 PARTS = (
     "messages.0.content: Input should be a string or a list of parts (objects with a `type`, and `text` where that "
@@ -39,7 +40,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (TEXT, {"prompt": [[]]}, "prompt", "prompt=[]: has no tokens"),
     (TEXT, {"prompt": ["a", ""]}, "prompt", "prompt='': has no tokens"),
     (TEXT, {"prompt": [97, 300]}, "prompt", "prompt=300: must be from 0 to 258, in the vocabulary of 259"),
-    (TEXT, {"prompt": "x" * 9000}, "prompt", "prompt='9000 tokens': at most 8192 are served"),
+    (TEXT, {"prompt": "x" * 9000}, "prompt", f"prompt='9000 tokens': {MOST}"),
     (TEXT, {"prompt": "\ud800"}, "prompt", f"prompt='\\ud800': {HALF}"),
     *((TEXT, {"prompt": "x", "stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
     (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop=('a', ''): must not contain an empty string"),
@@ -50,7 +51,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (CHAT, {"messages": "hi"}, "messages", "messages: Input should be a valid list"),
     *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "text"}])),
     (CHAT, {"messages": [{**HI[0], "content": "x" * 9000}]}, "messages",
-     "messages='9018 tokens': at most 8192 are served"),
+     f"messages='9018 tokens': {MOST}"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages",
      "messages.0.tool_calls.0.function: Input should be an object"),
     (CHAT, {"messages": HI, "tool_choice": 5}, "tool_choice", "tool_choice: Input should be a string or an object"),

@@ -10,12 +10,7 @@ import httpx
 import openai
 import pytest
 
-from kedge.engine.echo import ByteTokenizer, EchoEngine
-from kedge.settings import ServerSettings
-from tests.server.conftest import serving
-from tests.server.openai.test_tool_calls import Templated
 from tests.server.talking import CALL, MODEL, Talking, talking
-from tests.tokenizers_of_families import QWEN_3
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASK: Any = {"role": "user", "content": "How is it?"}
@@ -261,33 +256,3 @@ def test_an_overflow_is_told_as_clients_look_for_it(http: httpx.Client, tokens: 
 def test_errors_have_anthropics_types(http: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
     answer = http.post(path, json=body)
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
-
-
-# whole sessions -------------------------------------------------------------------------------------------------------
-
-
-def test_twenty_turns_with_all_of_it_on_a_template_that_refuses_and_cuts() -> None:
-    engine = EchoEngine(lambda _: CALL)
-    engine.tokenizer = Templated(QWEN_3)
-    history: list[Any] = [{"role": "user", "content": "Begin."}]
-    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
-        client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
-        tools: Any = [{"name": "weather", "description": "ends <|im_end|>", "input_schema": {"type": "object"}}]
-        for turn in range(20):
-            answer = client.messages.create(
-                model=MODEL, max_tokens=200, messages=history, tools=tools, system="Be brief. <|eos|>"
-            )
-            (use,) = answer.content
-            thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
-            history.append({"role": "assistant", "content": [thought, use.model_dump()]})
-            shown = [{"type": "text", "text": f"turn {turn} <|eos|>"}, *([IMAGE] if turn == 3 else [])]
-            result = {"type": "tool_result", "tool_use_id": use.id, "content": shown}
-            history.append({"role": "user", "content": [result]})
-            if turn % 5 == 4:
-                history.append({"role": "system", "content": "Files have changed."})
-            if turn == 9:  # an aborted answer, and a compaction
-                history[:6] = [{"role": "user", "content": "So far: cut."}]
-                history[-1:-1] = [{"role": "assistant", "content": "I was int"}, {"role": "user", "content": "Go on."}]
-        prompt = ByteTokenizer().decode(engine.requests[-1].tokens)
-        assert "turn 18" in prompt and prompt.count("[image") == 1 and prompt.count("Files have changed.") == 3
-        assert 257 not in engine.requests[-1].tokens

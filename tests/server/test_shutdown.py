@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.app import GracefulServer, create_app
+from kedge.server import app
 from kedge.settings import LimitSettings, ServerSettings
 from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
 
@@ -22,10 +22,10 @@ LONG = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True}
 class Ending:
     """A server that can be told to end, as SIGTERM tells it."""
 
-    def __init__(self, engine: EchoEngine, grace: float) -> None:
-        app = create_app(engine, ServerSettings(grace=grace))
-        self.service = app.state.service
-        self.server = GracefulServer(app, port=0, log_level="warning")
+    def __init__(self, engine: EchoEngine, grace: float, on_failure: Callable[[], None] | None = None) -> None:
+        application = app.create_app(engine, ServerSettings(grace=grace))
+        self.service = application.state.service
+        self.server = app.GracefulServer(application, on_failure, port=0, log_level="warning")
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)
@@ -115,6 +115,17 @@ def test_an_idle_server_ends_at_once() -> None:
     with ending(grace=1000 * PATIENCE, delay_s=0) as running:
         running.end()
         assert running.joined()
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MARGIN_SECONDS", 1)
+    told, over = threading.Event(), threading.Event()
+    with EchoEngine() as engine:
+        monkeypatch.setattr(engine, "cancel", lambda _: over.wait())
+        running = Ending(engine, grace=0, on_failure=told.set)
+        running.end()
+        assert told.wait(PATIENCE) and running.joined()
+        over.set()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 EXIT_ENGINE_ENDED = os.EX_SOFTWARE
 """Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
-HANG_SECONDS = 20.0
-"""Seconds that the server may take to end after the engine did."""
+HANG_SECONDS = 45.0
+"""Seconds that the server may take to end after the engine did; an engine's process is killed after 30."""
 
 
 def serve(

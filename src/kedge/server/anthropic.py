@@ -18,6 +18,7 @@ from kedge.server.http import (
     JSON,
     Body,
     JSONAnswer,
+    StreamEvent,
     TypedRoute,
     accepted,
     answers,
@@ -26,7 +27,7 @@ from kedge.server.http import (
 )
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import DROPPED, CalledTool, ChatBody, ChatMessage, Count, Function, Tool
-from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
+from kedge.server.openai.single import AnswerWriter, answer
 from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
 from kedge.server.service import TheService, TheTenant
 from kedge.server.workflows.server_runs import TheWorkflows
@@ -181,11 +182,11 @@ class MessagesWriter(AnswerWriter):
         content = [*text, *({**_tool_use(call), "input": read_json(call.arguments)} for call in parsed.calls)]
         return {**self._message(content, usage_of(completion)), **self._stop_fields(completion)}
 
-    def begin(self, request: GenerateRequest) -> Iterator[AnswerEvent]:
+    def begin(self, request: GenerateRequest) -> Iterator[StreamEvent]:
         self._counts = {"input_tokens": request.prompt_tokens, "output_tokens": 0}
         yield _event("message_start", message=self._message([], self._counts))
 
-    def add(self, parsed: ParsedText) -> Iterator[AnswerEvent]:
+    def add(self, parsed: ParsedText) -> Iterator[StreamEvent]:
         if parsed.content:
             if not self._in_text:
                 yield self._start({"type": "text", "text": ""})
@@ -198,29 +199,29 @@ class MessagesWriter(AnswerWriter):
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             yield self._stop()
 
-    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[AnswerEvent]:
+    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[StreamEvent]:
         yield from self._stop_text()
         # what was in the cache is not known before, and clients add up the counts of both events
         counts = {**self._counts, "output_tokens": len(completion.tokens)}
         yield _event("message_delta", delta=self._stop_fields(completion), usage=counts, kedge=kedge)
         yield _event("message_stop")
 
-    def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
-        return _event("error", error={"type": "api_error", "message": error["message"]})
+    def failed(self, error: Mapping[str, Any]) -> Iterator[StreamEvent]:
+        yield _event("error", error={"type": "api_error", "message": error["message"]})
 
-    def _stop_text(self) -> Iterator[AnswerEvent]:
+    def _stop_text(self) -> Iterator[StreamEvent]:
         if self._in_text:
             self._in_text = False
             yield self._stop()
 
-    def _start(self, block: dict[str, Any]) -> AnswerEvent:
+    def _start(self, block: dict[str, Any]) -> StreamEvent:
         self._blocks += 1
         return _event("content_block_start", index=self._blocks - 1, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> AnswerEvent:
+    def _delta(self, delta: dict[str, Any]) -> StreamEvent:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
-    def _stop(self) -> AnswerEvent:
+    def _stop(self) -> StreamEvent:
         return _event("content_block_stop", index=self._blocks - 1)
 
     def _message(self, content: list[dict[str, Any]], counts: dict[str, int]) -> dict[str, Any]:
@@ -252,8 +253,8 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name}
 
 
-def _event(name: str, **data: Any) -> AnswerEvent:
-    return AnswerEvent(name, {"type": name, **data})
+def _event(name: str, **data: Any) -> StreamEvent:
+    return StreamEvent(name, {"type": name, **data})
 
 
 router = APIRouter(tags=["Anthropic"], responses=ERRORS, route_class=TypedRoute)

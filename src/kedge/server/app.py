@@ -40,7 +40,6 @@ from kedge.server.tracing import Tracing
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
-from kedge.types import RequestId
 
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
@@ -113,11 +112,8 @@ async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
     service.require_engine()
-    try:
-        async with asyncio.timeout(READY_SECONDS):
-            await service.threads.work(lambda: service.engine.cancel(RequestId("ready?")))
-    except TimeoutError:
-        raise EngineClosed("engine", "busy", f"did not answer within {READY_SECONDS:g} s") from None
+    if not await service.answers(READY_SECONDS):
+        raise EngineClosed("engine", "busy", f"did not answer within {READY_SECONDS:g} s")
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
@@ -220,7 +216,9 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, on_failure: Callable[[], None] | None = None, **options: Any) -> None:
-        """`on_failure` is called once the engine has ended by itself. `options` are those of `uvicorn.Config`."""
+        """`on_failure` is called once the engine has ended by itself, or does not answer when the server is to end.
+        `options` are those of `uvicorn.Config`.
+        """
         self._on_failure = on_failure
         self._service: Service = app.state.service
         self._runs: ServerRuns = app.state.workflows.server_runs
@@ -253,5 +251,10 @@ class GracefulServer(uvicorn.Server):
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
             await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
+        if not await self._service.answers(MARGIN_SECONDS):
+            self._service.is_hung = True
+            logger.critical("the engine does not answer, so nothing of it is saved")
+            if self._on_failure:
+                self._on_failure()
         await super().shutdown(sockets)
         failing.cancel()

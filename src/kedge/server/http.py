@@ -126,6 +126,13 @@ class JSONAnswer(Response):
         return dumps(content)
 
 
+class StreamEvent(NamedTuple):
+    """One event of a stream."""
+
+    name: str
+    data: Mapping[str, Any]
+
+
 class EventStream(StreamingResponse):
     """Answer of server-sent events. `on_end` is called exactly once, even if the stream never began."""
 

@@ -7,7 +7,6 @@ import logging
 import logging.config
 import time
 import uuid
-from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -19,17 +18,9 @@ from kedge.structures.bounded import BoundedDict
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the call that is being answered; empty outside of calls and in the engine's threads."""
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """Attributes of every record; all others were passed as `extra`."""
 TEXT = "%(asctime)s %(levelname)s %(name)s %(request_id)s%(message)s"
-
-
-class WithCall(logging.Filter):
-    """Filter that adds the call's id to a record."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.request_id = request_id.get()
-        return True
 
 
 class Seldom(logging.Filter):
@@ -54,7 +45,7 @@ class TextLine(logging.Formatter):
         super().__init__(TEXT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the standard library's name)
-        name = getattr(record, "request_id", "")
+        name = request_id.get()
         return TEXT % {**vars(record), "request_id": f"{name} " if name else ""}
 
 
@@ -69,7 +60,7 @@ class JSONLine(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if name := getattr(record, "request_id", ""):
+        if name := request_id.get():
             line["request_id"] = name
         line |= {key: value for key, value in vars(record).items() if key not in _PLAIN}
         if record.exc_info:
@@ -84,9 +75,9 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "filters": {"call": {"()": WithCall}, "seldom": {"()": Seldom}},
+            "filters": {"seldom": {"()": Seldom}},
             "formatters": {"line": {"()": formatter}},
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["call"]}},
+            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
             "root": {"level": level, "handlers": ["stderr"]},
             "loggers": {
                 "httpx": {"level": "WARNING"},
@@ -125,7 +116,7 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            with self._tracing.called(scope["path"], _Incoming(scope)):
+            with self._tracing.called(scope["path"], Headers(scope=scope)):
                 await self._app(scope, receive, send_named)
         finally:
             method, ms = scope["method"], round((time.monotonic() - began) * 1e3, 1)
@@ -135,19 +126,3 @@ class AccessLogMiddleware:
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             logger.log(level, "%s %s %d in %.1f ms", method, path, status, ms, extra=fields)
             request_id.reset(token)
-
-
-class _Incoming(Mapping[str, str]):
-    """Request headers as a mapping of text, with case-insensitive names, for trace propagation."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._headers = Headers(scope=scope)
-
-    def __getitem__(self, name: str) -> str:
-        return self._headers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._headers.keys())
-
-    def __len__(self) -> int:
-        return len(self._headers)

@@ -12,13 +12,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 
 from kedge.checks import brief
-from kedge.errors import RequestError
+from kedge.errors import PromptTooLong, RequestError
 from kedge.server.http import (
     BODY_ERRORS,
     ERRORS,
     EVENTS,
     JSON,
     Body,
+    StreamEvent,
     TypedRoute,
     accepted,
     answers,
@@ -27,7 +28,7 @@ from kedge.server.http import (
     usage,
 )
 from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Count, Function, Tool
-from kedge.server.openai.single import AnswerEvent, AnswerWriter, answer
+from kedge.server.openai.single import AnswerWriter, answer, failure
 from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
 from kedge.server.service import TheService, TheTenant
 from kedge.server.workflows.server_runs import TheWorkflows
@@ -171,19 +172,21 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], place: str, offered:
                 raise RequestError(f"{place}.content", None, "must be a string or a list of parts")
             fields = {"role": item.get("role"), "content": item["content"]}
             messages.append(read_as(ChatMessage, fields, place))
-        case "function_call" | "custom_tool_call" as kind:
-            name, space = _text(item, "name", place), item.get("namespace")
-            named = (one.called for one in offered if (one.name, one.namespace) == (name, space))
-            given: Any = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+        case "function_call" | "custom_tool_call" | "local_shell_call" as kind:
+            name = "local_shell" if kind == "local_shell_call" else _text(item, "name", place)
+            named = (one.called for one in offered if (one.name, one.namespace) == (name, item.get("namespace")))
+            given: Any = {"input": item.get("input")}
+            if kind != "custom_tool_call":
+                given = item.get("arguments" if kind == "function_call" else "action")
             function = {"name": next(named, name), "arguments": given}
             call = read_as(CalledTool, {"id": _text(item, "call_id", place), "function": function}, place)
             if messages and messages[-1].role == "assistant":
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
             else:
                 messages.append(ChatMessage(role="assistant", tool_calls=[call]))
-        case "function_call_output" | "custom_tool_call_output":
-            output = item.get("output") or ""
-            fields = {"role": "tool", "content": output, "tool_call_id": _text(item, "call_id", place)}
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            number = _text(item, "call_id" if "call_id" in item else "id", place)
+            fields = {"role": "tool", "content": item.get("output") or "", "tool_call_id": number}
             messages.append(read_as(ChatMessage, fields, place))
         case "reasoning":
             pass
@@ -199,70 +202,77 @@ def _text(item: dict[str, Any], name: str, place: str) -> str:
     return value
 
 
-Item = dict[str, Any]
-
-
 class ResponsesWriter(AnswerWriter):
-    """Writer of one response. Its items are a message, unless that is empty, and the calls of tools."""
+    """Writer of one response. Its items are messages, unless they are empty, and the calls of tools."""
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
         self._id, self._created = _new_id("resp"), int(time.time())
         self._body, self._model = body, model
         self._tools = {one.called: one for one in body.offered}
-        self._items: list[Item] = []
-        self._message: Item | None = None
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+        """Whether the last item is a message that goes on"""
         self._events = 0
 
     def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
-        for _ in (*self.add(parsed), *self._close(completion)):
+        for _ in (*self.add(parsed), *self._end(completion)):
             pass  # the events of a stream that nobody reads; they leave the items behind
         return self._response(_status(completion), completion)
 
-    def begin(self, request: GenerateRequest) -> Iterator[AnswerEvent]:  # noqa: ARG002 (all events have the request)
+    def begin(self, request: GenerateRequest | None) -> Iterator[StreamEvent]:  # noqa: ARG002 (all events have it)
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
-    def add(self, parsed: ParsedText) -> Iterator[AnswerEvent]:
+    def add(self, parsed: ParsedText) -> Iterator[StreamEvent]:
         if parsed.content:
             yield from self._open()
-            assert self._message is not None
-            self._message["content"][0]["text"] += parsed.content
+            self._items[-1]["content"][0]["text"] += parsed.content
             yield self._event("response.output_text.delta", **self._place(), delta=parsed.content, logprobs=[])
         for call in parsed.calls:
+            yield from self._close("completed")  # clients keep items in the order in which they end
             yield from self._call(call)
 
-    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[AnswerEvent]:
-        yield from self._close(completion)
+    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[StreamEvent]:
+        yield from self._end(completion)
         status = _status(completion)
         yield self._event(f"response.{status}", response={**self._response(status, completion), "kedge": kedge})
 
-    def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
-        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+    def failed(self, error: Mapping[str, Any]) -> Iterator[StreamEvent]:
+        if not self._events:
+            yield from self.begin(None)
+        yield self._event("error", code=error["code"], message=error["message"], param=error["param"])
+        why = {"code": error["code"], "message": error["message"]}
+        yield self._event("response.failed", response={**self._response("failed"), "error": why})
 
     # items ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Iterator[AnswerEvent]:
-        """Begin a message, if none has begun."""
-        if self._message is None:
+    def _open(self) -> Iterator[StreamEvent]:
+        """Begin a message, if none is open."""
+        if not self._is_open:
+            self._is_open = True
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
-            self._message = {**item, "content": [part]}
-            self._items.append(self._message)
+            self._items.append({**item, "content": [part]})
             yield self._item_event("added", {**item, "content": []})
             yield self._event("response.content_part.added", **self._place(), part=dict(part))
 
-    def _close(self, completion: Completion) -> Iterator[AnswerEvent]:
-        """End the message; an answer without calls has one, even if it is empty."""
-        if not self._items:
-            yield from self._open()
-        if self._message is not None:
-            message, (part,) = self._message, self._message["content"]
-            message["status"] = _status(completion)
+    def _close(self, status: str) -> Iterator[StreamEvent]:
+        """End the message, if one is open."""
+        if self._is_open:
+            self._is_open = False
+            message = self._items[-1]
+            (part,), message["status"] = message["content"], status
             yield self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
             yield self._event("response.content_part.done", **self._place(), part=part)
             yield self._item_event("done", message)
 
-    def _call(self, call: ToolCall) -> Iterator[AnswerEvent]:
+    def _end(self, completion: Completion) -> Iterator[StreamEvent]:
+        """End the items; an answer without calls has a message, even if it is empty."""
+        if not self._items:
+            yield from self._open()
+        yield from self._close(_status(completion))
+
+    def _call(self, call: ToolCall) -> Iterator[StreamEvent]:
         tool = self._tools.get(call.name) or NamedTool("function", call.name)
         field, kind, given = "arguments", "function_call", call.arguments
         if tool.kind == "custom":
@@ -280,17 +290,14 @@ class ResponsesWriter(AnswerWriter):
         yield self._item_event("done", self._items[-1])
 
     def _place(self) -> dict[str, Any]:
-        assert self._message is not None
-        at = next(at for at, item in enumerate(self._items) if item is self._message)
-        return {"item_id": self._message["id"], "output_index": at, "content_index": 0}
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _item_event(self, what: str, item: Item) -> AnswerEvent:
-        at = next(at for at, one in enumerate(self._items) if one["id"] == item["id"])
-        return self._event(f"response.output_item.{what}", output_index=at, item=item)
+    def _item_event(self, what: str, item: Mapping[str, Any]) -> StreamEvent:
+        return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
 
-    def _event(self, kind: str, /, **data: Any) -> AnswerEvent:
+    def _event(self, kind: str, /, **data: Any) -> StreamEvent:
         self._events += 1
-        return AnswerEvent(kind, {"type": kind, "sequence_number": self._events - 1, **data})
+        return StreamEvent(kind, {"type": kind, "sequence_number": self._events - 1, **data})
 
     def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
         body = self._body
@@ -346,6 +353,11 @@ async def responses(
     body: ResponsesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
 ) -> Response:
     """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
-    with sent_as(SENT):
-        chat, writer = await service.threads.work(lambda: (body.chat(), ResponsesWriter(body, service.model_name)))
-        return await answer(chat, writer, request, service, workflows, tenant)
+    try:
+        with sent_as(SENT):
+            chat, writer = await service.threads.work(lambda: (body.chat(), ResponsesWriter(body, service.model_name)))
+            return await answer(chat, writer, request, service, workflows, tenant)
+    except PromptTooLong as error:  # Codex compacts after an event that says so, and after no status
+        if not chat.stream:
+            raise
+        return Response(failure(writer, error, request, service, tenant), media_type=EVENTS[0])

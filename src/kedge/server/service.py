@@ -61,6 +61,7 @@ class Service:
         self._sampling: Mapping[str, Any] = engine.inspect().get("sampling", {})
         self.is_hung = False
         """Whether the engine has not answered for a minute, with work to do"""
+        self._sign: asyncio.Future[None] | None = None
         self._meters: dict[TenantId, Meter] = {}
         self.calls: set[GenerationCall] = set()
 
@@ -85,15 +86,21 @@ class Service:
         while True:
             await asyncio.sleep(every)
             if self.in_flight and self.engine.failure is None:
-                asking = in_own_thread(self._ask, "kedge-watch")
-                await asyncio.wait([asking], timeout=patience - every)
-                self.is_hung = not asking.done()
-                await asking
-                self.is_hung = False
+                self.is_hung = not await self.answers(patience - every)
+                while self.is_hung:
+                    self.is_hung = not await self.answers(patience)
 
-    def _ask(self) -> None:
-        with suppress(KedgeError):
-            self.engine.cancel(RequestId("alive?"))
+    async def answers(self, patience: float) -> bool:
+        """Return whether the engine answers in so many seconds. It is asked once for all who want to know."""
+
+        def ask() -> None:
+            with suppress(KedgeError):
+                self.engine.cancel(RequestId("alive?"))
+
+        if self._sign is None or self._sign.done():
+            self._sign = in_own_thread(ask, "kedge-sign")
+        await asyncio.wait([self._sign], timeout=patience)
+        return self._sign.done()
 
     @property
     def is_quiet(self) -> bool:

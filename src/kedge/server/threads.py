@@ -43,7 +43,7 @@ def in_own_thread(task: Callable[[], object], name: str) -> asyncio.Future[None]
 
 
 class Threads:
-    """Thread pools of a server: a few threads for short work, and one for each call in flight that waits.
+    """Thread pools of a server: a few threads for short work, and many for what waits for the engine's next step.
 
     An engine's thread puts tokens into a queue, which wakes the event loop once per batch instead of once per token.
     """
@@ -91,9 +91,9 @@ class Threads:
             take(item)
 
     def cancel(self, requests: Sequence[RequestId]) -> None:
-        """Schedule the cancellation of requests in the engine."""
+        """Schedule the cancellation of requests in the engine, each of which waits for the end of a step."""
         for request_id in requests:
-            self._work.submit(self._cancel, request_id)
+            self._wait.submit(self._cancel, request_id)
 
     def _cancel(self, request_id: RequestId) -> None:
         try:

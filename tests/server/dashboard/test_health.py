@@ -55,4 +55,4 @@ def test_a_server_without_room_is_overloaded() -> None:
 )
 def test_what_makes_an_engine_overloaded_or_closed(served: Served, known: dict[str, Any], expected: str) -> None:
     told = health(served.service, **{"is_closed": False, "silent_s": 0.0, "overload_age_s": None, **known})
-    assert told.state == expected
+    assert told[0] == expected

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
 from kedge.server.responses import ResponsesBody
 from kedge.types import TurnHints
+from tests.server.conftest import serving
 from tests.server.talking import CALL, MODEL, PARAMETERS, Talking, talking
 
 WEATHER: Any = {"type": "function", "name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}
@@ -78,6 +80,34 @@ def test_a_stream_has_all_events_in_order_and_ends_as_the_whole_answer(told: Tal
     assert [one.type for one in final.output] == ["message", "function_call"]
     assert final.output_text == "Let me see." and final.usage.output_tokens > 0
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
+
+
+def test_items_end_in_the_order_in_which_they_began(told: Talking, client: openai.OpenAI) -> None:
+    told.text = f"I look.\n{CALL}\nThere it is.\n{CALL}"
+    with client.responses.stream(model=MODEL, input="Weather?", tools=[WEATHER]) as stream:
+        done = [one.item for one in stream if one.type == "response.output_item.done"]
+        answer = stream.get_final_response()
+    kinds = ["message", "function_call", "message", "function_call"]
+    assert [one.type for one in done] == [one.type for one in answer.output] == kinds
+    assert [one.content[0].text.strip() for one in done[::2]] == ["I look.", "There it is."]
+    assert [one.id for one in done] == [one.id for one in answer.output]
+
+
+def test_a_stream_that_fails_says_so_in_its_last_event(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="x" * 9000) as stream:
+        events = list(stream)
+    assert [one.type for one in events[-2:]] == ["error", "response.failed"]
+    error = events[-1].response.error
+    assert (error.code, events[-1].response.status) == ("context_length_exceeded", "failed")
+    assert error.message == "input='9017 tokens': this model's maximum context length is 8192 tokens"
+    engine = EchoEngine(delay_s=0.001)
+    with engine, serving(engine) as running:
+        stream = running.client().responses.create(model=MODEL, input="x" * 4000, stream=True)
+        kinds = [next(stream).type for _ in range(5)]
+        engine.fail(RuntimeError("boom"))
+        *_, failed, last = stream
+    assert kinds[0] == "response.created" and (failed.type, last.type) == ("error", "response.failed")
+    assert last.response.error.code == "engine_closed"
 
 
 def test_hints_and_sampling_reach_the_engine(told: Talking, client: openai.OpenAI) -> None:

@@ -156,15 +156,10 @@ class CallRecord:
     completion: Completion | None = None
     """Where it was answered; without its text and tokens."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether its first token has come."""
-        return self.state is AgentState.RUNNING
-
     def see_load(self, in_flight: int) -> None:
         """Take note of how many requests are in flight now."""
         self.total_load = max(self.total_load, in_flight)
-        if not self.has_begun:
+        if self.state is not AgentState.RUNNING:
             self.ttft_load = self.total_load
 
     def to_dict(self, now: float) -> dict[str, Any]:
@@ -189,12 +184,8 @@ class CallRecord:
             "total_load": self.total_load,
             "finish_reason": self.completion.finish_reason,
             "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
+            "parts_ms": dict(receipt.parts_ms),
         }
-
-    def to_details(self, now: float) -> dict[str, Any]:
-        """The same with where the time to first token went."""
-        parts = dict(self.completion.receipt.parts_ms) if self.completion else {}
-        return {**self.to_dict(now), "parts_ms": parts}
 
 
 MAX_AGENTS_OF_A_RUN = 64
@@ -239,10 +230,6 @@ class RunRecord:
         age = round(now - self.began, 1)
         head = {"number": self.number, "id": key.name, "workflow": self.workflow, "age_s": age}
         return {**head, "ended": self.has_ended, "agents": agents}
-
-    def to_details(self, key: RunKey, now: float) -> dict[str, Any]:
-        """The same with its calls, oldest first."""
-        return {**self.to_dict(key, now), "calls": [call.to_details(now) for call in self.log]}
 
 
 MAX_FAILURES = 40
@@ -410,7 +397,7 @@ def _newest(table: OrderedDict[K, V], key: K, make: Callable[[], V], most: int) 
 
 
 def _in_flight(live: Iterable[CallRecord]) -> dict[str, int]:
-    begun = [one.has_begun for one in live]
+    begun = [one.state is AgentState.RUNNING for one in live]
     return {"running": sum(begun), "waiting": len(begun) - sum(begun)}
 
 
@@ -514,14 +501,16 @@ class History(Watcher):
         """Return a run of a tenant with its calls; None where it is not remembered."""
         with self._lock:
             found = (one for one in self._of(tenant).runs.items() if one[1].number == number)
-            return next((run.to_details(key, self._clock()) for key, run in found), None)
+            now = self._clock()
+            shown = ({**run.to_dict(key, now), "calls": [one.to_dict(now) for one in run.log]} for key, run in found)
+            return next(shown, None)
 
     def call(self, tenant: TenantId, number: int) -> tuple[dict[str, Any], CallText | None] | None:
         """Return a call of a tenant and its text, as far as that is kept; None where it is not remembered."""
         with self._lock:
             mine = self._of(tenant)
             calls = chain(mine.receipts, *(run.log for run in mine.runs.values()))
-            found = (call.to_details(self._clock()) for call in calls if call.number == number)
+            found = (call.to_dict(self._clock()) for call in calls if call.number == number)
             return next(((details, mine.texts.get(number)) for details in found), None)
 
     def seconds_since_overload(self, tenant: TenantId) -> float | None:

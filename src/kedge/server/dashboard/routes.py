@@ -11,11 +11,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache, partial
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
@@ -40,47 +38,27 @@ SILENT_SECONDS = 6.0
 """After so long without an answer, an engine counts as overloaded."""
 
 
-class HealthState(StrEnum):
-    """What can be expected of the engine."""
-
-    HEALTHY = "healthy"
-    OVERLOADED = "overloaded"
-    ENDING = "shutting down"
-    CLOSED = "closed"
-    FAILED = "failed"
-
-
-class Health(NamedTuple):
-    """The state of the engine, and why where it is not healthy."""
-
-    state: HealthState
-    reason: str = ""
-
-
-HEALTHY = Health(HealthState.HEALTHY)
-
-
-def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s: float | None) -> Health:
-    """Return the engine's state.
+def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s: float | None) -> tuple[str, str]:
+    """Return the engine's state, and why where it is not healthy.
 
     `is_closed`: it refused to be inspected. `silent_s`: for how long it has owed an answer. `overload_age_s`: how long
     ago one of the viewer's calls was refused for want of room, None for never.
     """
     failure = service.engine.failure
     if failure is not None:
-        return Health(HealthState.FAILED, str(failure) or type(failure).__name__)
+        return "failed", str(failure) or type(failure).__name__
     if is_closed:
-        return Health(HealthState.CLOSED, "the engine was closed")
+        return "closed", "the engine was closed"
     if service.is_ending:
-        return Health(HealthState.ENDING, "the server takes no new work")
+        return "shutting down", "the server takes no new work"
     most = service.settings.max_in_flight
     if service.in_flight >= most:
-        return Health(HealthState.OVERLOADED, f"all {most} places for generations and runs are taken")
+        return "overloaded", f"all {most} places for generations and runs are taken"
     if silent_s > SILENT_SECONDS:
-        return Health(HealthState.OVERLOADED, f"the engine has not answered for {silent_s:.0f} s")
+        return "overloaded", f"the engine has not answered for {silent_s:.0f} s"
     if overload_age_s is not None and overload_age_s < OVERLOAD_SECONDS:
-        return Health(HealthState.OVERLOADED, "calls were refused for want of room")
-    return HEALTHY
+        return "overloaded", "calls were refused for want of room"
+    return "healthy", ""
 
 
 PACE, REST = 0.5, 5.0
@@ -99,14 +77,6 @@ PAGE_HEADERS = {
 }
 
 
-@dataclass(slots=True)
-class _Look:
-    """A question to the engine."""
-
-    asked: float
-    answer: Future[dict[str, Any]]
-
-
 class Dashboard:
     """What all pages of one server share. The event loop owns it, apart from the history."""
 
@@ -116,7 +86,8 @@ class Dashboard:
         self.engine = WatchedEngine(engine, self.history)
         """What the server is to use, so that there is something to show."""
         self._watchers: Counter[TenantId] = Counter()
-        self._looks: dict[TenantId, _Look] = {}
+        self._looks: dict[TenantId, tuple[float, Future[dict[str, Any]]]] = {}
+        """When the engine was last asked, and its answer"""
         self._seen: dict[TenantId, dict[str, Any]] = {}
 
     def enter(self, tenant: TenantId) -> None:
@@ -131,14 +102,15 @@ class Dashboard:
 
     async def seen(self, service: Service, tenant: TenantId) -> Mapping[str, Any]:
         """What the engine holds for the tenant, as it was seen last; a busy engine is not waited for."""
-        look = self._looks.get(tenant)
-        if look is None or (look.answer.done() and time.monotonic() - look.asked > LOOK_SECONDS):
+        asked, answer = self._looks.get(tenant, (0.0, None))
+        if answer is None or (answer.done() and time.monotonic() - asked > LOOK_SECONDS):
             prompts = self.history.fixed_prompts(tenant)
             task = partial(_look, self.engine, tenant, prompts, with_totals=service.keys.is_open)
-            look = self._looks[tenant] = _Look(time.monotonic(), service.threads.wait(task))
-        await asyncio.wait([asyncio.wrap_future(look.answer)], timeout=PACE)
-        if look.answer.done():
-            self._seen[tenant] = {**self.last_seen(tenant), **look.answer.result()}
+            answer = service.threads.wait(task)
+            self._looks[tenant] = time.monotonic(), answer
+        await asyncio.wait([asyncio.wrap_future(answer)], timeout=PACE)
+        if answer.done():
+            self._seen[tenant] = {**self.last_seen(tenant), **answer.result()}
         return self.last_seen(tenant)
 
     def last_seen(self, tenant: TenantId) -> Mapping[str, Any]:
@@ -147,10 +119,10 @@ class Dashboard:
 
     def silent_s(self, tenant: TenantId) -> float:
         """For how many seconds the engine has owed an answer."""
-        look = self._looks.get(tenant)
-        return 0.0 if look is None or look.answer.done() else time.monotonic() - look.asked
+        asked, answer = self._looks.get(tenant, (0.0, None))
+        return 0.0 if answer is None or answer.done() else time.monotonic() - asked
 
-    def health(self, service: Service, tenant: TenantId) -> Health:
+    def health(self, service: Service, tenant: TenantId) -> tuple[str, str]:
         """The engine's state, as far as it is known without asking it."""
         return health(
             service,
@@ -242,10 +214,10 @@ def _state(
 ) -> dict[str, Any]:
     state = dashboard.history.state(tenant.id)
     add_outcomes(state["runs"], workflows, tenant)
-    engine_health = dashboard.health(service, tenant.id)._asdict()
+    condition, reason = dashboard.health(service, tenant.id)
     return {
         "server": {"model": service.model_name, "version": __version__, "open": service.keys.is_open},
-        "health": {**engine_health, "silent_s": round(dashboard.silent_s(tenant.id), 1)},
+        "health": {"state": condition, "reason": reason, "silent_s": round(dashboard.silent_s(tenant.id), 1)},
         "workflows": [_drawn(one.workflow) for one in workflows.registry.all(tenant.id)],
         "engine": engine,
         **state,
@@ -309,7 +281,7 @@ async def traffic_report(request: Request, service: TheService, tenant: TheTenan
 
 async def _report(request: Request, service: Service, tenant: Tenant) -> Mapping[str, Any] | None:
     engine: Engine = request.app.state.dashboard.engine
-    return await service.threads.work(partial(engine.traffic, partial(is_owned, tenant.id)))
+    return await asyncio.wrap_future(service.threads.wait(partial(engine.traffic, partial(is_owned, tenant.id))))
 
 
 SHOWN = ("mode", "max_changed", "agents")
@@ -323,7 +295,7 @@ async def guard(request: Request, service: TheService, tenant: TheTenant) -> Res
     `mode` is null for an engine without a guard.
     """
     engine: Engine = request.app.state.dashboard.engine
-    seen = await service.threads.work(partial(engine.inspect_tenants, partial(is_owned, tenant.id), []))
-    held = seen.get("guard", {})
+    look = service.threads.wait(partial(engine.inspect_tenants, partial(is_owned, tenant.id), []))
+    held = (await asyncio.wrap_future(look)).get("guard", {})
     shown = {name: held[name] for name in SHOWN if name in held}
     return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **shown})

@@ -182,10 +182,7 @@ def chat_job(context: CallContext, body: ChatBody, grammar: str) -> GenerationJo
         replace(context.service.sampling(context.service.settings.default_max_tokens), grammar=grammar)
     )
 
-    def build() -> list[Sequence[Segment]]:
-        return [prompts.of_chat(tokenizer, body)]
-
-    return _plain_job(context, body, build, 1, sampling)
+    return _plain_job(context, body, lambda: [prompts.of_chat(tokenizer, body)], 1, sampling)
 
 
 def completion_job(context: CallContext, body: CompletionBody) -> GenerationJob:
@@ -194,10 +191,7 @@ def completion_job(context: CallContext, body: CompletionBody) -> GenerationJob:
         raise RequestError("kedge.bindings", "…", "templates are filled in /v1/chat/completions")
     given, tokenizer = body.prompts, context.service.engine.tokenizer
     sampling = body.sampling(context.service.sampling(COMPLETION_MAX_TOKENS))
-
-    def build() -> list[Sequence[Segment]]:
-        return [prompts.of_prompt(tokenizer, one) for one in given]
-
+    build = lambda: [prompts.of_prompt(tokenizer, one) for one in given]  # noqa: E731
     return _plain_job(context, body, build, len(given), sampling)
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kedge.checks import is_unicode, require_text
 from kedge.engine.base import Tokenizer
@@ -23,14 +23,6 @@ from kedge.types import Segment
 
 TemplateData = dict[str, Any]
 """A message or a tool as chat templates read it."""
-
-
-@runtime_checkable
-class HasChatTemplate(Protocol):
-    """Wrapper of a Transformers tokenizer, whose chat template renders conversations of any length."""
-
-    @property
-    def inner(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -135,9 +127,8 @@ def _for_template(message: ChatMessage) -> TemplateData:
     data: TemplateData = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     if message.tool_calls:
         data["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-    if message.role == "tool":
-        data |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-    return data
+    shown = {"name", "tool_call_id"} if message.role == "tool" else {"reasoning_content"}
+    return data | message.model_dump(include=shown, exclude_none=True)
 
 
 def _call_for_template(call: CalledTool) -> dict[str, Any]:
@@ -259,16 +250,16 @@ def _told(message: TemplateData) -> TemplateData:
 def _text(tokenizer: Tokenizer, chat: Conversation) -> str:
     """Return the text of a conversation, up to where the answer begins. Raises `RequestError` for a refused one."""
     roles, contents = [one["role"] for one in chat.messages], [one["content"] for one in chat.messages]
-    has_template = isinstance(tokenizer, HasChatTemplate) and tokenizer.inner.chat_template is not None
-    if roles in (["user"], ["system", "user"]) and not chat.tools and not has_template:
-        return tokenizer.chat(contents[0] if len(roles) == 2 else None, contents[-1])
-    if not isinstance(tokenizer, HasChatTemplate) or not has_template:
+    inner = getattr(tokenizer, "inner", None)  # Transformers' own, where this is a wrapper of one
+    if inner is None or inner.chat_template is None:
+        if roles in (["user"], ["system", "user"]) and not chat.tools:
+            return tokenizer.chat(contents[0] if len(roles) == 2 else None, contents[-1])
         raise RequestError("messages", roles, "must be user, or system and user: this model has no chat template")
     from jinja2 import TemplateError
 
     given = {"tools": list(chat.tools) or None, "add_generation_prompt": True, **(chat.options or {})}
     try:
-        return str(tokenizer.inner.apply_chat_template(list(chat.messages), tokenize=False, **given))
+        return str(inner.apply_chat_template(list(chat.messages), tokenize=False, **given))
     except (TemplateError, TypeError, ValueError, RecursionError) as error:  # raised by the template
         raise RequestError("messages", roles, f"the model's chat template refuses them: {error}") from error
 

@@ -104,6 +104,8 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """The thought before the content, where a client has taken it out"""
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
 

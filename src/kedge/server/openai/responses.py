@@ -172,7 +172,7 @@ class ChatWriter(Writer):
         self._new_entries: list[TokenLogprob] = []
 
     def whole(self, completion: Completion) -> Choice:
-        parsed = self._read(completion.text, completion.finish_reason)
+        parsed = self._read(completion)
         content = parsed.content if parsed.content or not parsed.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if parsed.calls:
@@ -182,7 +182,7 @@ class ChatWriter(Writer):
         return {"index": self._at, "message": message, "logprobs": logprobs, "finish_reason": self._reason(completion)}
 
     def chunks(self, delta: TokenDelta) -> list[Choice]:
-        parsed = self._read(delta.text, delta.completion.finish_reason if delta.completion else None)
+        parsed = self._read(delta)
         self._new_entries += delta.logprobs[: len(delta.tokens)]
         out = [] if self._opened else [self._chunk({"role": "assistant", "content": ""})]
         self._opened = True
@@ -195,8 +195,8 @@ class ChatWriter(Writer):
             out.append({**self._chunk({}, self._logprobs()), "finish_reason": self._reason(delta.completion)})
         return out
 
-    def _read(self, text: str, end: FinishReason | None) -> ParsedText:
-        parsed = self._reader.push(text, end)
+    def _read(self, piece: TokenDelta | Completion) -> ParsedText:
+        parsed = self._reader.push(piece)
         self._calls += len(parsed.calls)
         return parsed
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Request, Response
 
@@ -15,24 +15,26 @@ from kedge.checks import brief
 from kedge.engine.base import Tokenizer
 from kedge.errors import InvalidGrammar, KedgeError, RequestError
 from kedge.hints import Hints
-from kedge.server.http import EventStream, JSONAnswer, error_body, event, failure_of, kedge_field, problem_of
+from kedge.server.http import (
+    EventStream,
+    JSONAnswer,
+    StreamEvent,
+    error_body,
+    event,
+    failure_of,
+    kedge_field,
+    problem_of,
+)
 from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
 from kedge.server.openai.protocol import ChatBody, GenerationBody
 from kedge.server.openai.tool_calls import AnswerReader, ParsedText, grammar_of, unkept
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.server_runs import Workflows
-from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta
+from kedge.types import Completion, FinishReason, GenerateRequest
 
 CLIENT_GONE = 499
 """Status of an answer whose client has disconnected, as in nginx."""
-
-
-class AnswerEvent(NamedTuple):
-    """One event of a stream."""
-
-    name: str
-    data: Mapping[str, Any]
 
 
 class AnswerWriter(ABC):
@@ -46,20 +48,20 @@ class AnswerWriter(ABC):
         """Return a whole answer."""
 
     @abstractmethod
-    def begin(self, request: GenerateRequest) -> Iterable[AnswerEvent]:
+    def begin(self, request: GenerateRequest) -> Iterable[StreamEvent]:
         """Yield the events before the first token."""
 
     @abstractmethod
-    def add(self, parsed: ParsedText) -> Iterable[AnswerEvent]:
+    def add(self, parsed: ParsedText) -> Iterable[StreamEvent]:
         """Yield the events of a piece of the answer."""
 
     @abstractmethod
-    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterable[AnswerEvent]:
+    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterable[StreamEvent]:
         """Yield the events after the last token."""
 
     @abstractmethod
-    def failed(self, error: Mapping[str, Any]) -> AnswerEvent:
-        """Return the event of an error in the middle of a stream; `error` is as in OpenAI's answers."""
+    def failed(self, error: Mapping[str, Any]) -> Iterable[StreamEvent]:
+        """Yield the events of an error that ends a stream; `error` is as in OpenAI's answers."""
 
 
 def unkept_of(body: GenerationBody) -> Iterable[str]:
@@ -69,10 +71,6 @@ def unkept_of(body: GenerationBody) -> Iterable[str]:
     if isinstance(body, ChatBody) and (body.must_call or body.response_format):
         schemas = (tool.function.parameters for tool in body.tools_to_use if tool.function)
         yield from (f"tools.{name}" for schema in schemas for name in unkept(schema))
-
-
-def _end_of(delta: TokenDelta) -> FinishReason | None:
-    return delta.completion.finish_reason if delta.completion else None
 
 
 def stop_of(tokenizer: Tokenizer, request: GenerateRequest, completion: Completion) -> str | None:
@@ -130,7 +128,7 @@ async def answer(
         return Response(status_code=CLIENT_GONE)
     (completion,) = finished
     writer.stopped_by = stop_of(service.engine.tokenizer, call.requests[0], completion)
-    whole = writer.whole(reader.push(completion.text, completion.finish_reason), completion)
+    whole = writer.whole(reader.push(completion), completion)
     return JSONAnswer({**whole, "kedge": kedge_field(job.hints, finished)})
 
 
@@ -141,18 +139,23 @@ async def _events(
     try:
         async for batch in call.batches():
             for _, delta in batch:
-                yield _bytes(writer.add(reader.push(delta.text, _end_of(delta))))
+                yield _bytes(writer.add(reader.push(delta)))
                 if delta.completion:
                     tokenizer = job.context.service.engine.tokenizer
                     writer.stopped_by = stop_of(tokenizer, call.requests[0], delta.completion)
                     yield _bytes(writer.end(delta.completion, kedge_field(job.hints, [delta.completion])))
     except KedgeError as error:
-        body = error_body(error)
-        job.context.service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
-        yield _bytes([writer.failed(body["error"])])
+        yield failure(writer, error, request, job.context.service, job.context.tenant)
 
 
-def _bytes(events: Iterable[AnswerEvent]) -> bytes:
+def failure(writer: AnswerWriter, error: KedgeError, request: Request, service: Service, tenant: Tenant) -> bytes:
+    """Return the end of a stream of which a call has failed, and count the call."""
+    body = error_body(error)
+    service.failed(tenant.id, failure_of(request, body, problem_of(error).status))
+    return _bytes(writer.failed(body["error"]))
+
+
+def _bytes(events: Iterable[StreamEvent]) -> bytes:
     return b"".join(event(one.data, name=one.name) for one in events)
 
 

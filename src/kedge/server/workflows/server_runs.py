@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
-from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, problem_body, problem_of, receipt
+from kedge.server.http import BUG, INTERNAL, CallFailure, StreamEvent, error_body, problem_body, problem_of, receipt
 from kedge.server.metrics import InFlight
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant, Ticket
@@ -40,14 +40,6 @@ class RunStatus(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """Event in a run's stream."""
-
-    name: str
-    data: Mapping[str, Any]
 
 
 @dataclass(eq=False)
