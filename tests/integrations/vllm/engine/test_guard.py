@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.utils.system_utils import get_mp_context  # noqa: E402
 
-from kedge.engine.common.guarding import check  # noqa: E402
+from kedge.engine.common.guarding import check, guarded_calls
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
@@ -85,10 +85,12 @@ def engine(
     }  # fmt: skip
     config = {
         "backend": "vllm", "vllm": own, "planner": {"by_cost": False},
-        "guard": {"share": 1.0, "budget": 1.0, "tokens": 4},
+        "guard": {"share": 1.0, "budget": 1.0},
         "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0},
     }  # fmt: skip
-    with VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
+    with pytest.MonkeyPatch.context() as patched, VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
+        for module in (check, guarded_calls):
+            patched.setattr(module, "COMPARED_TOKENS", 4)
         yield built
 
 
