@@ -256,3 +256,42 @@ def test_an_overflow_is_told_as_clients_look_for_it(http: httpx.Client, tokens: 
 def test_errors_have_anthropics_types(http: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
     answer = http.post(path, json=body)
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+
+
+# calls and results in older words --------------------------------------------------------------------------------------
+
+RESULT_OF_A = {"role": "tool", "tool_call_id": "a", "content": "x"}
+
+
+def called(**call: Any) -> list[dict[str, Any]]:
+    return [ASK, {"role": "assistant", "content": None, "tool_calls": [{"id": "a", **call}]}, RESULT_OF_A]
+
+
+@pytest.mark.parametrize("messages", [
+    called(type="custom", custom={"name": "f", "input": "x"}),
+    called(type="function", function={"name": "f", "arguments": [1]}),
+    called(type="function", function={"name": "f", "arguments": 5}),
+    called(type="function", function={"name": "f", "arguments": True}),
+    [ASK, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+     {"role": "function", "name": "f", "content": "x"}],
+])  # fmt: skip
+def test_calls_in_whatever_form_are_part_of_a_chat(http: httpx.Client, messages: list[Any]) -> None:
+    said(http, CHAT, messages=[*messages, ASK])
+
+
+@pytest.mark.parametrize("given", [[1], "[1]", 5, None, "cut: {"])
+def test_a_call_with_any_input_is_part_of_a_message(http: httpx.Client, given: Any) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    said(http, MESSAGES, messages=[ASK, assistant({**USE, "input": given}), user(result)])
+
+
+def test_a_result_that_is_an_object_is_read_as_its_json(told: Talking, http: httpx.Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": {"content": "it rains", "success": True}}
+    said(http, RESPONSES, input=[ASK, call, result])
+    assert '"content": "it rains"' in told.prompt()
+
+
+def test_what_a_response_cannot_have_is_refused_by_the_name_that_was_sent(http: httpx.Client) -> None:
+    answer = http.post(RESPONSES, json={"model": MODEL, "input": "x", "top_logprobs": 3})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("top_logprobs=3")

@@ -72,6 +72,8 @@ class ResponsesBody(Body):
             raise RequestError("previous_response_id", self.previous_response_id, why)
         if self.background:
             raise RequestError("background", self.background, "this server stores no responses")
+        if asked := (self.model_extra or {}).get("top_logprobs"):
+            raise RequestError("top_logprobs", brief(asked), "this server's responses have no log-probabilities")
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         offered = self.offered
@@ -186,7 +188,10 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], place: str, offered:
                 messages.append(ChatMessage(role="assistant", tool_calls=[call]))
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             number = _text(item, "call_id" if "call_id" in item else "id", place)
-            fields = {"role": "tool", "content": item.get("output") or "", "tool_call_id": number}
+            result = item.get("output") or ""
+            if isinstance(result, dict):  # of clients before outputs were texts
+                result = json.dumps(result, ensure_ascii=False)
+            fields = {"role": "tool", "content": result, "tool_call_id": number}
             messages.append(read_as(ChatMessage, fields, place))
         case "reasoning":
             pass

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -137,11 +138,11 @@ def _call_for_template(call: CalledTool) -> dict[str, Any]:
     """
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):
             read = read_json(arguments)
-        except ValueError:
-            read = None
-        arguments = read if isinstance(read, dict) else {} if read is None and arguments == "null" else arguments
+            arguments = read if isinstance(read, dict) else arguments if read is not None else {}
+    elif not isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 

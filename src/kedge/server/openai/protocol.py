@@ -46,8 +46,8 @@ class CalledFunction(Body):
     """Function that the model called."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any] | None, accepted("a string or an object")] = None
-    """JSON text of an object, as a rule"""
+    arguments: Any = None
+    """JSON text of an object, as a rule; whatever a model has made of it, its history is read"""
 
 
 class CalledTool(Body):
@@ -56,6 +56,15 @@ class CalledTool(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_custom_tool(cls, data: Any) -> Any:
+        """Read the call of a tool that takes a text as that of a function with one argument."""
+        if not (isinstance(data, dict) and data.get("type") == "custom" and isinstance(data.get("custom"), dict)):
+            return data
+        function = {"name": data["custom"].get("name"), "arguments": {"input": data["custom"].get("input")}}
+        return {"id": data.get("id"), "function": function}
 
 
 TEXTS = frozenset({"text", "input_text", "output_text"})
@@ -108,6 +117,18 @@ class ChatMessage(Body):
     """The thought before the content, where a client has taken it out"""
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_older_words(cls, data: Any) -> Any:
+        """Read what histories have from before tools had their present form: a function's call and its result."""
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") == "function":
+            data = {**data, "role": "tool"}
+        if isinstance(called := data.get("function_call"), dict) and not data.get("tool_calls"):
+            data = {**data, "tool_calls": [{"function": called}]}
+        return data
 
     @property
     def parts(self) -> list[MessagePart]:
