@@ -258,7 +258,7 @@ def test_errors_have_anthropics_types(http: httpx.Client, path: str, body: Any, 
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
 
 
-# calls and results in older words --------------------------------------------------------------------------------------
+# calls and results in older words ------------------------------------------------------------------------------------
 
 RESULT_OF_A = {"role": "tool", "tool_call_id": "a", "content": "x"}
 
