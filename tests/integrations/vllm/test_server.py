@@ -32,6 +32,7 @@ TRANSFER = {
         "tiers": {"host_blocks": 100},
         "anchors": {"max_error": 50.0},
         "planner": {"by_cost": False},
+        "guard": {"fidelity": "any"},
         "max_lanes": 0,
     },
 }

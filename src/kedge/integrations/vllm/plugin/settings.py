@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from kedge.settings import (
     AnchorSettings,
     DiscoverySettings,
+    GuardSettings,
     LearningSettings,
     PlannerSettings,
     QuotaSettings,
@@ -29,7 +30,7 @@ SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 class PluginSettings(SettingsSection):
     """`{"reuse": "translate", "forecast_ttl": 600, "tiers": {…}, "anchors": {…}, …}`, all optional.
 
-    The sections `tiers`, `anchors`, `planner`, `learning` and `discovery` are those of `kedge.toml`.
+    The sections `tiers`, `anchors`, `planner`, `learning`, `discovery` and `guard` are those of `kedge.toml`.
     """
 
     section = "kv_connector_extra_config"
@@ -46,6 +47,8 @@ class PluginSettings(SettingsSection):
     learning: LearningSettings = LearningSettings()
     """`max_captures` takes the place of `max_pending`."""
     discovery: DiscoverySettings = DiscoverySettings()
+    guard: GuardSettings = GuardSettings()
+    """It is at work in the process of an API server with the middleware; here it says what needs no proof."""
     max_captures: PositiveInt = DEFAULT_CAPTURES
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     max_lanes: NonNegativeInt = DEFAULT_LANES
