@@ -19,6 +19,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -114,7 +115,7 @@ class KedgeMiddleware:
         be. The end of a run waits for the checks that need it.
         """
         body = await _body(receive)
-        hints, _ = read_hints(body, _headers(scope))
+        hints, _ = read_hints(body, Headers(scope=scope))
         given, ended = plugin_hints(hints), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
         if self._guard is not None and ends_run(hints) and not hints.session:
@@ -136,14 +137,10 @@ def _shown(path: str) -> Response:
     return found
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
 async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run vLLM's application. A body gets its hints when it is read, since vLLM looks at the caller's key before."""
     failed: list[RequestError] = []
-    unread = [given := _headers(scope)]
+    unread = [given := Headers(scope=scope)]
     if "json" not in given.get("content-type", "json") or "content-encoding" in given:
         await app(scope, receive, send)
         return

@@ -168,11 +168,12 @@ class StreamedResponse:
 
     def end(self, receipt: Mapping[str, Any] | None) -> None:
         """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
-        self._add(TokenDelta(self._text.flush(), ()))
-        self.stream.put(replace(self._pending, completion=self.completion(receipt)))
+        done = self.completion(receipt)
+        self.stream.put(replace(self._pending, completion=done))
 
     def completion(self, receipt: Mapping[str, Any] | None) -> Completion:
-        """Return what has been taken as a whole."""
+        """Return the whole of what was taken, with the text that was held back."""
+        self._add(TokenDelta(self._text.flush(), ()))
         now = time.perf_counter()
         ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
         parts = {"queue": ttft_ms}
