@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm import SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs import tokens_input  # noqa: E402
 from vllm.logprobs import Logprob  # noqa: E402
@@ -24,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.engine.common.tokenizer import HFTokenizer  # noqa: E402
-from kedge.integrations.vllm.guarded_server import ServerGuard  # noqa: E402
+from kedge.integrations.vllm.guarded_server import ServerGuard, start_guard  # noqa: E402
 from kedge.integrations.vllm.plugin.settings import SCHEDULER, PluginSettings  # noqa: E402
 from kedge.integrations.vllm.plugin.translations import UNPROVED_HERE  # noqa: E402
 from kedge.reuse.guard.comparison import TOP  # noqa: E402
@@ -293,3 +294,13 @@ def test_what_was_proved_is_known_after_a_restart_by_each_api_server(tmp_path: P
     asyncio.run(life([RungFinding(0, 0.001, 0.2)]))
     assert (tmp_path / "guard-0-3").is_dir()
     assert asyncio.run(life([]))["fidelity"]["curve"] == (("moved", 0.001, 0.2),)
+
+
+def test_a_server_without_a_guard_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    generate = engine.generate
+    engine.vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="KedgeConnector", kv_role="kv_both")
+    for name, value in (("max_logprobs", 0), ("logprobs_mode", "processed_logprobs"), ("tokenizer", str(tmp_path))):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model_config, name, value)
+            assert asyncio.run(start_guard(engine)) is None and engine.generate == generate
