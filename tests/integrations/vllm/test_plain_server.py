@@ -22,7 +22,11 @@ agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not inst
 TRANSFER = {
     "kv_connector": "KedgeConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"discovery": {"mode": "translate"}, "planner": {"by_cost": False}},
+    "kv_connector_extra_config": {
+        "discovery": {"mode": "translate"},
+        "planner": {"by_cost": False},
+        "guard": {"fidelity": "any"},
+    },
 }
 MIDDLEWARE = ("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware")
 NAMES = ("--served-model-name", MODEL, agents.models.get_default_model())

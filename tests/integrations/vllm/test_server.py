@@ -33,6 +33,7 @@ TRANSFER = {
         "tiers": {"host_memory": "100 blocks"},
         "anchors": {"max_error": 1e9, "weak_error": 1e9},
         "planner": {"by_cost": False, "recompute_head": 0, "recompute_short": 0, "move": "never"},
+        "guard": {"fidelity": "any"},
     },
 }
 FIXED = 8 * BLOCK

@@ -6,23 +6,36 @@ Clients send what they send anyway, in headers and bodies (`kedge.hints`). A req
 its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and the
 body of a request without hints, or one that cannot be read, byte for byte. At `/kedge` it shows what the plug-in has
 found in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt. `POST /v1/hints` takes
-hints without a prompt, as `kedge serve` does.
+hints without a prompt, and `GET /v1/guard` shows what is proved, as `kedge serve` does. From the server's start to its
+end the quality guard is at work in its process (`kedge.integrations.vllm.guarded_server`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kedge.discovery.report import page
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
-from kedge.hints.actions import ActionResult
+from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import without_infinity
-from kedge.hints.without_prompt import UNREPORTED, outcomes
+from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
+from kedge.integrations.vllm.entry_point import NAME
 from kedge.policies.sessions import refused
-from kedge.types import Namespace
+from kedge.settings.sections import shown_fidelity
+from kedge.types import Namespace, RunKey
+
+if TYPE_CHECKING:
+    from kedge.integrations.vllm.guarded_server import ServerGuard
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 PAGE, DATA = "/kedge", "/kedge/report"
@@ -41,68 +54,96 @@ FIELDS = (
     "parent",
     "returns_in",
     "keep_for",
+    "guard",
+    "pick",
 )
 """Hints that have the same name and form in the plug-in"""
 
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
-HINTS_PATH = "/v1/hints"
-CONNECTOR = "KedgeConnector"
+HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
 MAX_HINT_BYTES = 1 << 20
 MAX_WAITING = 256
 """Calls that may wait for vLLM at once"""
-NOT_FOUND = 404
 STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class KedgeMiddleware:
-    """An ASGI application around vLLM's, which adds hints to the bodies of requests."""
+    """An ASGI application around vLLM's, which adds hints to the bodies of requests, and has a guard for its engine."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._guard: ServerGuard | None = None
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, with its hints where it has any; take hints without a prompt; show the page of plain
-        traffic.
+        traffic, and what is proved. Start the guard with the server, and end it.
         """
-        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in (PAGE, DATA):
-            await _show(scope["path"], send)
-            return
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(HINTS_PATH):
-            await _answer_hints(self._app, scope, receive, send)
-            return
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(PATHS):
-            headers = _headers(scope)
-            if "json" in headers.get("content-type", "json") and "content-encoding" not in headers:
-                await _run_with_hints(self._app, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        path, is_get, is_post = scope.get("path", ""), scope.get("method") == "GET", scope.get("method") == "POST"
+        if scope["type"] == "lifespan" and "app" in scope:
+            await self._run(scope, receive, send)
+        elif is_get and path in (PAGE, DATA):
+            await _shown(path)(scope, receive, send)
+        elif is_get and path.endswith(GUARD_PATH):
+            await _answer_own(self._app, scope, send, self._proved)
+        elif is_post and path.endswith(HINTS_PATH):
+            await _answer_own(self._app, scope, send, partial(self._taken, scope, receive))
+        elif is_post and path.endswith(PATHS):
+            await _run_with_hints(self._app, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run vLLM's application from its start to its end, with a guard."""
+        from kedge.integrations.vllm.guarded_server import start_guard
+
+        self._guard = await start_guard(getattr(scope["app"].state, "engine_client", None))
+
+        async def end(message: Message) -> None:
+            if self._guard is not None and message["type"].startswith("lifespan.shutdown"):
+                await asyncio.to_thread(self._guard.close)
+            await send(message)
+
+        await self._app(scope, receive, end)
+
+    async def _proved(self) -> dict[str, Any]:
+        """Return what the guard knows of all agents, `mode` None without a guard."""
+        return {"object": "guard", "mode": None, "agents": [], **(self._guard.calls.stats() if self._guard else {})}
+
+    async def _taken(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
+        be. The end of a run waits for the checks that need it.
+        """
+        body = await _body(receive)
+        hints, _ = read_hints(body, Headers(scope=scope))
+        given, ended = plugin_hints(hints), list[ActionOutcome]()
+        namespace = Namespace.parse(hints.salt or "default")
+        if self._guard is not None and ends_run(hints) and not hints.session:
+            del given["final"]
+            self._guard.end_run(RunKey(namespace, hints.client, hints.run))
+            ended.append(run_ended())
+        found = await _sent(scope["app"].state.engine_client, namespace, given)
+        taken = refused(hints.turn, UNREPORTED, ActionResult.DEFERRED) if found is None else found
+        return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
-async def _show(path: str, send: Send) -> None:
-    """Answer with what the plug-in has found in plain traffic, as a page or as JSON; of several engines the first's."""
+def _shown(path: str) -> Response:
+    """Return what the plug-in has found in plain traffic, as a page or as JSON; of several engines the first's."""
     from kedge.integrations.vllm.plugin.metrics import REPORTS
 
     report = next((REPORTS[engine] for engine in sorted(REPORTS)), None)
-    body, kind = (page(report), b"text/html") if path == PAGE else (json.dumps(report), b"application/json")
-    headers = [(b"content-type", kind + b"; charset=utf-8"), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body.encode()})
+    found = HTMLResponse(page(report)) if path == PAGE else JSONResponse(report)
+    found.headers["cache-control"] = "no-store"
+    return found
 
 
-def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-async def _run_with_hints(app: App, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run vLLM's application. A body gets its hints when it is read, since vLLM looks at the caller's key before."""
     failed: list[RequestError] = []
-    unread = [_headers(scope)]
+    unread = [given := Headers(scope=scope)]
+    if "json" not in given.get("content-type", "json") or "content-encoding" in given:
+        await app(scope, receive, send)
+        return
 
     async def read() -> Message:
         try:
@@ -122,7 +163,7 @@ async def _run_with_hints(app: App, scope: MutableMapping[str, Any], receive: Re
         if not failed:
             raise
     if failed:
-        await _send(*_failed(failed[0]), send)
+        await _failed(failed[0])(scope, receive, send)
 
 
 async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
@@ -178,11 +219,12 @@ def plugin_hints(hints: Hints) -> dict[str, Any]:
         found[name] = times and without_infinity(times)
     found["actions"] = [one.to_dict() for one in hints.actions] or None
     found["final"] = hints.final or None
+    found["fidelity"] = shown_fidelity(hints.fidelity)
     return {name: value for name, value in found.items() if value not in ("", None)}
 
 
-async def _answer_hints(app: App, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-    """Answer hints without a prompt. vLLM has no such route and answers 404 for it, unless it refuses the caller, as
+async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    """Answer for a path of Kedge's. vLLM has no such route and answers 404 for it, unless it refuses the caller, as
     for a wrong key: so it is asked first, without the body.
     """
     messages: list[Message] = []
@@ -194,27 +236,22 @@ async def _answer_hints(app: App, scope: MutableMapping[str, Any], receive: Rece
         messages.append(message)
 
     await app(dict(scope), nothing, keep)
-    if not messages or messages[0].get("status") == NOT_FOUND:
+    if not messages or messages[0].get("status") == HTTPStatus.NOT_FOUND:
         try:
-            status, data = 200, await _taken(scope, await _body(receive))
+            answered: Response = JSONResponse(await answer())
         except KedgeError as error:
-            status, data = _failed(error)
-        await _send(status, data, send)
+            answered = _failed(error)
+        await answered(scope, nothing, send)
         return
     for message in messages:
         await send(message)
 
 
-def _failed(error: KedgeError) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error."""
+def _failed(error: KedgeError) -> Response:
+    """Return the answer that an error is."""
     status = STATUSES.get(type(error), 500)
-    return status, {"error": {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}}
-
-
-async def _send(status: int, data: Mapping[str, Any], send: Send) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(data).encode()})
+    data = {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}
+    return JSONResponse({"error": data}, status)
 
 
 async def _body(receive: Receive) -> dict[str, Any]:
@@ -228,24 +265,22 @@ async def _body(receive: Receive) -> dict[str, Any]:
     return body
 
 
-async def _taken(scope: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Pass hints on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot be."""
-    hints, _ = read_hints(body, _headers(scope))
-    namespace = Namespace.parse(hints.salt or "default")
-    client = scope["app"].state.engine_client
-    transfer = client.vllm_config.kv_transfer_config
-    if getattr(transfer, "kv_connector", None) != CONNECTOR:
-        raise ConfigError("kv_connector", getattr(transfer, "kv_connector", None), f"must be {CONNECTOR} for hints")
+async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> list[ActionOutcome] | None:
+    """Send hints to the plug-in, and return what becomes of them; None: it has not reported that. Raises a `KedgeError`
+    where they cannot be sent.
+    """
+    connector = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
+    if connector != NAME:
+        raise ConfigError("kv_connector", connector, f"must be {NAME} for hints")
 
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    from kedge.integrations.vllm.engine.guarding import died
     from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 
     if len(ADVICE_CALLS) >= MAX_WAITING:
         raise Overloaded("hints", len(ADVICE_CALLS), f"at most {MAX_WAITING} calls wait for vLLM at once")
     try:
-        found = await ADVICE_CALLS.ask(client.engine_core, namespace, plugin_hints(hints))
+        return await ADVICE_CALLS.ask(client.engine_core, namespace, given)
     except EngineDeadError:
-        raise EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why") from None
-    taken = refused(hints.turn, UNREPORTED, ActionResult.DEFERRED) if found is None else found
-    return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, taken)}
+        raise died() from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,8 +21,9 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kedge.engine.validation import require_new_id
-from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
+from kedge.errors import ForwardFailed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
+from kedge.integrations.vllm.engine.guarding import died
 from kedge.integrations.vllm.engine.requests import HeldForecasts, PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.plugin.hints import AFRESH
@@ -41,12 +42,20 @@ ReceiptData = Mapping[str, Any]
 
 def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
     """Return vLLM's parameters for a streamed response. Raises `RequestError` for values that vLLM refuses."""
-    structure = arguments["structured_outputs"] and StructuredOutputsParams(**arguments["structured_outputs"])
+    structure = arguments["structured_outputs"]
+    if isinstance(structure, dict):
+        structure = StructuredOutputsParams(**structure)
     given = {**arguments, "structured_outputs": structure}
     try:
         return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
     except VLLMClientError as refusal:
         raise RequestError("sampling", arguments, str(refusal)) from None
+
+
+def tokens_prompt(request: GenerateRequest, salt: str) -> TokensInput:
+    """Return a request's prompt for vLLM, whose prefix cache a check shares with those of its own salt or with none."""
+    own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
+    return tokens_input(list(request.tokens), cache_salt=f"{salt}{own}" or None)
 
 
 @dataclass
@@ -119,8 +128,7 @@ class Driver:
     async def _generate(self, response: StreamedResponse) -> ReceiptData | None:
         """Generate a response. Returns the plug-in's receipt, None where the response was ended here."""
         request = response.request
-        own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
-        prompt = tokens_input(list(request.tokens), cache_salt=f"{request.namespace}{own}")
+        prompt = tokens_prompt(request, str(request.namespace))
         async with aclosing(self.llm.generate(prompt, response.params, request.request_id)) as outputs:
             async for output in outputs:
                 response.take(output)
@@ -149,7 +157,7 @@ class Driver:
                 raise error
             response.end(receipt)
         except Exception as failure:  # also of the text's end or the receipt: its reader must not wait for ever
-            response.stream.put(_kedge_error(failure, request_id))
+            response.stream.put(kedge_error(failure, request_id))
 
     def translates(self, request: GenerateRequest) -> bool:
         """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
@@ -183,7 +191,7 @@ class Driver:
         try:
             return await self.advice.ask(self.llm.engine_core, namespace, hints)
         except EngineDeadError:
-            raise _died() from None
+            raise died() from None
 
     # the end --------------------------------------------------------------------------------------------------------
 
@@ -230,16 +238,12 @@ def as_request(sent: PluginMessage, number: int) -> EngineCoreRequest:
     return message(f"kedge-message-{number}", sent.namespace, sent.hints, sent.tokens)
 
 
-def _died() -> EngineClosed:
-    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
-
-
-def _kedge_error(error: Exception, request_id: RequestId) -> KedgeError:
+def kedge_error(error: BaseException, request_id: RequestId) -> KedgeError:
     """Return an error of vLLM's, or from handling its output, as one of Kedge's."""
     if isinstance(error, KedgeError):
         return error
-    if isinstance(error, EngineDeadError):
-        return _died()
+    if isinstance(error, EngineDeadError | asyncio.CancelledError):
+        return died()
     if isinstance(error, VLLMClientError):
         return RequestError("request", request_id, str(error))
     cause = error.__cause__ if isinstance(error, EngineGenerateError) else error

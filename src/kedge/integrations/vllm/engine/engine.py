@@ -25,7 +25,6 @@ from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.common.state.snapshot import GuardFolder
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_advice, require_sensible, sensible_hints
@@ -33,6 +32,7 @@ from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
+from kedge.integrations.vllm.engine.guarding import died, keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -52,17 +52,14 @@ from kedge.integrations.vllm.engine.requests import (
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.policies.sessions import NO_SESSIONS, refused
-from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import (
     GenerateRequest,
     Namespace,
     RequestId,
-    ReuseMode,
     RunKey,
     SamplingParams,
-    Segment,
     TenantId,
     Tokens,
     TurnHints,
@@ -70,8 +67,6 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from kedge.integrations.vllm.engine.driver import Driver
     from kedge.integrations.vllm.plugin.rank_state import RankState
 
@@ -151,39 +146,14 @@ class VLLMEngine(Engine):
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
-            self._warm_up_checks()
-        if self._is_guarded and self._keeping.state is not None:
+            warm_up(self._submit_check)
+        if self._is_guarded and (state := self._keeping.state) is not None:
+            interval, anchors = self._keeping.snapshot_interval, self.config.anchors
             try:
-                self._keep_guard(self._keeping.state.absolute() / "guard", config)
+                self._guard_state = keep_guard(self._guard.guard, state.absolute() / "guard", interval, config, anchors)
             except ConfigError:
                 self.close()
                 raise
-
-    def _warm_up_checks(self) -> None:
-        """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need for
-        one row and for several, which takes seconds, and the quality guard asks for them beside any request.
-        """
-        for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
-            drawn = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
-            for stream in [self._submit_check(one) for one in drawn]:
-                stream.result()
-
-    def _keep_guard(self, folder: Path, config: VllmConfig) -> None:
-        """Load what the guard knew before, and begin to save what it learns beside the folders of the ranks.
-
-        Damaged records and those of another model or of other settings of the anchors are left out, with a line in the
-        log. Raises `ConfigError` where the folder cannot be used.
-        """
-        from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
-
-        try:
-            state = GuardFolder(folder, guard_identity(config, self.config.anchors), self._guard.guard)
-        except OSError as error:
-            raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-        kept = RankState(state, self._keeping.snapshot_interval, lambda: True)
-        kept.load()
-        kept.start()
-        self._guard_state = kept
 
     # any thread -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +161,7 @@ class VLLMEngine(Engine):
     def failure(self) -> EngineClosed | None:
         """The error that vLLM's engine core has died; None while it works, and where `close` ended it."""
         if self._failure is None and not self._is_closed and self._driver.is_dead:
-            self._failure = _died()
+            self._failure = died()
         return self._failure
 
     def submit(self, request: GenerateRequest) -> TokenStream:
@@ -203,7 +173,7 @@ class VLLMEngine(Engine):
         request, tap = self._with_trails(request), None
         if self._is_guarded:
             request, tap = self._guard.begin(request)
-            request = _within_top(request, self._max_logprobs)
+            request = within_top(request, self._max_logprobs)
         try:
             room = self._max_model_len - request.prompt_tokens
             params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
@@ -218,7 +188,7 @@ class VLLMEngine(Engine):
 
     def _submit_check(self, check: GenerateRequest) -> TokenStream:
         """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
-        return self.submit(_within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
+        return self.submit(within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, of an agent whose last prompt was translated.
@@ -324,7 +294,7 @@ class VLLMEngine(Engine):
 
         async def run() -> T:
             if self.failure is not None:
-                raise _died()
+                raise died()
             return await begin()
 
         with self._lock:  # so that nothing is called after the loop's end
@@ -356,17 +326,6 @@ def _figures(driver: Driver) -> dict[str, object]:
     bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
     requests = {"running": figures.running, "waiting": figures.waiting, "base_prefills": bases}
     return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
-
-
-def _within_top(request: GenerateRequest, most: int) -> GenerateRequest:
-    """Return the request with no more log-probabilities than vLLM gives, its `max_logprobs`."""
-    if request.logprobs is None or not 0 <= most < request.logprobs:
-        return request
-    return replace(request, logprobs=most)
-
-
-def _died() -> EngineClosed:
-    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")
 
 
 def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:

@@ -32,7 +32,7 @@ RESERVED = {*OWN, "skip_tokenizer_init", "model", "tokenizer", "kv_transfer_conf
 
 _USE_OWN = "vLLM has its own: set engine.vllm.{}"
 _NO_EFFECT = "has no effect with vLLM"
-SECTIONS = ("tiers", "anchors", "planner", "learning", "discovery")
+SECTIONS = ("tiers", "anchors", "planner", "learning", "discovery", "guard")
 """Sections of `engine` that the plug-in has too"""
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {

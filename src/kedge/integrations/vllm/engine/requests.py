@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
+from kedge.settings.sections import shown_fidelity
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
@@ -66,12 +68,21 @@ def request_hints(request: GenerateRequest) -> Hints:
         "keep_for": request.turn.keep_for,
         "expects": without_infinity({short(name): left for name, left in request.turn.expects.items()}) or None,
         "final": request.turn.is_last or None,
-        "withheld": sorted(request.guard.withheld),
-        "epoch": request.guard.epoch or None,
-        "rung": request.guard.rung,
-        "left_out": request.guard.left_out or None,
-        "pick": request.guard.pick,
         "segments": segments,
+    }
+    return {name: value for name, value in hints.items() if value not in (None, "", [])} | guard_hints(request.guard)
+
+
+def guard_hints(orders: GuardOrders) -> Hints:
+    """Return what a guard orders, and what a client asks of one, as hints. Empty values are left out."""
+    hints = {
+        "guard": orders.mode and orders.mode.value,
+        "fidelity": shown_fidelity(orders.fidelity),
+        "withheld": sorted(orders.withheld),
+        "epoch": orders.epoch or None,
+        "rung": orders.rung,
+        "left_out": orders.left_out or None,
+        "pick": orders.pick,
     }
     return {name: value for name, value in hints.items() if value not in (None, "", [])}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kedge.engine.common.stream import TokenStream
@@ -167,8 +168,13 @@ class StreamedResponse:
 
     def end(self, receipt: Mapping[str, Any] | None) -> None:
         """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
-        now = time.perf_counter()
+        done = self.completion(receipt)
+        self.stream.put(replace(self._pending, completion=done))
+
+    def completion(self, receipt: Mapping[str, Any] | None) -> Completion:
+        """Return the whole of what was taken, with the text that was held back."""
         self._add(TokenDelta(self._text.flush(), ()))
+        now = time.perf_counter()
         ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
         parts = {"queue": ttft_ms}
         if self._stats is not None and self._stats.first_token_ts:  # by the clock of vLLM's process
@@ -179,7 +185,7 @@ class StreamedResponse:
             whole = plugin_receipt(self.request, receipt, parts)
         else:
             whole = fallback_receipt(self.request, self._cached, parts)
-        done = Completion(
+        return Completion(
             request_id=self.request.request_id,
             text=self._text.text,
             tokens=tuple(self._tokens),
@@ -190,5 +196,3 @@ class StreamedResponse:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self._prompt_logprobs,
         )
-        last = self._pending
-        self.stream.put(TokenDelta(last.text, last.tokens, done, last.logprobs, last.prompt_logprobs))

@@ -85,7 +85,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._features.log()
             is_ahead = bool(vllm_config.scheduler_config.async_scheduling)
-            translations = Translations(self._features.translation, ranks, is_ahead=is_ahead)
+            translations = Translations(self._features.translation, ranks, settings.guard, is_ahead=is_ahead)
             self._scheduler = SchedulerSide(settings, block_size, ranks, translations)
         else:
             budget = LearningBudget(settings.learning.budget if ranks == 1 else None)

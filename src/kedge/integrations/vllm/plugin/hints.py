@@ -2,7 +2,7 @@
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
 are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `trail` are for callers who assemble
-prompts, `withheld` and `epoch` for those with a quality guard.
+prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kedge.guard import GuardOrders
+from kedge.guard import GuardMode, GuardOrders
 from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
 from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
 from kedge.reuse.guard.fidelity import RUNGS
+from kedge.settings.sections import read_fidelity
 from kedge.types import (
     AgentId,
     ClientId,
@@ -118,6 +119,8 @@ def read_hints(
         ),
         is_plain=take("plain", _flag, is_plain),
         guard=GuardOrders(
+            mode=take("guard", GuardMode, None),
+            fidelity=take("fidelity", read_fidelity, None),
             withheld=take("withheld", _names, frozenset[str]()),
             epoch=take("epoch", read_whole, None) or 0,
             rung=take("rung", _rung, None),

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt
 from kedge.settings import (
     AnchorSettings,
     DiscoverySettings,
+    GuardSettings,
     LearningSettings,
     PlannerSettings,
     QuotaSettings,
@@ -28,7 +29,7 @@ SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 class PluginSettings(SettingsSection):
     """`{"reuse": "translate", "forecast_ttl": 600, "tiers": {…}, "anchors": {…}, …}`, all optional.
 
-    The sections `tiers`, `anchors`, `planner`, `learning` and `discovery` are those of `kedge.toml`.
+    The sections `tiers`, `anchors`, `planner`, `learning`, `discovery` and `guard` are those of `kedge.toml`.
     """
 
     section = "kv_connector_extra_config"
@@ -43,6 +44,8 @@ class PluginSettings(SettingsSection):
     planner: PlannerSettings = PlannerSettings()
     learning: LearningSettings = LearningSettings()
     discovery: DiscoverySettings = DiscoverySettings()
+    guard: GuardSettings = GuardSettings()
+    """It is at work in the process of an API server with the middleware; here it says what needs no proof."""
     max_captures: PositiveInt = VllmSettings().max_captures
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     state: Path | None = None

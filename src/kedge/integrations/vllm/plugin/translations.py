@@ -7,6 +7,7 @@ never get a hash: lookups miss them, and they are never copied to the host.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kedge.guard import EVERYTHING, GuardMode
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.lanes import (
     AnswerTails,
@@ -34,6 +36,7 @@ from kedge.integrations.vllm.plugin.messages import (
 )
 from kedge.reuse.holes import Holes
 from kedge.reuse.planner import CHEAPER
+from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     GenerateRequest,
@@ -44,6 +47,7 @@ from kedge.types import (
 
 LONGER = 1.25
 """How many times as long as one that did not pay a prompt is that may pay"""
+UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
 LOSING = "translating this workflow saves too little time for what it takes"
 TRIED, MAX_TRIED = 16, 256
 """Runs, or requests, until one is translated although that did not pay. After each that has not shown that it does,
@@ -117,10 +121,11 @@ class StandAside:
 class Translations:
     """All requests with hints that are translated or learned from. Owned by the scheduler."""
 
-    def __init__(self, refusal: str | None, ranks: int, *, is_ahead: bool = False) -> None:
-        """`refusal`: the reason why nothing can be translated with this model, if there is one. `is_ahead`: a step is
-        started before the tokens of the one before are read.
+    def __init__(self, refusal: str | None, ranks: int, guard: GuardSettings, *, is_ahead: bool = False) -> None:
+        """`refusal`: the reason why nothing can be translated with this model, if there is one. `guard`: what holds for
+        requests without orders of a guard. `is_ahead`: a step is started before the tokens of the one before are read.
         """
+        self._guard = guard
         self._model_refusal = refusal
         self._block_ids: BlockIds | None = None
         self._candidates: dict[str, TranslationCandidate] = {}
@@ -163,7 +168,7 @@ class Translations:
 
     def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
         """Take a new request."""
-        refusal = self.refusal or request_refusal(request)
+        refusal = self.refusal or request_refusal(request) or self._unproved(hinted.request)
         is_served = hinted.request.reuse is ReuseMode.TRANSLATE and not hinted.request.guard.is_proving
         if is_served and self._aside.leaves_alone(hinted.request):
             refusal = refusal or LOSING
@@ -172,8 +177,16 @@ class Translations:
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, which the workers may prepare."""
-        if self.refusal is None and request.reuse is ReuseMode.TRANSLATE:
+        if self.refusal is None and request.reuse is ReuseMode.TRANSLATE and not self._unproved(request):
             self._orders.expected += (request,)
+
+    def _unproved(self, request: GenerateRequest) -> str | None:
+        """Return the reason why a request must not be translated: no guard has ordered how, and it needs proof."""
+        orders = request.guard
+        mode, budget = orders.mode or self._guard.mode, orders.fidelity or self._guard.fidelity
+        if orders.rung is not None or EVERYTHING in orders.withheld or mode is GuardMode.OFF or math.isinf(budget):
+            return None
+        return UNPROVED_HERE if any(one.is_placeholder for one in request.segments) else None
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to

@@ -1,0 +1,265 @@
+"""Guard and proof under vLLM's own server: between its routes and its `AsyncLLM`, in the API server's process.
+
+The routes answer by `AsyncLLM.generate`. A call whose prompt may be translated passes the guard on the way there: its
+orders are added to the hints, and log-probabilities are asked for where its answer is compared. On the way back these
+are left out again, and the guard's notes are added to the receipt. Everything else is vLLM's own. Checks are further
+requests to the same engine, which no client sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams as VllmSampling
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.common.stream import Tap, TokenStream
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.errors import EngineClosed
+from kedge.guard import GuardMode
+from kedge.integrations.vllm.engine.driver import kedge_error, sampling_params, tokens_prompt
+from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
+from kedge.integrations.vllm.engine.requests import end_of_run, guard_hints, sampling_arguments
+from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
+from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
+from kedge.integrations.vllm.plugin.rank_state import RankState
+from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
+
+logger = logging.getLogger(__name__)
+LAST = 2**31 - 1
+"""The priority of checks, where vLLM goes by priorities"""
+COMPARABLE = "raw_logprobs"
+"""vLLM's `logprobs_mode` in which a request's own temperature and penalties do not change what is compared"""
+KEPT = ("stop", "stop_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words")
+"""Of a client's parameters for vLLM, those that a check draws by, too, besides Kedge's own"""
+ALIKE = ("temperature", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Those that Kedge has by the same names"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSampling(SamplingParams):
+    """How a client of vLLM's server wants its tokens drawn."""
+
+    own: VllmSampling | None = field(default=None, compare=False)
+    """vLLM's parameters for the call, which say more than Kedge's"""
+
+
+async def start_guard(client: Any) -> ServerGuard | None:
+    """Put the guard before a server's `AsyncLLM`. Returns None, with a line in the log, where nothing can be proved:
+    then nothing is translated that needs proof.
+    """
+    transfer = client and client.vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != NAME:
+        return None
+    model = client.model_config
+    if model.max_logprobs == 0 or model.logprobs_mode != COMPARABLE:
+        logger.warning("kedge: no guard: it needs vLLM's max_logprobs above 0, and logprobs_mode %s", COMPARABLE)
+        return None
+    try:
+        settings = PluginSettings.model_validate(transfer.kv_connector_extra_config)
+        guard = ServerGuard(client, settings, HFTokenizer.load(Path(model.tokenizer)))
+        if settings.guard.mode is not GuardMode.OFF:
+            await asyncio.to_thread(warm_up, guard.submit)
+    except Exception:  # whatever it is, the server starts, and translates nothing that needs proof
+        logger.exception("kedge: no guard")
+        return None
+    client.generate = guard.generate
+    return guard
+
+
+class ServerGuard:
+    """The guard of one API server. Its event loop owns it; checks are carried out by a thread of the guard's."""
+
+    def __init__(self, client: Any, settings: PluginSettings, tokenizer: HFTokenizer) -> None:
+        """`client` is vLLM's `AsyncLLM`. Raises `ConfigError` where the folder for state cannot be used."""
+        self._client, self._generate = client, client.generate
+        self._loop, self._settings, self._tokenizer = asyncio.get_running_loop(), settings, tokenizer
+        self._max_logprobs, self._max_model_len = client.model_config.max_logprobs, client.model_config.max_model_len
+        self.calls = GuardedCalls(self.submit, settings.guard)
+        self._state: RankState | None = None
+        if settings.state is not None:
+            folder, config = settings.state.absolute() / _folder(client), client.vllm_config
+            self._state = keep_guard(self.calls.guard, folder, settings.snapshot_interval, config, settings.anchors)
+
+    def close(self) -> None:
+        """Drop the checks that wait, and write the last snapshot. Blocks."""
+        self.calls.checks.stop()
+        if self._state is not None:
+            self._state.close()
+
+    # clients' calls -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **others: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer as vLLM's `AsyncLLM.generate` does, which has the same parameters."""
+        hinted = self._guarded(prompt, sampling_params, others)
+        if hinted is None:
+            return self._generate(prompt, sampling_params, request_id, **others)
+        return self._answer(hinted, prompt, sampling_params, request_id, others)
+
+    def _guarded(self, prompt: Any, params: Any, others: Mapping[str, Any]) -> HintedRequest | None:
+        """Return a call that the guard has to do with; None for another."""
+        transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+        is_text = isinstance(prompt, Mapping) and prompt.get("type", "token") == "token"
+        if not isinstance(transfer, Mapping) or not is_text or others.get("lora_request") is not None:
+            return None
+        tokens = prompt.get("prompt_token_ids") or ()
+        hinted = read_hints(new_request_id(), tokens, prompt.get("cache_salt"), transfer, self._settings.reuse)
+        if hinted is None:
+            return None
+        orders = hinted.request.guard
+        if orders.withheld or orders.epoch or orders.rung is not None:  # its client has a guard of its own
+            return None
+        room = self._max_model_len - len(tokens)
+        named = {name: getattr(params, name) for name in ALIKE}
+        drawn = ClientSampling(max_tokens=min(room, params.max_tokens or room), own=params, **named)
+        is_chosen = params.logprobs == -1 or params.flat_logprobs or getattr(params, "logprob_token_ids", None)
+        # an answer that cannot be compared counts as one whose prompt's log-probabilities are asked for
+        of_prompt = 0 if is_chosen or params.n > 1 else params.prompt_logprobs
+        asked = replace(hinted.request, sampling=drawn, logprobs=params.logprobs, prompt_logprobs=of_prompt)
+        return None if self.calls.guard.mode(asked) is GuardMode.OFF else replace(hinted, request=asked)
+
+    async def _answer(
+        self, hinted: HintedRequest, prompt: Any, params: VllmSampling, request_id: str, others: Mapping[str, Any]
+    ) -> AsyncIterator[RequestOutput]:
+        asked = hinted.request
+        self.calls.arriving(asked)
+        served, tap = self.calls.begin(asked)
+        call = ServedCall(asked, within_top(served, self._max_logprobs), tap, params, self._tokenizer)
+        ordered = _ordered(params, call.served, ends=(ends := hinted.ends_run and not asked.turn.session))
+        try:
+            async with aclosing(self._generate(prompt, ordered, request_id, **others)) as outputs:
+                async for output in outputs:
+                    call.see(output)
+                    yield output
+        finally:
+            call.abort()
+            if ends:
+                self.end_run(asked.run_key)
+
+    def end_run(self, run: RunKey) -> None:
+        """Let the plug-in forget a run as soon as no check needs what it shared."""
+
+        def end() -> None:
+            told = ADVICE_CALLS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
+            asyncio.run_coroutine_threadsafe(told, self._loop)
+
+        self.calls.checks.end_run(run, end)
+
+    # checks -------------------------------------------------------------------------------------------------------
+
+    def submit(self, check: GenerateRequest) -> TokenStream:
+        """Begin a request of the guard's, by an id that no other API server has. Any thread may call."""
+        own_id = RequestId(f"kedge-check-{uuid.uuid4().hex}")
+        check = within_top(replace(check, request_id=own_id, turn=TurnHints(keep_for=0.0)), self._max_logprobs)
+        room = self._max_model_len - check.prompt_tokens
+        own = None if check.forced or not isinstance(check.sampling, ClientSampling) else check.sampling.own
+        kept = {} if own is None else {name: getattr(own, name) for name in KEPT}
+        params = sampling_params({**sampling_arguments(check, room), **kept, "detokenize": bool(kept.get("stop"))})
+        response = StreamedResponse(check, self._tokenizer, params, room)
+        asyncio.run_coroutine_threadsafe(self._carry_out(response), self._loop)
+        return response.stream
+
+    async def _carry_out(self, response: StreamedResponse) -> None:
+        check = response.request
+        salt = "" if (name := str(check.namespace)) == "default" else name  # that of prompts without a salt
+        outputs = self._generate(tokens_prompt(check, salt), response.params, check.request_id, priority=LAST)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    response.take(output)
+                    if output.finished:
+                        response.end((output.kv_transfer_params or {}).get("kedge"))
+        except BaseException as error:  # the guard's thread must not wait for ever
+            response.stream.put(kedge_error(error, check.request_id))
+            if not isinstance(error, Exception):
+                raise
+
+
+class ServedCall:
+    """A client's call on its way through the guard."""
+
+    def __init__(
+        self, asked: GenerateRequest, served: GenerateRequest, tap: Tap | None, params: VllmSampling, reads: HFTokenizer
+    ) -> None:
+        """`params` are the client's; the end of the call passes through `tap`."""
+        self.asked, self.served, self._tap, self._is_over = asked, served, tap or (lambda item: item), False
+        # of an answer that is not compared its end is enough
+        self._is_read = params.output_kind is RequestOutputKind.DELTA and served.logprobs is not None
+        seen = replace(served, prompt_logprobs=None)  # those are the client's alone
+        self._response = StreamedResponse(seen, reads, params, served.sampling.max_tokens)
+
+    def see(self, output: RequestOutput) -> None:
+        """Take an output on its way to the client, and make it what the client has asked for, with the guard's notes
+        where it is the last one.
+        """
+        try:
+            if output.finished or self._is_read:
+                self._response.take(output)
+            if output.finished:
+                self._note(output)
+        except Exception:  # whatever the guard makes of it, the client has its answer
+            logger.exception("the guard failed on request %s", output.request_id)
+        if self.served.logprobs != self.asked.logprobs:
+            _strip(output, self.asked.logprobs)
+
+    def _note(self, output: RequestOutput) -> None:
+        transfer = output.kv_transfer_params or {}
+        done, self._is_over = self._response.completion(receipt := transfer.get("kedge")), True
+        noted = self._tap(TokenDelta("", (), done))
+        if receipt and not isinstance(noted, BaseException) and noted.completion:
+            found = noted.completion.receipt
+            fidelity = found.fidelity and asdict(found.fidelity)
+            notes = {"guard": [asdict(one) for one in found.guard], "fidelity": fidelity}
+            output.kv_transfer_params = {**transfer, "kedge": {**receipt, **notes}}
+
+    def abort(self) -> None:
+        """Tell the guard that the call is over, if it was not answered to its end."""
+        if not self._is_over:
+            self._tap(EngineClosed("request", self.asked.request_id, "it was not answered to its end"))
+
+
+def _ordered(params: VllmSampling, served: GenerateRequest, *, ends: bool) -> VllmSampling:
+    """Return a client's parameters with the guard's orders. A run that `ends` does so once no check needs it."""
+    ordered = copy(params)
+    ordered.logprobs = served.logprobs
+    transfer = params.extra_args["kv_transfer_params"]
+    kedge = {**transfer["kedge"], **guard_hints(served.guard)}
+    kedge["final"] = not ends and kedge.get("final")
+    ordered.extra_args = {**params.extra_args, "kv_transfer_params": {**transfer, "kedge": kedge}}
+    return ordered
+
+
+def _strip(output: RequestOutput, asked: int | None) -> None:
+    """Leave out log-probabilities that a client did not ask for: of each token it gets the drawn one's, which vLLM puts
+    first, and those of the `asked` likeliest; None: none.
+    """
+    for one in output.outputs:
+        if asked is None:
+            one.logprobs = one.cumulative_logprob = None
+        elif one.logprobs is not None:
+            one.logprobs = [
+                {token: seen for at, (token, seen) in enumerate(ranked.items()) if at == 0 or seen.rank <= asked}
+                for ranked in one.logprobs
+            ]
+
+
+def _folder(client: Any) -> str:
+    """Return the name of the folder for the guard's records: each replica and each API server has its own."""
+    replica = client.vllm_config.parallel_config.data_parallel_index
+    number = getattr(client.engine_core, "client_index", 0)
+    return f"guard-{replica}-{number}" if replica or number else "guard"
