@@ -43,6 +43,7 @@ TRANSFER = {
 FLAGS = (
     *("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware", "--scheduler-cls", SCHEDULER),
     *("--num-gpu-blocks-override", "512"),
+    *("--logits-processors", "kedge.integrations.vllm.forced_answers:ForcedAnswers"),
 )
 QUESTIONS = 4 * LEAST
 WIDE, NONE = 5.0, 1e-12
