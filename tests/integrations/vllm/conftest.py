@@ -132,13 +132,13 @@ class Driver:
 
         self._count += 1
         name = f"r{self._count}"
-        salt = more.pop("salt", None)
+        salt, extra = more.pop("salt", None), more.pop("extra", None)
         params = SamplingParams(
             max_tokens=count,
             temperature=0,
             ignore_eos=True,
             detokenize=False,
-            extra_args=None if kedge is None else {"kv_transfer_params": {"kedge": dict(kedge)}},
+            extra_args=extra if kedge is None else {"kv_transfer_params": {"kedge": dict(kedge)}},
             **more,
         )
         asked: dict[str, Any] = {"prompt_token_ids": list(tokens)}

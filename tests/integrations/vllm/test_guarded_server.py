@@ -38,11 +38,12 @@ from tests.integrations.vllm.test_server import MODEL, TAIL, Server, serving  # 
 TRANSFER = {
     "kv_connector": "KedgeConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"planner": {"by_cost": False}, "guard": {"tokens": 4, "budget": 1.0}},
+    "kv_connector_extra_config": {"planner": {"by_cost": False}, "guard": {"budget": 1.0}},
 }
 FLAGS = (
     *("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware", "--scheduler-cls", SCHEDULER),
     *("--num-gpu-blocks-override", "512"),
+    *("--logits-processors", "kedge.integrations.vllm.forced_answers:ForcedAnswers"),
 )
 QUESTIONS = 4 * LEAST
 WIDE, NONE = 5.0, 1e-12

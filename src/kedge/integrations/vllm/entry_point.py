@@ -13,6 +13,10 @@ import logging
 from contextlib import suppress
 
 NAME, MODULE = "KedgeConnector", "kedge.integrations.vllm.plugin.connector"
+FORCED = "kedge_forced"
+"""Key of a request's `extra_args` with the token ids of its answer"""
+COMPARABLE = "raw_logprobs"
+"""vLLM's `logprobs_mode` in which nothing that changes what is drawn changes what is compared"""
 
 
 def register() -> None:

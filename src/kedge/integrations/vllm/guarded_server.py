@@ -31,7 +31,7 @@ from kedge.integrations.vllm.engine.driver import kedge_error, sampling_params, 
 from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.requests import end_of_run, guard_hints, sampling_arguments
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
 from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 from kedge.integrations.vllm.plugin.rank_state import RankState
@@ -41,8 +41,6 @@ from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, Toke
 logger = logging.getLogger(__name__)
 LAST = 2**31 - 1
 """The priority of checks, where vLLM goes by priorities"""
-COMPARABLE = "raw_logprobs"
-"""vLLM's `logprobs_mode` in which a request's own temperature and penalties do not change what is compared"""
 KEPT = ("stop", "stop_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words")
 """Of a client's parameters for vLLM, those that a check draws by, too, besides Kedge's own"""
 ALIKE = ("temperature", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")

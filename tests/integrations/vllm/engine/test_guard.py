@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.utils.system_utils import get_mp_context  # noqa: E402
 
-from kedge.engine.common.guarding import check, guarded_calls
+from kedge.engine.common.guarding import check, guarded_calls  # noqa: E402
+from kedge.engine.common.guarding.check import dense_check  # noqa: E402
 from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
+from kedge.integrations.vllm.forced_answers import ForcedAnswers  # noqa: E402
 from kedge.reuse.guard.fidelity import LEAST, RUNGS  # noqa: E402
 from kedge.reuse.planner import UNPROVED, WITHHELD  # noqa: E402
-from kedge.settings import EngineSettings  # noqa: E402
+from kedge.settings import EngineSettings, GuardSettings  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
     Completion,
@@ -55,6 +58,7 @@ LEAD_IN, STAND_IN = (tuple(prompt(size, seed)) for size, seed in ((5, 3), (4, 4)
 VALUES = range(5)
 TOP = 5
 AS_SET = GuardOrders()
+PROCESSOR = f"{ForcedAnswers.__module__}:{ForcedAnswers.__name__}"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def engine(
         shutil.copy(model_path(None) / name, folder)
     own = {
         "max_model_len": 384, "num_gpu_blocks_override": 16, "max_num_seqs": 4, "max_logprobs": TOP,
-        "async_scheduling": request.param,
+        "async_scheduling": request.param, "logits_processors": [PROCESSOR],
     }  # fmt: skip
     config = {
         "backend": "vllm", "vllm": own, "planner": {"by_cost": False},
@@ -137,6 +141,21 @@ def is_at_rest(engine: VLLMEngine) -> bool:
 def test_no_log_probabilities_no_guard(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_max_logprobs", 0)
     assert ask(engine, 0).receipt.guard == () and guard(engine)["agents"] == []
+
+
+def test_a_check_is_compared_at_all_tokens(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "COMPARED_TOKENS", 6)
+    asked = GenerateRequest(
+        (Segment(HEAD, "p0"),), SamplingParams(8, ignore_eos=True), ReuseMode.TRANSLATE, logprobs=TOP
+    )  # fmt: skip
+    other = tuple(prompt(8, 7))  # an answer that a translation far off could have given
+    served = replace(engine.submit(asked).result(PATIENCE), tokens=other)
+    forced = dense_check(asked, served, []).requests[0]
+    found = engine.submit(replace(forced, logprobs=TOP)).result(PATIENCE)
+    whole = replace(asked, segments=(Segment(HEAD + other, "p0"),), request_id=new_request_id(), prompt_logprobs=TOP)
+    text = engine.submit(whole).result(PATIENCE).prompt_logprobs[len(HEAD) :]
+    assert found.tokens == forced.forced == other[:6] and len(found.logprobs) == 6
+    assert [one.logprob for one in found.logprobs] == pytest.approx([one.logprob for one in text[:6]], abs=1e-3)
 
 
 def test_a_budget_is_proved_before_anything_is_translated(engine: VLLMEngine) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
+from kedge.integrations.vllm.entry_point import FORCED
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
 from kedge.settings.sections import shown_fidelity
 from kedge.structures.bounded import BoundedDict
@@ -115,6 +116,7 @@ def sampling_arguments(
     """
     sampling = request.sampling
     wanted = sampling.max_tokens + (hinted and not tails and request.produces is not None)
+    forced = {FORCED: list(request.forced)} if request.forced else {}  # where vLLM cannot force it, it is drawn
     return {
         "max_tokens": max(1, min(wanted, room)),
         "temperature": sampling.temperature,
@@ -130,7 +132,7 @@ def sampling_arguments(
         "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,
         "structured_outputs": {"grammar": sampling.grammar} if sampling.grammar else None,
-        "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}} if hinted else None,
+        "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}, **forced} if hinted else None,
     }
 
 
