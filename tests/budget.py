@@ -37,12 +37,13 @@ class Budget:
 
 
 def history() -> Iterator[Budget]:
-    """Yield the budgets of all commits that changed them, the oldest first, then those of the working tree.
+    """Yield the budgets of all commits that changed them, the oldest first, then those of the working tree. A merge is
+    one commit: its branches have counted without each other.
 
     Without git, or in a clone without history, only what is there.
     """
     where = FILE.relative_to(ROOT).as_posix()
-    for commit in _git("log", "--reverse", "--format=%H", "--", where).split():
+    for commit in _git("log", "--first-parent", "--reverse", "--format=%H", "--", where).split():
         if text := _git("show", f"{commit}:{where}"):
             yield Budget.parse(text)
     yield Budget.parse(FILE.read_text(encoding="utf-8"))

@@ -79,12 +79,8 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     room = KvRoom(3 * settings.agents * longest, longest)
     pools = {"capacity": settings.samples + settings.repeats, "min_anchors": settings.samples}
     anchors = {**SHARED, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
-    ours = {
-        "anchors": anchors,
-        "planner": {"by_cost": False},
-        "guard": {"fidelity": "any"},
-        "max_captures": 2 * settings.agents,
-    }
+    free = {"planner": {"by_cost": False}, "guard": {"fidelity": "any"}}
+    ours = {"anchors": anchors, **free, "max_captures": 2 * settings.agents}
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
         stock = stack.enter_context(VllmLane(model, room, None))

@@ -23,14 +23,7 @@ from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
 from kedge.engine.local.sessions import stop_reason
-from kedge.errors import (
-    ForwardFailed,
-    GenerationFailed,
-    KedgeError,
-    OutOfBlocks,
-    RequestError,
-    TranslationRefused,
-)
+from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError, TranslationRefused
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import TurnEnd
 from kedge.types import FinishReason, RequestId, ReuseMode

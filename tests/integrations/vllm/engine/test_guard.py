@@ -24,7 +24,7 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
 from kedge.integrations.vllm.forced_answers import ForcedAnswers  # noqa: E402
 from kedge.reuse.guard.fidelity import LEAST, RUNGS  # noqa: E402
 from kedge.reuse.planner import UNPROVED, WITHHELD  # noqa: E402
-from kedge.settings import EngineSettings, GuardSettings  # noqa: E402
+from kedge.settings import EngineSettings  # noqa: E402
 from kedge.types import (  # noqa: E402
     AgentId,
     Completion,

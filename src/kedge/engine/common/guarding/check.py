@@ -134,12 +134,7 @@ def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
 
 
 def trial(
-    request: GenerateRequest,
-    served: Completion,
-    tried: str,
-    rungs: Sequence[int | None],
-    *,
-    has_control: bool = True,
+    request: GenerateRequest, served: Completion, tried: str, rungs: Sequence[int | None], *, has_control: bool = True
 ) -> Check:
     """Return the check of a call that was served without `tried`, a withheld placeholder or all of them: it is
     translated now, on each of the `rungs`. Where all are, a control is forced to the same answer over the KV that it
