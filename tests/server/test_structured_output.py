@@ -240,7 +240,7 @@ def test_a_schema_that_no_answer_fits_is_a_bad_request(running: Served, schema: 
     body = {"messages": ASK, "response_format": form, "max_tokens": 30, "stream": stream}
     with running.http() as http:
         answer = http.post("/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format"), answer.text
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("response_format"), answer.text
     assert "Parser" not in answer.text and "<state>" not in answer.text
 
 

@@ -112,8 +112,7 @@ async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
     service.require_engine()
-    if not await service.answers(READY_SECONDS):
-        raise EngineClosed("engine", "busy", f"did not answer within {READY_SECONDS:g} s")
+    await service.require_answer(READY_SECONDS)
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 

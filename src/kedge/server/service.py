@@ -62,6 +62,8 @@ class Service:
         self.is_hung = False
         """Whether the engine has not answered for a minute, with work to do"""
         self._sign: asyncio.Future[None] | None = None
+        self._is_closed = False
+        """Whether the engine's last sign was that it is closed"""
         self._meters: dict[TenantId, Meter] = {}
         self.calls: set[GenerationCall] = set()
 
@@ -94,13 +96,22 @@ class Service:
         """Return whether the engine answers in so many seconds. It is asked once for all who want to know."""
 
         def ask() -> None:
+            self._is_closed = True  # unless it answers
             with suppress(KedgeError):
                 self.engine.cancel(RequestId("alive?"))
+                self._is_closed = False
 
         if self._sign is None or self._sign.done():
             self._sign = in_own_thread(ask, "kedge-sign")
         await asyncio.wait([self._sign], timeout=patience)
         return self._sign.done()
+
+    async def require_answer(self, patience: float) -> None:
+        """Raise `EngineClosed` where the engine does not answer in so many seconds, or that it is closed."""
+        if not await self.answers(patience):
+            raise EngineClosed("engine", "busy", f"did not answer within {patience:g} s")
+        if self._is_closed:
+            raise EngineClosed("engine", "closed", "it takes no requests")
 
     @property
     def is_quiet(self) -> bool:

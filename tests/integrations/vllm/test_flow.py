@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.integrations.vllm.plugin import host_loads
 from kedge.policies.sessions.ledger import ForecastRecord
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kedge.integrations.vllm.plugin import host_loads  # noqa: E402
 
 AGENTS = 10
 FIXED = 8 * BLOCK

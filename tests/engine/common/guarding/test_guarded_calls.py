@@ -39,7 +39,7 @@ def test_a_fault_is_off_after_one_changed_answer_and_earns_its_way_back() -> Non
 
 def test_the_fault_of_one_placeholder_leaves_the_other_translated() -> None:
     engine = FakeEngine(faulty=frozenset("b"))
-    wrong(engine, 40, "a", "b")
+    wrong(engine, 60, "a", "b")
     engine.ask(request("a", "b"))
     assert engine.state("b")["withheld"] and engine.state("b")["breaches"]
     assert not engine.state("a")["withheld"] and not engine.state("a")["breaches"]
