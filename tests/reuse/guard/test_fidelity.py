@@ -390,14 +390,3 @@ def test_a_restored_proof_serves_what_is_proved() -> None:
 def test_rungs_of_another_version_are_left_out() -> None:
     rungs = {**saved(found(Proof(), 1, BUDGET / 5))["rungs"], "moved by hand": [MEAN, MEAN]}
     assert list(SavedProof.model_validate({"agent": "a", "rungs": rungs}).proof().rungs) == [1]
-
-
-@pytest.mark.parametrize(("noise", "counts"), [(0.0, False), (1e-6, False), (3e-4, True)])
-def test_rounding_is_measured_until_it_is_known_not_to_count(noise: float, counts: bool) -> None:
-    proof = Proof()
-    for _ in range(LEAST - 1):
-        proof.noise.observe(noise)
-    assert proof.is_rounded(BUDGET, ALPHA)
-    for _ in range(3 * LEAST):
-        proof.noise.observe(noise)
-    assert proof.is_rounded(BUDGET, ALPHA) is counts

@@ -134,13 +134,14 @@ def test_more_is_compared_near_the_budget_and_while_decisions_are_not_known_well
     assert 0.3 < checked(guard, asked) < 0.5
 
 
-def test_a_control_is_needed_until_rounding_is_known_not_to_count() -> None:
+@pytest.mark.parametrize(("noise", "counts"), [(0.0, False), (1e-6, False), (3e-4, True)])
+def test_a_control_is_needed_until_rounding_is_known_not_to_count(noise: float, counts: bool) -> None:
     guard, asked = QualityGuard(SETTINGS), request("a")
     for _ in range(LEAST):
         guard.verdict(asked)
         assert guard.needs_control(asked)
-        guard.found(unlike(asked), ("a",), [], noise=1e-8)
-    assert not guard.needs_control(asked) and guard.needs_control(request("a", agent="critic"))
+        guard.found(unlike(asked), ("a",), [], noise=noise)
+    assert guard.needs_control(asked) is counts and guard.needs_control(request("a", agent="critic"))
 
 
 def test_beside_a_check_of_what_is_served_one_that_may_be_cheaper_is_tried() -> None:

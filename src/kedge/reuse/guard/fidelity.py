@@ -191,10 +191,6 @@ class Proof:
                 self.rungs[finding.rung] = RungRecord(one.since, record.computed)
                 one.suspicion = 0.0
 
-    def is_rounded(self, budget: float, alpha: float) -> bool:
-        """Return whether rounding may count: below a hundredth of the budget, as in float32, none is taken off."""
-        return self.noise.upper(alpha) > 0.01 * budget
-
     def choose(self, budget: float, alpha: float) -> int | None:
         """Return the rung to serve on: the cheapest that is proved; the one that serves until it is no longer within
         the budget in the mean. None: none is. All rungs together are wrong with probability `alpha`.
@@ -292,11 +288,8 @@ class SavedProof(BaseModel):
     def of(cls, agent: str, proof: Proof) -> SavedProof:
         """Return a proof as data."""
         rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
-        served = [
-            SavedServing(budget, RUNGS[one.rung].name, one.calls)
-            for budget, one in proof.serving.items()
-            if one.rung is not None
-        ]
+        known = ((budget, one) for budget, one in proof.serving.items() if one.rung is not None)
+        served = [SavedServing(budget, RUNGS[one.rung or 0].name, one.calls) for budget, one in known]
         return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None, serving=served)
 
     def proof(self) -> Proof:

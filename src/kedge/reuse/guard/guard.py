@@ -227,10 +227,10 @@ class QualityGuard:
             return [*proof.to_try(budget, ALPHA)]
 
     def needs_control(self, request: GenerateRequest) -> bool:
-        """Return whether a trial of a request has to measure what rounding alone makes of its answer."""
+        """Return whether a trial has to measure what rounding alone makes of an answer: not below 1 % of the budget."""
         with self._lock:
             proof = self._proofs.get(request.workflow_agent)
-            return proof is None or proof.is_rounded(self.budget(request), ALPHA)
+            return proof is None or proof.noise.upper(ALPHA) > 0.01 * self.budget(request)
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""

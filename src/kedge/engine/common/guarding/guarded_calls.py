@@ -466,8 +466,7 @@ class GuardedCalls:
         findings = [seen.finding for seen in ways if seen.finding is not None]
         tried = {one.guard.rung for one in check.requests if one.guard.rung is not None}
         if check.tried in ("", EVERYTHING) and (findings or tried):
-            named = {one.name for one in check.of.segments if one.is_placeholder}
-            placeholders = {name for seen in ways for name in seen.names} or named
+            placeholders = {one.name for one in check.of.segments if one.is_placeholder}
             tried -= {one.rung for one in findings}
             self.guard.found(check.of, placeholders, findings, tried, check.noise(answers))
         for seen in ways:
