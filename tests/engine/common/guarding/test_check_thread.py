@@ -268,6 +268,17 @@ def test_what_cannot_be_translated_yet_is_no_more_than_tried_in_vain() -> None:
         assert one.checks.drain(10) and one.judged == [check] and one.checks.computed == 0
 
 
+def test_what_a_check_computed_until_it_failed_counts() -> None:
+    with bench() as one:
+        one.add(rungs=[0, 1, None])
+        one.finish()
+        assert one.begun.acquire(timeout=10) and one.begun.acquire(timeout=10)
+        for request, stream in one.under_way:
+            stream.put(Overloaded("request_id", request.request_id, "no room"))
+        one.under_way.clear()
+        assert one.checks.drain(10) and one.judged == [] and one.checks.computed > 0 and one.checks.dropped == 1
+
+
 def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> None:
     with bench() as one:
         one.checks._pause = LONG

@@ -275,18 +275,18 @@ class CheckThread:
         return None
 
     def _carry_out(self, check: Check) -> None:
-        is_done, computed, began = False, 0, time.monotonic()
+        is_done, answers, began = False, list[Completion | None](), time.monotonic()
         try:
-            answers = list[Completion | None]()
             is_done = self._answer(check.requests, answers)
-            computed = sum(answer.receipt.computed + len(answer.tokens) for answer in answers if answer is not None)
             if is_done:
                 self._judged(check, answers)
         except KedgeError as error:  # the engine was closed, or has no room for it
             logger.debug("a check was not carried out: %s", error)
+            is_done = False
         except Exception:  # whatever happens to a check is no request's concern
             is_done = False
             logger.exception("a check failed")
+        computed = sum(answer.receipt.computed + len(answer.tokens) for answer in answers if answer is not None)
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
