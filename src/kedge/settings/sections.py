@@ -314,8 +314,8 @@ class EngineSettings(SettingsSection):
     kv_memory: Size = 1 << 30
     """Size of the device tier, such as `2GiB` or `4096 blocks`."""
     max_batch_tokens: PositiveInt | None = None
-    """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks. None is 2048 on a GPU
-    and 512 on a CPU, where other requests would wait for seconds.
+    """Tokens of one step, prefill and decode together; a longer prompt is prefilled in chunks. None is 2048 on a GPU,
+    on a CPU 512, and fewer where contexts are long.
     """
     max_running: PositiveInt = 16
     """Requests that run at once; the others wait."""

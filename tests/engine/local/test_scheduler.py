@@ -66,6 +66,16 @@ def test_first_come_first_served_where_nothing_loads() -> None:
     assert not scheduler.unadmitted
 
 
+def test_a_pass_takes_fewer_tokens_behind_a_long_context() -> None:
+    """Attending takes time, too: others would wait for a pass of seconds."""
+    scheduler = Scheduler(cast(Any, World()), EngineCosts(), 64, 16, 0.5, reach=100.0)
+    for name, context in ("a", 0), ("b", 300):
+        scheduler.add(cast(Any, Request(name, [*range(context, context + 500)])))
+        (work,) = [one for one in scheduler.schedule() if cast(Any, one.sequence).name == name]
+        assert len(work.positions) == (64 if name == "a" else 16)
+        scheduler.done(work.sequence)
+
+
 def test_others_go_before_who_waits_for_a_load() -> None:
     world = World(loading={"a", "c"})
     scheduler = scheduler_of(world, "abcd")

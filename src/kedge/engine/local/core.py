@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
+from math import inf
 
 from torch import Tensor
 
@@ -49,6 +50,8 @@ class EngineCore:
         parts.learning = Learning(
             parts.runtime, parts.cache, parts.storage, parts.jobs, config.learning, parts.longest, self.requests.release
         )
+        # A layer has some 12 d² weights, and attends by 2 d products a token of context: as many at 6 d.
+        attends = not config.max_batch_tokens and not parts.storage.keys.is_cuda
         parts.scheduler = self.scheduler = Scheduler(
             Admission(parts, self.requests),
             parts.costs,
@@ -59,6 +62,7 @@ class EngineCore:
             ahead=parts.ahead,
             running=parts.running,
             service=ServiceOrders(parts.cache, parts.sessions) if config.tiers.policy == "sessions" else None,
+            reach=6 * parts.runner.model.config.get_text_config().hidden_size if attends else inf,
         )
 
     # requests and hints ---------------------------------------------------------------------------------------

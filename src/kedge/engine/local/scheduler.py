@@ -273,15 +273,18 @@ class _Pass:
     """Tokens that still fit"""
     rows: int
     """Rows of logits of whole prompts that still fit"""
+    reach: float
+    """Context over which attending takes as long as all else that a token takes: it counts as two then"""
     work: list[Work] = field(default_factory=list)
 
     def add(self, sequence: Sequence, most: int = sys.maxsize) -> int:
         """Add up to `most` positions of a sequence. Returns their number."""
-        most = min(most, self.left, self.rows if sequence.needs_all_logits else sys.maxsize)
+        each = 1 + sequence.todo[0] / self.reach if sequence.todo else 1
+        most = min(most, int(self.left / each), self.rows if sequence.needs_all_logits else sys.maxsize)
         positions = sequence.todo[: max(0, most)]
         if positions:
             self.work.append(Work(sequence, positions))
-        self.left -= len(positions)
+        self.left -= math.ceil(each * len(positions))
         self.rows -= len(positions) if sequence.needs_all_logits else 0
         return len(positions)
 
@@ -334,9 +337,10 @@ class Scheduler:
         ahead: deque[PreparedPrompt] | None = None,
         running: list[RequestSequence] | None = None,
         service: ServiceOrders | None = None,
+        reach: float = math.inf,
     ) -> None:
         """Start with empty queues. `jobs` and `ahead` are filled by others, `running` is only looked at by them."""
-        self._service = service
+        self._service, self._reach = service, reach
         self._admission, self._costs = admission, costs
         self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
         self.passes = 0
@@ -382,7 +386,7 @@ class Scheduler:
         """Admit requests that have room, and fill the next pass."""
         self._admit_waiting()
         self.passes += 1
-        filling, waits = _Pass(self._budget, LOGIT_ROWS), self.someone_waits
+        filling, waits = _Pass(self._budget, LOGIT_ROWS, self._reach), self.someone_waits
         allowed = self._allowances()
         decoding = (one for one in self.running if not one.waits_for_first_token)
         self._add_requests(filling, sorted(decoding, key=lambda one: one.last_pass), allowed)  # left out longest first

@@ -235,11 +235,9 @@ class Proof:
 
     def _missing(self, number: int, budget: float, alpha: float) -> tuple[int, float]:
         """Return how many comparisons a rung lacks if they go on as they are, or are as is usual; and their mean."""
-        if seen := self.rungs.get(number):
-            return seen.divergence.missing(budget, alpha / len(RUNGS)), seen.divergence.mean
-        assumed = MeanEvidence()
-        assumed.observe(RUNGS[number].usual)
-        return 1 + assumed.missing(budget, alpha / len(RUNGS)), assumed.mean
+        seen = self.rungs.get(number)
+        known = seen.divergence if seen else MeanEvidence(1.0, 1.0, RUNGS[number].usual, 0.0, 1)
+        return known.missing(budget, alpha / len(RUNGS)) + (seen is None), known.mean
 
     def note(self, budget: float, alpha: float) -> FidelityNote:
         """Return the proof as it stands, for receipts."""
@@ -265,12 +263,8 @@ class Proof:
         self.rungs = {number: one for number, one in self.rungs.items() if not RUNGS[number].by_anchors}
 
 
-class SavedServing(NamedTuple):
-    """A budget, the rung that serves under it, and its calls so far."""
-
-    budget: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    rung: str
-    calls: Annotated[int, Field(ge=0, lt=2**53)]
+SavedServing = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], str, Annotated[int, Field(ge=0, lt=2**53)]]
+"""A budget, the rung that serves under it, and its calls so far"""
 
 
 class SavedProof(BaseModel):
@@ -289,7 +283,7 @@ class SavedProof(BaseModel):
         """Return a proof as data."""
         rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
         known = ((budget, one) for budget, one in proof.serving.items() if one.rung is not None)
-        served = [SavedServing(budget, RUNGS[one.rung or 0].name, one.calls) for budget, one in known]
+        served = [(budget, RUNGS[one.rung or 0].name, one.calls) for budget, one in known]
         return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None, serving=served)
 
     def proof(self) -> Proof:

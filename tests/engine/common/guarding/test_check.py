@@ -75,7 +75,7 @@ def test_a_trial_of_everything_is_one_request_for_every_rung_and_a_control() -> 
     )  # fmt: skip
     assert (control.workflow, control.agent, control.run) == ("", "", "")
     assert len(trial(ASKED, served(), EVERYTHING, [None]).requests) == 1, "nothing is proved by it"
-    assert len(trial(ASKED, served(), EVERYTHING, [0, 2], has_control=False).requests) == 2
+    assert len(trial(ASKED, served(), EVERYTHING, [0, 2], control=False).requests) == 2
     for one in rungs:
         assert not one.guard.withheld and one.guard.left_out and one.guard.held_out and one.guard.epoch == 4
         assert one.exact_limit == 1 and one.run == ASKED.run

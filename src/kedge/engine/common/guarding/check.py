@@ -134,14 +134,14 @@ def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
 
 
 def trial(
-    request: GenerateRequest, served: Completion, tried: str, rungs: Sequence[int | None], *, has_control: bool = True
+    request: GenerateRequest, served: Completion, tried: str, rungs: Sequence[int | None], *, control: bool = True
 ) -> Check:
     """Return the check of a call that was served without `tried`, a withheld placeholder or all of them: it is
     translated now, on each of the `rungs`. Where all are, a control is forced to the same answer over the KV that it
     was drawn from: in 16 bits already the order of additions changes an answer, by as much as a good translation.
     """
     again = [_tried(request, served, tried, rung) for rung in rungs]
-    if has_control and tried == EVERYTHING and None not in rungs:
+    if control and tried == EVERYTHING and None not in rungs:
         again.append(_untranslated(_again(request, served, is_free=False), ReuseMode.EXACT))
     return _check(request, served, again, tried)
 

@@ -277,8 +277,7 @@ class CheckThread:
     def _carry_out(self, check: Check) -> None:
         is_done, answers, began = False, list[Completion | None](), time.monotonic()
         try:
-            is_done = self._answer(check.requests, answers)
-            if is_done:
+            if is_done := self._answer(check.requests, answers):
                 self._judged(check, answers)
         except KedgeError as error:  # the engine was closed, or has no room for it
             logger.debug("a check was not carried out: %s", error)
@@ -437,8 +436,7 @@ class GuardedCalls:
                 self.guard.translated(served, names)
                 rungs = self.guard.to_try(served, call.tried) if call.is_checked else []
                 if call.tried and rungs:
-                    has_control = self.guard.needs_control(served)
-                    self.checks.add(trial(served, done, call.tried, rungs, has_control=has_control))
+                    self.checks.add(trial(served, done, call.tried, rungs, control=self.guard.needs_control(served)))
                 elif call.is_checked and names:
                     beside = [one for one in rungs if one is not None]
                     self.checks.add(dense_check(served, done, beside))
