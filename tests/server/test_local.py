@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
+from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import RequestError
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import ChatMessage
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
-from tests.server.conftest import Served, serving
+from tests.server.conftest import PATIENCE, Served, serving
 
 MODEL = "kedge-nano"
 TEMPLATE = (
@@ -98,3 +101,22 @@ def test_a_closed_engine_is_not_ready() -> None:
         engine.close()
         assert running.http().get("/ready").status_code == 503
         assert running.http().get("/health").status_code == 200
+
+
+def test_while_an_engine_is_asked_again_its_last_answer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a probe would find an engine closed whenever another one has just asked it."""
+    asked, answer = threading.Event(), threading.Event()
+    with EchoEngine() as engine, serving(engine) as running:
+        service = running.service
+        assert running.http().get("/ready").status_code == 200
+
+        def cancel(_: object) -> bool:
+            asked.set()
+            return answer.wait(PATIENCE)
+
+        monkeypatch.setattr(service.engine, "cancel", cancel)
+        with ThreadPoolExecutor(1) as pool:
+            probing = pool.submit(running.http().get, "/ready")
+            assert asked.wait(PATIENCE) and not service._is_closed
+            answer.set()
+            assert probing.result().status_code == 200

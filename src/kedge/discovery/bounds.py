@@ -11,9 +11,9 @@ MAX_OF_ONE = 16
 MAX_LOOKED_AT = 64
 """Agents and runs that one look compares, and agents whose templates are reviewed"""
 LEAST_TOKENS = 8
-"""Tokens of a text by which it is told from others, and that make what is in the middle of values fixed text"""
+"""Fewest tokens that identify a text; as many that all prompts have in common are fixed text of the template"""
 SHORT = 32
-"""Tokens of a short value, such as a time or a name; a difference between prompts, or a saving, is worth a word from as
-many on"""
+"""Most tokens of a short value, such as a time or a name; fewest of a difference, or of a saving, that is
+reported"""
 EXAMPLES = 3
 """Prompts that differ from which a template is learned, and ways to go on from a beginning that make it an agent's"""

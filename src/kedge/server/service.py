@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -96,10 +95,11 @@ class Service:
         """Return whether the engine answers in so many seconds. It is asked once for all who want to know."""
 
         def ask() -> None:
-            self._is_closed = True  # unless it answers
-            with suppress(KedgeError):
+            try:
                 self.engine.cancel(RequestId("alive?"))
                 self._is_closed = False
+            except KedgeError:
+                self._is_closed = True
 
         if self._sign is None or self._sign.done():
             self._sign = in_own_thread(ask, "kedge-sign")

@@ -51,7 +51,7 @@ class EngineCore:
             parts.runtime, parts.cache, parts.storage, parts.jobs, config.learning, parts.longest, self.requests.release
         )
         # A layer has some 12 d² weights, and attends by 2 d products a token of context: as many at 6 d.
-        attends = not config.max_batch_tokens and not parts.storage.keys.is_cuda
+        is_by_time = not config.max_batch_tokens and not parts.storage.keys.is_cuda
         parts.scheduler = self.scheduler = Scheduler(
             Admission(parts, self.requests),
             parts.costs,
@@ -62,7 +62,7 @@ class EngineCore:
             ahead=parts.ahead,
             running=parts.running,
             service=ServiceOrders(parts.cache, parts.sessions) if config.tiers.policy == "sessions" else None,
-            reach=6 * parts.runner.model.config.get_text_config().hidden_size if attends else inf,
+            reach=6 * getattr(parts.runner.model.config.get_text_config(), "hidden_size", inf) if is_by_time else inf,
         )
 
     # requests and hints ---------------------------------------------------------------------------------------

@@ -153,8 +153,8 @@ class ServerGuard:
         """Let the plug-in forget a run as soon as no check needs what it shared."""
 
         def end() -> None:
-            told = ADVICE_CALLS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
-            asyncio.run_coroutine_threadsafe(told, self._loop)
+            message = ADVICE_CALLS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
+            asyncio.run_coroutine_threadsafe(message, self._loop)
 
         self.calls.checks.end_run(run, end)
 
@@ -243,8 +243,8 @@ def _ordered(params: VllmSampling, served: GenerateRequest, *, ends: bool) -> Vl
 
 
 def _strip(output: RequestOutput, asked: int | None) -> None:
-    """Leave out log-probabilities that a client did not ask for: of each token it gets the drawn one's, which vLLM puts
-    first, and those of the `asked` likeliest; None: none.
+    """Remove log-probabilities that a client did not ask for. At each place it keeps the drawn token's, which vLLM puts
+    first, and those of the `asked` likeliest; all are removed where `asked` is None.
     """
     for one in output.outputs:
         if asked is None:
