@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +58,6 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
     ] = None,
-    architectures: Annotated[
-        bool, typer.Option("--architectures", help="Try a small random model of every known architecture.")
-    ] = False,
     from_traffic: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A running server, Kedge's or vLLM's: what was found in its plain requests."),
@@ -75,8 +71,6 @@ def inspect(
     """
     if from_traffic is not None:
         show_traffic(Console(), from_traffic, api_key)
-    elif architectures:
-        show_architectures(Console())
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
         show_flow(Console(), target, counts, GraphOutput(picture, graph), show_all=show_all)
@@ -157,26 +151,6 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
     kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
     share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
     return "; ".join(dict.fromkeys(kinds)) + share if kinds else "none"
-
-
-def show_architectures(console: Console) -> None:
-    """Try a small random model of every architecture, and print what Kedge does with it."""
-    from kedge.engine.local.model.replica import ARCHITECTURES, verdict
-
-    with console.status("trying small models") as status, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about their random weights and unusual sizes
-        rows = []
-        for one in ARCHITECTURES:
-            status.update(f"trying {one.name}")
-            found = verdict(one)
-            exact = "no" if found.refusal else "yes"
-            why = found.refusal or found.translation_refusal
-            rows.append((one.name, exact, f"no: {why}" if why else "yes"))
-    table = Table("architecture", "exact reuse", "translation", title="small models with random weights")
-    table.columns[2].overflow = "fold"
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 KEY = "--from-traffic"
