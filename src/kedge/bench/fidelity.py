@@ -28,8 +28,8 @@ from torch import Tensor
 from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits, constrained
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
-from kedge.engine.local.model.passes import PromptPiece, one_pass, storage_for
-from kedge.engine.local.model.passes import run as run_pass
+from kedge.engine.local.model.probe import PromptPiece, one_pass, storage_for
+from kedge.engine.local.model.probe import run as run_pass
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, TranslationRefused
 from kedge.guard import GuardOrders
