@@ -61,7 +61,6 @@ BENCH_MAY_IMPORT = {
     "engine.local.sampler.Draw",
     "engine.local.sampler.ForcedAnswer",
     "engine.local.sampler.Sampler",
-    "engine.local.sequence.LocalStream",
     "engine.local.sessions.SessionCaching",
     "reuse.guard.fidelity.FAR",
     "reuse.plan.ReusePlan",

@@ -14,11 +14,11 @@ from torch import Tensor
 from kedge.bench.shapes import Loaded
 from kedge.engine.base import Engine, Stream
 from kedge.engine.common.grammars import Grammars
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.components import Assembler, EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
-from kedge.engine.local.sequence import LocalStream
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
@@ -226,7 +226,7 @@ class ProbedRequest:
     """A submitted request under observation."""
 
     request: GenerateRequest
-    stream: LocalStream
+    stream: TokenStream
     _probe: _Drawn | _Forced
     _close: Callable[[], object]
 
@@ -286,7 +286,7 @@ class Recorder(ChangingEngine):
         self.pending: list[ProbedRequest] = []
         """In the order of submission."""
 
-    def submit(self, request: GenerateRequest) -> LocalStream:
+    def submit(self, request: GenerateRequest) -> TokenStream:
         self.pending.append(self._observe(self._prepare(request)))
         return self.pending[-1].stream
 

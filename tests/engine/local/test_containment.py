@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common import logprobs
-from kedge.engine.common.tokenizer import TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.sequence import LocalStream
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
 from kedge.kv.storage import SlotTable
 from kedge.reuse.plan import ReusePlan
@@ -100,7 +99,7 @@ def within(action: Callable[[], T]) -> T:
     return ended[0]
 
 
-def outcome(stream: LocalStream) -> Completion | KedgeError:
+def outcome(stream: TokenStream) -> Completion | KedgeError:
     """How a request ended: typed, and not with its engine."""
     try:
         return stream.result(PATIENCE)
@@ -109,7 +108,7 @@ def outcome(stream: LocalStream) -> Completion | KedgeError:
         return error
 
 
-def beside_neighbours(engine: LocalEngine, submit: Callable[[], LocalStream]) -> Completion | KedgeError:
+def beside_neighbours(engine: LocalEngine, submit: Callable[[], TokenStream]) -> Completion | KedgeError:
     """How a request ends that is submitted between others, of which none may notice anything."""
     alone = engine.submit(call()).result(PATIENCE).tokens
     before = engine.submit(call(count=30))

@@ -145,12 +145,6 @@ def test_a_refuted_reader_is_computed_elsewhere(engine: Stepped) -> None:
     assert same(seen, expected)
 
 
-def test_receipts_are_those_of_plans(engine: Stepped) -> None:
-    first, second = admitted(engine, asked(), asked())
-    assert first.receipt().spans == second.receipt().spans
-    assert second.receipt().translated > 40
-
-
 def test_what_is_blended_for_the_first_is_not_blended_again(engine: Stepped) -> None:
     storage = engine.core.parts.storage
     with mock.patch.object(storage, "write", wraps=storage.write) as write:
@@ -241,15 +235,6 @@ def test_computed_positions_are_not_taken_for_translated_ones(engine: Stepped) -
     assert same(seen, kv(engine, alone))
 
 
-def test_a_refuted_translation_is_not_copied_from(engine: Stepped) -> None:
-    engine.core.judge = lambda one, _: (one, one.request_id == "one")
-    guarded = replace(asked(max_tokens=60), guard=GuardOrders(sentinels=2, watched=frozenset(("user_question",))))
-    (first,) = admitted(engine, replace(guarded, request_id=RequestId("one")))
-    assert first.plan is not None and not first.plan.translates
-    admitted(engine, replace(guarded, request_id=RequestId("two")))
-    assert taken(engine) == 0
-
-
 def test_sentinels_that_are_not_computed_yet_are_as_they_were_written(engine: Stepped) -> None:
     read: list[Mapping[Sentinel, float]] = []
 
@@ -279,15 +264,6 @@ def test_a_value_that_changed_its_base_kv_is_written(engine: Stepped) -> None:
     written = {one.start: one.tokens for one in second.plan.translations}
     assert taken(engine) <= second.plan.translated_tokens - written[33]
     assert not same(kv(engine, second), kv(engine, first))
-
-
-def test_32_readers_share_one_blend() -> None:
-    engine = taught(max_running=32)
-    readers = admitted(engine, *(asked(run=f"run-{i % 4}", max_tokens=20) for i in range(32)))
-    assert all(one.plan is not None and one.plan.translates for one in readers)
-    assert taken(engine) == sum(one.plan.translated_tokens for one in readers[1:] if one.plan)
-    engine.rest()
-    assert engine.leased == 0
 
 
 @settings(max_examples=15, deadline=None)

@@ -10,7 +10,6 @@ import torch
 
 from kedge.cache import Copied, Direction
 from kedge.engine.local import build
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
 from kedge.kv.copy import TorchCopier
@@ -157,22 +156,6 @@ def test_faulty_copiers_change_no_token(
     assert (failed > 0) == (copier is not Reordering)
 
 
-@pytest.mark.parametrize("throttle", [0.0, 5e-4])
-def test_many_at_once_under_pressure(throttle: float) -> None:
-    rng = random.Random(3)
-    with engine_with(host_blocks=40, throttle=throttle, backup_hits=0) as engine:
-        progress = RunProgress(GRAPH, RUN, ForecastBoard())
-        engine.forecast(progress.begin(0.0))
-        requests = [ask(rng.randrange(AGENTS), n) for n in range(24)]
-        streams = []
-        for n, request in enumerate(requests):
-            streams.append(engine.submit(request))
-            engine.forecast(progress.started(request.agent, float(n)))
-            engine.query(EngineParts.check_integrity)
-        for request, stream in zip(requests, streams, strict=True):
-            assert stream.result(60).tokens == expected(request.tokens)
-
-
 def test_corrupt_host_memory_changes_no_token() -> None:
     with engine_with(host_blocks=AMPLE, policy="lru", prefetch_window=-1) as engine:
         put_on_host(engine)
@@ -209,26 +192,6 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
             engine.submit(GenerateRequest((Segment(huge, "p0"),), agent=AgentId("a0")))
         assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
         assert figures(engine)["cache"]["ignored_labels"] > 0
-
-
-def test_wrong_hints_change_no_token() -> None:
-    rng = random.Random(1)
-    keys = [AgentKey(*RUN, AgentId(f"a{i}")) for i in range(AGENTS + 2)]
-    with engine_with(host_blocks=AMPLE) as engine:
-        for asked in range(4 * AGENTS):
-            steps = [None, NextRun(float(rng.randrange(5))), NextRun(float("inf"), 0.0)]
-            wrong = {key: rng.choice(steps) for key in rng.sample(keys, 3)}
-            engine.forecast(wrong, {keys[0]: fixed(1), keys[-1]: prompt(asked, 30), keys[1]: ()})
-            request = ask(rng.randrange(AGENTS), asked)
-            engine.forecast({}, {})
-            assert engine.submit(request).result(60).tokens == expected(request.tokens)
-            engine.query(EngineParts.check_integrity)
-
-
-def test_hints_to_a_closed_engine_are_no_error() -> None:
-    engine = engine_of(model())
-    engine.close()
-    engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(1.0)})
 
 
 @pytest.mark.parametrize("marker", [None, -1, 10_000, 17])

@@ -27,14 +27,15 @@ from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
-from kedge.engine.common.tokenizer import HFTokenizer, TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
-from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import (
     EngineClosed,
@@ -322,7 +323,7 @@ class LocalEngine(Engine):
         """The error that ended the engine's thread; None while it works, and after a `close` of a working engine."""
         return self._mailbox.failure
 
-    def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
+    def submit(self, request: GenerateRequest, draw: Draw | None = None) -> TokenStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
         self._mailbox.refuse_fork()
         self._validate(request)
@@ -338,7 +339,7 @@ class LocalEngine(Engine):
             namespace=request.namespace,
             tokens=tokens,
             request=request,
-            stream=LocalStream(request.request_id, self._mailbox.leave),
+            stream=TokenStream(request.request_id, self._mailbox.leave),
             sampler=Sampler(request.sampling, draw, grammar, tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,

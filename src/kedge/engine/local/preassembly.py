@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from kedge.anchors.translator import translate_into
@@ -51,25 +51,6 @@ class Ended(StrEnum):
     GIVEN_BACK = "given_back"
     CANCELLED = "cancelled"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class PreassemblyStats:
-    """The counts of prepared prompts since the start, without those that never held blocks. `begun` is `live` plus all
-    that ended.
-    """
-
-    begun: int
-    live: int
-    used: int
-    wasted: int
-    given_back: int
-    cancelled: int
-    failed: int
-    used_tokens: int
-    """Prompt tokens that were ready when their request arrived."""
-    wasted_tokens: int
-    """Tokens translated or computed ahead that no request used."""
 
 
 class PromptPreassembler:
@@ -347,11 +328,12 @@ class PromptPreassembler:
             self._ahead.remove(preparation)
 
     def stats(self) -> dict[str, int]:
-        """Return a snapshot as plain data."""
-        ended = {ended.value: self._ended[ended] for ended in Ended}
+        """Return counts of prompts that held blocks, `live` and by how they ended; of the tokens that were ready when a
+        request came, and of those that were translated or computed in vain.
+        """
         live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
         tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
-        return asdict(PreassemblyStats(self._begun, live, **ended, **tokens))
+        return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}, **tokens}
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:

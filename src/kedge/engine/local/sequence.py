@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.tokenizer import TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.kv.storage import SlotTable
@@ -29,8 +28,6 @@ from kedge.types import (
     TokenDelta,
     Tokens,
 )
-
-LocalStream = TokenStream
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +158,7 @@ class RequestSequence(Sequence):
     """A request being served."""
 
     request: GenerateRequest
-    stream: LocalStream
+    stream: TokenStream
     sampler: Sampler
     text: TextStream
     max_tokens: int
