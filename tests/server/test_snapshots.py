@@ -17,7 +17,7 @@ from threading import Timer
 import httpx
 import pytest
 
-from kedge.engine.common.state.files import MANIFEST, PREVIOUS
+from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
@@ -73,7 +73,7 @@ def test_one_damaged_file_costs_a_server_one_pool(tmp_path: Path, caplog: pytest
 def test_a_server_starts_whatever_is_damaged(tmp_path: Path) -> None:
     with engine() as first, served(first, tmp_path):
         ask(first, 50)
-    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
+    for file in [*record_files(tmp_path), tmp_path / MANIFEST]:
         damage(file, "random")
     with engine() as second, served(second, tmp_path) as running:
         assert second.inspect()["anchors"]["pools"] == 0
@@ -88,8 +88,7 @@ def test_state_of_another_model_is_refused_and_moved(tmp_path: Path, caplog: pyt
     with engine() as first, served(first, tmp_path):
         ask(first, 50)
     kept = {file.name for file in record_files(tmp_path)}
-    for manifest in (MANIFEST, PREVIOUS):
-        change(tmp_path / manifest, identity="another model")
+    change(tmp_path / MANIFEST, identity="another model")
     with engine() as second, served(second, tmp_path) as running:
         assert second.inspect()["anchors"]["pools"] == 0
         assert snapshots_of(running.http().get("/metrics").text, "refused") == 1

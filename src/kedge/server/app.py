@@ -155,7 +155,7 @@ class Snapshots:
     def load(self) -> None:
         """Load the saved state, if any. Raises `ConfigError` if the folder is not usable or in use by another process.
 
-        Damaged files are moved aside, counted and logged, and the rest is loaded. State of another model or format is
+        Damaged files are counted and logged, and the rest is loaded. State of another model or format is
         refused and logged; the server then starts with nothing learned, and the first snapshot moves that state away.
         """
         try:
