@@ -32,7 +32,9 @@ JOB_CHUNK = 256
 than this.
 """
 FEW = 64
-"""Prefills of at most this many tokens go before base prefills: they belong to translated prompts and end soon."""
+"""Tokens up to which a prefill is short: it goes before base prefills, as it belongs to a translated prompt and ends
+soon, and mostly the fixed cost of its pass is paid.
+"""
 AHEAD_CHUNK = 32
 """Tokens computed ahead of requests in one pass."""
 Allowances = dict[TenantId, float]
