@@ -13,7 +13,7 @@ from kedge.cache import Direction
 from kedge.engine.local import build, host_loads
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.kv.copy import TorchCopier
+from kedge.kv.copy import PoolCopier
 from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
@@ -42,7 +42,7 @@ from tests.engine.local.tiering import (
 )
 
 
-class Gate(TorchCopier):
+class Gate(PoolCopier):
     """Lets no load pass until it is opened."""
 
     opened = threading.Event()
@@ -57,7 +57,7 @@ class Gate(TorchCopier):
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Every engine's loads wait for it."""
     monkeypatch.setattr(Gate, "opened", threading.Event())
-    monkeypatch.setattr(build, "TorchCopier", Gate)
+    monkeypatch.setattr(build, "PoolCopier", Gate)
     yield Gate.opened
     Gate.opened.set()
 

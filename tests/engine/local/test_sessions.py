@@ -109,8 +109,7 @@ def test_a_cache_follows_the_guard() -> None:
             replay.sessions.on_forecast({wrong: (0.0, 1.0)})
             tokens = prompt(10_000 + 10 * turn + seed, 30)
             replay.serve(tokens)
-            replay.cache.on_label(wrong.namespace, wrong, tokens)
-            replay.sessions.labelled(wrong, tokens)
+            replay.sessions.label(wrong, tokens)
     assert not replay.sessions.ledger.guard.trusted
     assert replay.serve(prompt(1, 50)) + replay.serve(prompt(2, 50)) > 0
 
@@ -189,7 +188,7 @@ def test_a_fixed_prompt_is_known_by_the_hashes_of_the_turn_that_begins_with_it(m
     turn = replay.sessions.arrived(plain(tokens))
     monkeypatch.setattr(sessions, "chain_of", watched)
     agent = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId("a"))
-    replay.sessions.labelled(agent, tokens[:40], turn)
+    replay.sessions.label(agent, tokens[:40], turn)
     assert hashed == [40 - 60]
-    replay.sessions.labelled(agent, tokens[:40])
+    replay.sessions.label(agent, tokens[:40])
     assert hashed[1:] == [40], "without a turn"

@@ -12,7 +12,7 @@ from kedge.cache import Copied, Direction
 from kedge.engine.local import build
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
-from kedge.kv.copy import TorchCopier
+from kedge.kv.copy import PoolCopier
 from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
@@ -108,7 +108,7 @@ def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> N
 # faults -------------------------------------------------------------------------------------------------------------
 
 
-class Failing(TorchCopier):
+class Failing(PoolCopier):
     """Half of its copies fail, and leave dirt where they should have written."""
 
     def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class Failing(TorchCopier):
         raise OSError("the host has gone")
 
 
-class AlwaysFailing(TorchCopier):
+class AlwaysFailing(PoolCopier):
     """No load ever works."""
 
     def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class AlwaysFailing(TorchCopier):
         return super()._copy(order, piece)
 
 
-class Reordering(TorchCopier):
+class Reordering(PoolCopier):
     """Reports copies in another order than they ended in, and some of them late."""
 
     _rng = random.Random(0)
@@ -147,9 +147,9 @@ class Reordering(TorchCopier):
 @pytest.mark.parametrize("tiers", [{}, {"policy": "lru", "prefetch_window": -1}], ids=["full", "reactive"])
 @pytest.mark.parametrize("throttle", [0.0, 1e-3])
 def test_faulty_copiers_change_no_token(
-    copier: type[TorchCopier], tiers: dict[str, object], throttle: float, monkeypatch: pytest.MonkeyPatch
+    copier: type[PoolCopier], tiers: dict[str, object], throttle: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "TorchCopier", copier)
+    monkeypatch.setattr(build, "PoolCopier", copier)
     with engine_with(host_blocks=AMPLE, throttle=throttle, **tiers) as engine:
         serve_cycle(engine)
         failed = figures(engine)["cache"]["failed_copies"]

@@ -37,10 +37,10 @@ from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
-from kedge.engine.local.sessions import FixedPrompts, SessionCaching
+from kedge.engine.local.sessions import SessionCaching
 from kedge.engine.local.shared_writes import SharedWrites
 from kedge.errors import ConfigError
-from kedge.kv.copy import HostStorage, TorchCopier
+from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import is_bundled
@@ -127,15 +127,14 @@ class EngineParts:
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
-        host = HostStorage(storage, host_blocks)
-        self.copier = copier = TorchCopier(storage, host, tiers.throttle, on_copied) if host_blocks else None
+        copy_blocks = partial(PoolCopier, block_size=size, throttle=tiers.throttle, on_copied=on_copied)
+        self.copier = copier = copy_blocks(host_pools(storage, host_blocks)) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, has_host=copier is not None)
         self.assembler = components.assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
-        self.fixed = FixedPrompts(cache, self.sessions)
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
         self.ahead: deque[PreparedPrompt] = deque()

@@ -81,7 +81,8 @@ class EngineCore:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
         self.parts.sessions.on_forecast(changes)
         self.parts.preassembly.forecast(changes)
-        self.parts.fixed.known(prompts)
+        for agent, tokens in prompts.items():
+            self.parts.sessions.label(agent, tokens)
 
     # steps ----------------------------------------------------------------------------------------------------
 

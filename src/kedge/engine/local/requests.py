@@ -223,7 +223,7 @@ class Requests:
         sequence.parts[name] = spent - sum(sequence.parts.values())
         if sequence.request.reuse is not ReuseMode.OFF:
             self._parts.cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
-            self._parts.fixed.called(sequence.request, sequence.turn)
+            self._parts.sessions.called(sequence.request, sequence.turn)
 
     def _finish(self, sequence: RequestSequence) -> None:
         """Complete the request, keep the answer's KV for its readers, and learn from the prompt or free its blocks."""

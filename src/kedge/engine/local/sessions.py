@@ -13,7 +13,7 @@ from kedge.policies.eviction import lru
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, StopReason, Turn, TurnEnd, refused
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
+from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode, TurnHints
 
 
 class SessionCaching:
@@ -24,6 +24,7 @@ class SessionCaching:
         self._cache, self._is_on = cache, is_on
         self.ledger = SessionLedger(cache.num_blocks, clock)
         self._other_policy: EvictionPolicy = lru
+        self._lengths = FixedLengths()
 
     def arrived(self, request: GenerateRequest) -> Turn | None:
         """Protect what is cached of the prompt of a request that waits, more than that of those that come later.
@@ -66,10 +67,18 @@ class SessionCaching:
         self.advance()
         return outcomes
 
-    def labelled(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
-        """Take the fixed prompt of an agent, which the cache has labelled. `turn` is that of a prompt that begins with
-        it, whose hashes are known.
+    def called(self, request: GenerateRequest, turn: Turn | None) -> None:
+        """Label the fixed prompt of `request`, now that the exact part of its prompt is cached. Without an agent it has
+        none.
         """
+        if request.agent and (length := self._lengths.of(request, time.monotonic())):
+            self.label(request.agent_key, request.tokens[:length], turn)
+
+    def label(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
+        """Label the cached part of `tokens` as an agent's fixed prompt. `turn` is that of a prompt that begins with it,
+        whose hashes are known.
+        """
+        self._cache.on_label(agent.namespace, agent, tokens)
         if self._is_on:
             self.ledger.own(agent, chain_of(tokens, self._cache.block_size, turn.chain if turn else ()))
 
@@ -91,27 +100,3 @@ def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:
     if not tool_mark or finish is not FinishReason.STOP:
         return StopReason.UNKNOWN
     return StopReason.TOOL if tool_mark in text else StopReason.USER
-
-
-class FixedPrompts:
-    """The labels of cached fixed prompts. Requests without an agent have none."""
-
-    def __init__(self, cache: CacheManager, sessions: SessionCaching) -> None:
-        self._cache, self._sessions = cache, sessions
-        self._lengths = FixedLengths()
-
-    def called(self, request: GenerateRequest, turn: Turn | None) -> None:
-        """Label the fixed prompt of `request`, now that the exact part of its prompt is cached."""
-        if request.agent and (length := self._lengths.of(request, time.monotonic())):
-            key = request.agent_key
-            self._label(key, request.tokens[:length], turn)
-
-    def _label(self, key: AgentKey, tokens: Tokens, turn: Turn | None = None) -> None:
-        """Label the cached part of `tokens` as the fixed prompt of `key`."""
-        self._cache.on_label(key.namespace, key, tokens)
-        self._sessions.labelled(key, tokens, turn)
-
-    def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Label the fixed prompts of agents that are about to call."""
-        for key, tokens in prompts.items():
-            self._label(key, tokens)
