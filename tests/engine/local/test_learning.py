@@ -148,7 +148,7 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     assert is_known(engine, second), "its run goes on"
     engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
-    assert not engine.core.parts.learning._runs and not engine.core.parts.learning._ended
+    assert not engine.core.parts.learning._pending and not engine.core.parts.learning._ended
 
 
 def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -73,8 +73,8 @@ class Learning:
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
         self._jobs, self._settings, self._longest = jobs, settings, longest
         self._pending: deque[PendingObservation] = deque()
-        self._runs: Counter[RunKey] = Counter()
         self._ended: set[RunKey] = set()
+        """Ended runs with requests that are left to learn from"""
         self._stats = LearningStats()
         self._credit = 0.0
 
@@ -89,9 +89,7 @@ class Learning:
         self._provide_bases(sequence, partial(self._storage.read, table))
         if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table), plan)
-            observation = PendingObservation(sequence, request.run_key, steps)
-            self._pending.append(observation)
-            self._runs[observation.run] += 1
+            self._pending.append(PendingObservation(sequence, request.run_key, steps))
             if len(self._pending) > MAX_PENDING:
                 self._give_up(self._pending[0])
 
@@ -165,11 +163,8 @@ class Learning:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what a run shared, as soon as no request of it is left to learn from."""
-        if self._runs[run]:
-            self._ended.add(run)
-        else:
-            del self._runs[run]
-            self._runtime.end_run(run)
+        self._ended.add(run)
+        self._leave_run(run)
 
     def _next(self) -> PendingObservation | None:
         """Return the oldest request without a queued base prefill."""
@@ -186,12 +181,9 @@ class Learning:
         self._leave_run(observation.run)
 
     def _leave_run(self, run: RunKey) -> None:
-        self._runs[run] -= 1
-        if not self._runs[run]:
-            del self._runs[run]
-            if run in self._ended:
-                self._ended.remove(run)
-                self._runtime.end_run(run)
+        if run in self._ended and all(one.run != run for one in self._pending):
+            self._ended.remove(run)
+            self._runtime.end_run(run)
 
     # base KV --------------------------------------------------------------------------------------------------
 
