@@ -164,9 +164,13 @@ class EchoEngine(Engine):
         id in flight) or `EngineClosed`.
         """
         self._check_open()
-        self._validate(request)
+        require_sensible(request, self.tokenizer.vocab_size, self._max_prompt)
+        prompt, more = request.prompt_tokens, request.sampling.max_tokens
+        if prompt + more > self.cache.num_blocks:
+            why = f"with {more} more it exceeds the cache"
+            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more, why)
         answer = itertools.cycle((*self._answer(request), 257))
-        text = TextStream(self.tokenizer, request.sampling.stop)
+        text = TextStream(ByteTokenizer(), request.sampling.stop)  # answers are bytes, also with another tokenizer
         job = _Job(request, TokenStream(request.request_id), answer, text, time.perf_counter())
         with self._changed:
             self._check_open()
@@ -210,15 +214,6 @@ class EchoEngine(Engine):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("engine", self.failure or "echo", "was closed, or has failed")
-
-    def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self.tokenizer.vocab_size)
-        prompt, more = request.prompt_tokens, request.sampling.max_tokens
-        if prompt > self._max_prompt:
-            raise PromptTooLong.of("prompt_tokens", prompt, self._max_prompt)
-        if prompt + more > self.cache.num_blocks:
-            why = f"with {more} more it exceeds the cache"
-            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more, why)
 
     def _answer(self, request: GenerateRequest) -> Tokens:
         if callable(self._script):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from itertools import count
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.engine.local import scheduler
 from kedge.engine.local.scheduler import FairQueue
-from kedge.errors import PlanError
 from kedge.types import TenantId
 
 A, B, C = map(TenantId, "abc")
@@ -46,35 +43,6 @@ def test_the_heads_are_every_tenants_next_item_in_the_order_of_service() -> None
     assert queue.heads() == ["b0", "a0"]
     queue.charge(B, 100)
     assert queue.heads() == ["a0", "b0"]
-
-
-def test_an_item_that_waits_or_does_not_is_named() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.push("item", A, 1)
-    with pytest.raises(PlanError, match=r"item='item': waits already"):
-        queue.push("item", B, 1)
-    for call in (queue.take, queue.remove, lambda item: queue.arrange([item])):
-        with pytest.raises(PlanError, match="does not wait"):
-            call("other")
-    assert ("item" in queue, "other" in queue, len(queue)) == (True, False, 1)
-
-
-@pytest.mark.parametrize("cost", [0, -1, math.nan, math.inf])
-def test_a_cost_that_cannot_be_is_refused(cost: float) -> None:
-    queue: FairQueue[str] = FairQueue()
-    with pytest.raises(PlanError):
-        queue.push("item", A, cost)
-    assert len(queue) == 0
-    assert list(queue) == []
-
-
-@pytest.mark.parametrize("tokens", [-1, math.nan, math.inf])
-def test_a_charge_that_cannot_be_is_refused(tokens: float) -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.push("item", A, 1)
-    with pytest.raises(PlanError):
-        queue.charge(A, tokens)
-    assert peek(queue) == "item"
 
 
 def test_memory_of_idle_tenants_is_bounded() -> None:

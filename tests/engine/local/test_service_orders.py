@@ -105,7 +105,7 @@ def test_live_contexts_are_forgotten_with_time_and_calls_of_no_session_at_once()
     for sequence in some:
         orders.ended(sequence)
         orders.ended(sequence)
-        orders.check_integrity()
+        orders._live.check_integrity()
     assert orders.overloaded, "two contexts of 200 tokens"
     now = 1000.0
     assert not orders.overloaded
@@ -158,7 +158,7 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
             engine.core.requests.cancel(rng.choice(calls).request.request_id)
         service = engine.core.scheduler._service
         assert service is not None
-        service.check_integrity()
+        service._live.check_integrity()
         assert sorted(map(id, engine.core.scheduler.waiting)) == sorted(
             id(one) for o in service._orders.values() for one in o._places
         )

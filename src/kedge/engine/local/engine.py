@@ -41,7 +41,6 @@ from kedge.errors import (
     EngineClosed,
     GenerationFailed,
     Overloaded,
-    PromptTooLong,
     RequestError,
     WrongThread,
 )
@@ -267,8 +266,13 @@ class LocalEngine(Engine):
         self._thread = EngineThread()
         parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, components)
         self._core = build.apart(lambda: EngineCore(parts()))
-        self.capacity = self._core.parts.capacity
-        self.tokenizer.most = self._core.parts.longest
+        self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
+        self.tokenizer.most = longest
+        self._require_sensible = partial(require_sensible, vocab_size=runner.vocab_size, most=longest - 1)
+        # The tokens behind an answer cost its agent one more pass. That pays only if tokens that no offset predicts are
+        # not computed again.
+        of_answers = not self.config.anchors.computes_weak_tokens
+        self._with_trails = partial(with_trails, most=self.config.planner.trail, of_answers=of_answers)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
@@ -300,7 +304,7 @@ class LocalEngine(Engine):
     def submit(self, request: GenerateRequest, draw: Draw | None = None) -> TokenStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
         self._thread.refuse_fork()
-        self._validate(request)
+        self._require_sensible(request)
         tokens = list(request.tokens)
         max_tokens = min(request.sampling.max_tokens, self._core.parts.longest - len(tokens))
         is_watched = draw is None or bool(request.forced)
@@ -338,12 +342,6 @@ class LocalEngine(Engine):
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
-    def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self.runner.vocab_size)
-        if (longest := self._core.parts.longest) <= request.prompt_tokens:
-            why = f"must be less than {longest}"
-            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, longest - 1, why)
-
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
         return self._thread.ask(lambda: self._core.requests.cancel(request_id))
@@ -360,19 +358,13 @@ class LocalEngine(Engine):
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
-            self._validate(request)
+            self._require_sensible(request)
             self._thread.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
         return self._thread.ask(partial(self._core.parts.sessions.advise, namespace, hints))
-
-    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
-        which pays only if tokens that no offset predicts are not computed again.
-        """
-        return with_trails(request, self.config.planner.trail, of_answers=not self.config.anchors.computes_weak_tokens)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Wait until no work is left: requests, copies, prompts to assemble ahead, learning. Raises `TimeoutError`

@@ -28,7 +28,7 @@ from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_advice, require_sensible, sensible_hints
-from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
+from kedge.errors import ConfigError, EngineClosed, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
@@ -207,10 +207,7 @@ class VLLMEngine(Engine):
         return with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
 
     def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self._vocab_size)
-        if request.prompt_tokens >= self._max_model_len:
-            why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
-            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, self._max_model_len - 1, why)
+        require_sensible(request, self._vocab_size, self._max_model_len - 1)
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._max_logprobs >= 0:
                 raise RequestError(
