@@ -23,7 +23,7 @@ from kedge.discovery.report import page as traffic_as_html
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
-from kedge.server.dashboard.history import AgentName, History
+from kedge.server.dashboard.history import AgentName, History, text_of
 from kedge.server.http import ERRORS, EventStream, JSONAnswer, event
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
@@ -262,9 +262,10 @@ async def call(number: int, request: Request, service: TheService, tenant: TheTe
     found = dashboard.history.call(tenant.id, number)
     if found is None:
         raise NotFound("call", number, FORGOTTEN)
-    details, text = found
-    decoded = await service.threads.work(partial(text.to_dict, service.engine.tokenizer)) if text else None
-    return JSONAnswer({**details, "text": decoded, "keeps_texts": dashboard.history.keeps_texts(tenant.id)})
+    details, asked, done = found
+    read = partial(text_of, asked, done, service.engine.tokenizer) if asked and done else None
+    text = await service.threads.work(read) if read else None
+    return JSONAnswer({**details, "text": text, "keeps_texts": dashboard.history.keeps_texts(tenant.id)})
 
 
 @router.get("/kedge", tags=["Operation"], responses=ERRORS, response_model=None, response_class=HTMLResponse)
