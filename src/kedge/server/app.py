@@ -36,7 +36,7 @@ from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.tenancy import KeyRing, apply_quotas
 from kedge.server.threads import in_own_thread
-from kedge.server.tracing import Tracing
+from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
@@ -51,14 +51,14 @@ def create_app(
     engine: Engine,
     settings: ServerSettings | None = None,
     keys: KeyRing | None = None,
-    tracing: Tracing | None = None,
+    tracing: OpenTelemetry | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application around an engine, which the caller closes.
 
     Without keys everyone may call. Loads the engine's saved state if the settings name a folder. Raises `ConfigError`
     if the engine, or the folder, cannot do what the settings ask for.
     """
-    settings, tracing = settings or ServerSettings(), tracing or Tracing()
+    settings = settings or ServerSettings()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
     watching = Dashboard(engine, text_policy(settings, keys))

@@ -7,13 +7,14 @@ import logging
 import logging.config
 import time
 import uuid
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.server.tracing import Tracing
+from kedge.server.tracing import OpenTelemetry
 from kedge.structures.bounded import BoundedDict
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -97,7 +98,7 @@ ABANDONED = 499
 class AccessLogMiddleware:
     """Outermost middleware: it logs each call and names it in the answer's `X-Request-Id`."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: OpenTelemetry | None) -> None:
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +117,8 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            with self._tracing.called(scope["path"], Headers(scope=scope)):
+            tracing = self._tracing.called(scope["path"], Headers(scope=scope)) if self._tracing else nullcontext()
+            with tracing:
                 await self._app(scope, receive, send_named)
         finally:
             method, ms = scope["method"], round((time.monotonic() - began) * 1e3, 1)

@@ -85,7 +85,7 @@ class GenerationJob:
                 self.name_field(error)
             raise
         if run and self.step and self.registered:
-            runs.lookahead.called(run, self.registered, self.step, call.requests[0], hints.reuse)
+            run.read(self.registered, self.step, call.requests[0], hints.reuse)
         if run and hints.agent:
             runs.moved(run, hints.agent, has_ended=False)
         return call
