@@ -286,15 +286,6 @@ def test_a_step_graph_is_drawn_with_its_nodes(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
-@pytest.mark.parametrize(("name", "form"), [("flow.mmd", "mermaid"), ("flow.DOT", "dot")])
-def test_a_picture(tmp_path: Path, name: str, form: str) -> None:
-    file = tmp_path / name
-    result = inspect(str(graph_file(tmp_path)), "--picture", str(file))
-    assert result.exit_code == 0, result.output
-    assert f"picture: {file}" in result.output
-    assert file.read_text(encoding="utf-8") == export(build_step_graph(yaml.safe_load(GRAPH)), form)
-
-
 @pytest.mark.parametrize("form", ["mermaid", "dot"])
 def test_a_graph_alone(tmp_path: Path, form: str) -> None:
     result = inspect(str(graph_file(tmp_path)), "--graph", form)
@@ -314,16 +305,7 @@ def test_a_graph_in_no_known_format(tmp_path: Path) -> None:
     assert result.stderr == "error: --graph='svg': must be mermaid or dot\n"
 
 
-@pytest.mark.parametrize(("name", "why"), [("flow.png", "must end in .mmd"), ("no/flow.mmd", "its folder does not")])
-def test_a_picture_that_cannot_be_made(tmp_path: Path, name: str, why: str) -> None:
-    result = inspect(str(graph_file(tmp_path)), "--picture", str(tmp_path / name))
+def test_a_model_has_no_graph(tmp_path: Path) -> None:
+    result = inspect(str(tmp_path), "--graph", "dot")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --picture=")
-    assert why in result.stderr
-
-
-@pytest.mark.parametrize("option", [("--picture", "x.mmd"), ("--graph", "dot")])
-def test_a_model_has_no_graph(tmp_path: Path, option: tuple[str, str]) -> None:
-    result = inspect(str(tmp_path), *option)
-    assert result.exit_code == 2
-    assert result.stderr == f"error: {option[0]}='{option[1]}': only a workflow has a graph; name its file\n"
+    assert result.stderr == "error: --graph='dot': only a workflow has a graph; name its file\n"
