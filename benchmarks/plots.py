@@ -7,10 +7,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kedge.bench.plots import STYLES, pyplot
+from kedge.errors import ConfigError
 
 if TYPE_CHECKING:
     from benchmarks.studies.study import Plot, Row
+
+STYLES = ("-", "--", ":")
+"""matplotlib repeats its colours, so further lines get another style."""
+
+
+def pyplot(file: Path) -> Any:
+    """Return matplotlib's `pyplot`, which draws to files. Raises `ConfigError` without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("plot", str(file), "needs matplotlib: pip install 'kedge[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as drawing
+
+    return drawing
 
 
 def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Path) -> None:

@@ -48,7 +48,7 @@ from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads import reading, real
 from kedge.workloads.base import QUESTION, Team
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 NANO = "nano"
 LONG = "-long"
@@ -115,7 +115,7 @@ def team(case: str, settings: LoadSettings) -> LoadTeam:
 def nano_team(device: str, seed: int) -> LoadTeam:
     """Return the math team of the bundled model, on one thread: the model is too small for two."""
     runner, tokenizer = load_model(None, EngineSettings(device=device))
-    return LoadTeam(runner, tokenizer, workflow(TASKS["math"]), nano_questions(seed), threads=1)
+    return LoadTeam(runner, tokenizer, TASKS["math"].workflow(), nano_questions(seed), threads=1)
 
 
 def nano_questions(seed: int) -> Questions:

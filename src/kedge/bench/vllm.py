@@ -53,7 +53,7 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Tokens
 from kedge.workflow.graph import Workflow
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 BLOCK = 32
 """Tokens of a block on every machine; vLLM's CPU attention wants a multiple of 32."""
@@ -404,7 +404,7 @@ def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
     a reading team of a real one.
     """
     if name == NANO:
-        return ServedTeam(None, workflow(TASKS["math"]), nano_questions(seed))
+        return ServedTeam(None, TASKS["math"].workflow(), nano_questions(seed))
     if name not in SHAPES:
         return ServedTeam(Path(name), *reading_team(seed))
     vocab = SHAPES[name]["vocab_size"]
