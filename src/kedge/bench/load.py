@@ -58,9 +58,8 @@ PREFIX, LEAD, TAIL = 512, 24, 16
 LEAD_IN, TRAIL = 4, 2
 """Tokens of the line before the question, and those with which everything behind a value begins."""
 AGENTS = 5
-SHARE_ALL = {"max_error": 1e9}
+OPEN = {"max_error": 1e9, "weak_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
-OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
 OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0}
 """Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
 
@@ -141,7 +140,8 @@ def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> Lo
     (runner, _), vocab = random_runner(model_size, device), SHAPES[model_size]["vocab_size"]
     runner.eos_token_ids = frozenset()
     flow, questions = random_flow(vocab, shape.answer), random_questions(vocab, shape, seed)
-    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, OPEN, GuardSettings(**OPEN_GUARD))
+    settings = AnchorSettings(**OPEN), GuardSettings(**OPEN_GUARD)
+    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, *settings)
 
 
 def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:

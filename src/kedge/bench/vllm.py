@@ -36,7 +36,6 @@ from kedge.bench.load import (
     NANO,
     OPEN,
     OPEN_GUARD,
-    SHARE_ALL,
     USUAL,
     Questions,
     drive,
@@ -65,8 +64,6 @@ STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
 MODES = {STOCK: ReuseMode.EXACT, KEDGE: ReuseMode.TRANSLATE}
 """Engine -> the mode of its requests under load."""
 QUICK_SIZES = Sizes(1024, 32, 8)
-SHARED = {**SHARE_ALL, "weak_error": OPEN.weak_error}
-"""Thresholds that share everything: random weights have no meaning to keep."""
 Progress = Callable[[str], None]
 Figures = Mapping[str, Any]
 """What a case has measured, as written to a file of results."""
@@ -410,7 +407,7 @@ def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
     vocab = SHAPES[name]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
     flow, questions = random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed)
-    return ServedTeam(folder, flow, questions, SHARED, OPEN_GUARD)
+    return ServedTeam(folder, flow, questions, OPEN, OPEN_GUARD)
 
 
 def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progress) -> Figures:
