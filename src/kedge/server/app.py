@@ -44,8 +44,6 @@ from kedge.settings import ServerSettings
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
 
-READY_SECONDS = 5.0
-
 
 def create_app(
     engine: Engine,
@@ -112,7 +110,7 @@ async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
     service.require_engine()
-    await service.require_answer(READY_SECONDS)
+    await service.require_answer(MARGIN_SECONDS)
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
@@ -203,8 +201,7 @@ def _summary(saved: SavedState, folder: Path) -> str:
 
 
 MARGIN_SECONDS = 5
-"""Time after the grace in which failed answers are still sent; then connections are cut."""
-POLL_SECONDS = 0.05
+"""How long the engine's answer is waited for; after the grace, failed answers are sent for as long."""
 
 
 class GracefulServer(uvicorn.Server):
@@ -249,7 +246,7 @@ class GracefulServer(uvicorn.Server):
         failing = asyncio.create_task(fail_after_grace())
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
-            await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
+            await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True
             logger.critical("the engine does not answer, so nothing of it is saved")

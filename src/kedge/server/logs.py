@@ -91,8 +91,8 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
 logger = logging.getLogger("kedge.access")
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 """Paths that machines poll; their calls are logged at level DEBUG."""
-ABANDONED = 499
-"""Status that is logged if an answer never began, as in nginx."""
+CLIENT_GONE = 499
+"""Status of a call whose client has disconnected before an answer, as in nginx."""
 
 
 class AccessLogMiddleware:
@@ -105,7 +105,7 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), ABANDONED
+        began, status = time.monotonic(), CLIENT_GONE
         name = f"req_{uuid.uuid4().hex}"
         token = request_id.set(name)
 

@@ -33,9 +33,7 @@ from kedge.workflow.export import columns, workflow_edges
 from kedge.workflow.graph import Workflow
 
 OVERLOAD_SECONDS = 10.0
-"""How long a refusal for want of room counts as overload."""
-SILENT_SECONDS = 6.0
-"""After so long without an answer, an engine counts as overloaded."""
+"""How long a refusal for want of room counts as overload, and after how long an engine's silence does."""
 
 
 def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s: float | None) -> tuple[str, str]:
@@ -54,7 +52,7 @@ def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s
     most = service.settings.max_in_flight
     if service.in_flight >= most:
         return "overloaded", f"all {most} places for generations and runs are taken"
-    if silent_s > SILENT_SECONDS:
+    if silent_s > OVERLOAD_SECONDS:
         return "overloaded", f"the engine has not answered for {silent_s:.0f} s"
     if overload_age_s is not None and overload_age_s < OVERLOAD_SECONDS:
         return "overloaded", "calls were refused for want of room"

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -64,7 +63,8 @@ class ServerRun:
         tracing = self.service.tracing
         self._span = tracing.run(self.tenant.id, self.id, self.flow) if tracing else None
         self.service.metrics.runs.labels(self.tenant.id).inc()
-        self.service.threads.wait(self._run).add_done_callback(partial(self._loop.call_soon_threadsafe, self._end))
+        result = self.service.threads.wait(self._run)
+        result.add_done_callback(lambda ended: self._loop.call_soon_threadsafe(self._end, ended))
 
     @property
     def workflow(self) -> str:
