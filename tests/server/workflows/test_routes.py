@@ -224,17 +224,6 @@ def test_a_run_that_is_cancelled_while_a_tool_works_calls_nobody_else(
     assert len(served.engine.requests) == 1
 
 
-def test_a_reader_of_a_streamed_run_that_goes_away_ends_it() -> None:
-    with EchoEngine(delay_s=0.01) as engine, serving(engine) as running, running.http() as http:
-        register(http)
-        body = {"inputs": {"user_question": "x" * 2000}, "stream": True}
-        with http.stream("POST", "/v1/workflows/pair/runs", json=body) as answer:
-            next(answer.iter_bytes())
-            wait_until(lambda: bool(engine.in_flight))
-        wait_until(lambda: not engine.in_flight)
-        running.wait_quiet()
-
-
 # modes ----------------------------------------------------------------------------------------------------------------
 
 
