@@ -46,9 +46,7 @@ Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after every seed.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the seeds that the file of --json has, and go on.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture to this file (extra `plot`).")
-]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture here (extra `plot`).")]
 benchmarks = typer.Typer()
 
 
