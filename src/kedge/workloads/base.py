@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,26 +49,15 @@ class Team:
 
         Raises `WorkflowError` for an unknown topology or a number of agents that the team does not have.
         """
-        cast = _cast(self.name, self.agents, agents)
+        if agents is not None and not 1 <= agents <= len(self.agents):
+            raise WorkflowError("agents", agents, f"the workload {self.name} has 1 to {len(self.agents)}")
+        cast = [*self.agents[: (agents or len(self.agents)) - 1], self.agents[-1]]
         if isinstance(topology, str):
-            topology = _named(topology, cast)
+            if topology not in TOPOLOGIES:
+                raise WorkflowError("topology", topology, f"must be one of {', '.join(TOPOLOGIES)}")
+            topology = TOPOLOGIES[topology](cast)
         return connect(self.name, cast, topology, self.wording, (QUESTION,))
 
     def right(self, agent: AgentId, answer: str, question: Question) -> bool | None:
         """Return whether an agent's answer is correct; None for agents without a scored answer."""
         return None if agent in self.silent else self.accepts(self.final(answer), question)
-
-
-def _cast(name: str, agents: Sequence[Agent], count: int | None) -> list[Agent]:
-    *first, last = agents
-    if count is None:
-        return [*first, last]
-    if not 1 <= count <= len(agents):
-        raise WorkflowError("agents", count, f"the workload {name} has 1 to {len(agents)}")
-    return [*first[: count - 1], last]
-
-
-def _named(topology: str, agents: Sequence[Agent]) -> Topology:
-    if topology not in TOPOLOGIES:
-        raise WorkflowError("topology", topology, f"must be one of {', '.join(TOPOLOGIES)}")
-    return TOPOLOGIES[topology](agents)
