@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -35,12 +34,11 @@ from kedge.errors import ConfigError
 from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.models import NANO_BOTH
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation, spans_of
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, Source, Tokens
-from kedge.workloads.miniature import TOOLS, role_last
+from kedge.workloads.miniature import role_last
 
 
 class NoAnchors(AnchorStore):
@@ -522,11 +520,3 @@ SETS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What `kedge bench fidelity --methods` also takes by one name: KVCOMM's tables of methods, and a frontier of quality
 over computed tokens. Pools hold what was taught: for `table-6` that is to be more than its capacities."""
-
-
-def fitting_model(task: str, methods: Iterable[Method]) -> Path | None:
-    """Return the bundled model that has learned a task and the prompts of all methods, which share one model:
-    `nano-both` for `tools` and for prompts with the role last; None is the default one.
-    """
-    needs_both = task == TOOLS.name or any(method.team is role_last for method in methods)
-    return Path(NANO_BOTH) if needs_both else None

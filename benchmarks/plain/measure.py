@@ -40,7 +40,7 @@ from kedge.types import Namespace, RequestId, ReuseMode, TenantId
 from kedge.workflow.graph import Agent
 from kedge.workflow.template import parse
 from kedge.workloads.base import QUESTION, Question
-from kedge.workloads.miniature import TASKS, MiniatureTeam, Task, workflow
+from kedge.workloads.miniature import TASKS, Task
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -106,7 +106,7 @@ def _measure_team(task: Task, settings: PlainTeamSettings, progress: Progress) -
     asked = questions(task, settings.questions, settings.seed)
     progress(f"{task.name}: hinted")
     with engine_with(DiscoveryMode.OFF) as engine:
-        hinted = answer(engine, MiniatureTeam(task), asked, ReuseMode.TRANSLATE, engine.wait_idle)
+        hinted = answer(engine, task, asked, ReuseMode.TRANSLATE, engine.wait_idle)
     with engine_with(DiscoveryMode.TRANSLATE) as engine, client_of(engine) as client:
         plain, dense = _PlainTeam(client, task, {}), _PlainTeam(client, task, {"kedge": {"reuse": "off"}})
         for team in (plain, dense):
@@ -167,7 +167,7 @@ class _PlainTeam:
 
     def answer(self, question: Question) -> None:
         values, text = {QUESTION: question.text}, ""
-        for agent in workflow(self.task).agents:
+        for agent in self.task.workflow().agents:
             text = self._chat(agent, values)
             right = self.score.right.get(agent.id, 0) + bool(self.task.role(agent.id).correct(text, question))
             self.score.right[agent.id] = right

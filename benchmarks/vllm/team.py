@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.ttft import LEAD, TAIL, CopyMachine
 from kedge.bench.flows import with_given
+from kedge.bench.load import OPEN
 from kedge.bench.vllm import (
     KEDGE,
-    SHARED,
     STOCK,
     Figures,
     KvRoom,
@@ -78,7 +78,7 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     longest += settings.agents * (settings.output + 1 + settings.samples + LEAD)
     room = KvRoom(3 * settings.agents * longest, longest)
     pools = {"capacity": settings.samples + settings.repeats, "min_anchors": settings.samples}
-    anchors = {**SHARED, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
+    anchors = {**OPEN, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
     free = {"planner": {"by_cost": False}, "guard": {"fidelity": "any"}}
     ours = {"anchors": anchors, **free, "max_captures": 2 * settings.agents}
     with ExitStack() as stack:

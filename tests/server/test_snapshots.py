@@ -7,12 +7,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Timer
 
 import httpx
 import pytest
@@ -27,8 +22,7 @@ from tests.engine.common.state.test_snapshot import ask, engine, files_of
 from tests.engine.common.state_helpers import change, damage, record_files
 from tests.engine.local.conftest import tiny_model
 from tests.server.conftest import YAML, serving, wait_until
-
-ROOT = Path(__file__).parents[2]
+from tests.server.test_failure import process
 
 
 def served(built: LocalEngine, folder: Path, interval: float = 60.0):  # noqa: ANN201
@@ -159,54 +153,7 @@ agents:
 """
 
 
-LIMIT = 300.0
-"""Seconds that a process may run"""
-
-
-class Process:
-    """`kedge serve` of a tiny model, as its log tells of it."""
-
-    def __init__(self, model: Path, state: Path) -> None:
-        code = "from kedge.cli.main import app; app()"
-        command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", "--log-format", "json"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "KEDGE_SERVER__SNAPSHOT_INTERVAL": "0.2",
-            "KEDGE_API_KEYS": "",
-            "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # on a model as small as this one, computing is cheaper
-            "KEDGE_ENGINE__PLANNER__MOVE": "never",  # so that there is something to be learned
-        }
-        self.popen = subprocess.Popen(
-            [*command, "--state", str(state)], stderr=subprocess.PIPE, text=True, env=environment, cwd=state.parent
-        )
-        self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever
-        self.watchdog.start()
-        self.lines: list[dict[str, object]] = []
-        url = re.search(r"http://\S+", self.until(r"running on (http://\S+)"))
-        assert url
-        self.http = httpx.Client(base_url=url[0], timeout=60)
-
-    def until(self, pattern: str) -> str:
-        """Reads the log up to a message that fits."""
-        assert self.popen.stderr
-        for line in self.popen.stderr:
-            if line.startswith("{"):
-                self.lines.append(json.loads(line))
-                if re.search(pattern, str(self.lines[-1]["message"])):
-                    return str(self.lines[-1]["message"])
-        raise AssertionError(f"it ended without {pattern}: {self.lines}")
-
-
-@contextmanager
-def process(model: Path, state: Path) -> Iterator[Process]:
-    running = Process(model, state)
-    try:
-        yield running
-    finally:
-        running.watchdog.cancel()
-        running.popen.kill()
-        running.popen.communicate()
+SERVE = "from kedge.cli.main import app; app()"
 
 
 def run_flow(http: httpx.Client, question: str) -> list[dict[str, object]]:
@@ -229,7 +176,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with process(model_folder, state) as running:
+    args = (str(model_folder), "--state", str(state))
+    with process(SERVE, *args, folder=tmp_path) as running:
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         for question in ("one and two", "three and four"):
             run_flow(running.http, question)
@@ -237,8 +185,8 @@ def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path,
         running.popen.send_signal(signal.SIGKILL)
         assert running.popen.wait(60) == -signal.SIGKILL
     shutil.copytree(state, tmp_path / "copy")
-    with process(model_folder, state) as running:
-        assert any("loaded 2 pools" in str(line["message"]) for line in running.lines)
+    with process(SERVE, *args, folder=tmp_path) as running:
+        assert any("loaded 2 pools" in line for line in running.lines)
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         with running.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}

@@ -29,7 +29,7 @@ from kedge.settings.sections import EstimatorName
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.graph import Workflow
-from kedge.workloads.base import Question, Workload
+from kedge.workloads.base import Question, Team
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class ProbedRequest:
         return ProbeResult(self.request, completion, logits, self._probe.watched.kv)
 
 
-def constrained(workload: Workload, question: Question, request: GenerateRequest) -> GenerateRequest:
+def constrained(workload: Team, question: Question, request: GenerateRequest) -> GenerateRequest:
     """Return a request whose answer has to conform to what its workload says of the question."""
     grammar = workload.grammar(request.agent, question)
     return replace(request, sampling=replace(request.sampling, grammar=grammar))

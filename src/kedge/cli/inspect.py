@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.inspect_flow import Counts, GraphOutput, show_flow
+from kedge.cli.inspect_flow import Counts, show_flow
 from kedge.cli.tables import FittingTable
 from kedge.discovery.report import line
 from kedge.errors import ConfigError, UnsupportedModel
@@ -52,9 +52,6 @@ def inspect(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the step graph too: .mmd for Mermaid, .dot for Graphviz.")
-    ] = None,
     graph: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
     ] = None,
@@ -73,10 +70,9 @@ def inspect(
         show_traffic(Console(), from_traffic, api_key)
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
-        show_flow(Console(), target, counts, GraphOutput(picture, graph), show_all=show_all)
-    elif picture is not None or graph is not None:
-        key, value = ("--graph", graph) if picture is None else ("--picture", str(picture))
-        raise ConfigError(key, value, "only a workflow has a graph; name its file")
+        show_flow(Console(), target, counts, graph, show_all=show_all)
+    elif graph is not None:
+        raise ConfigError("--graph", graph, "only a workflow has a graph; name its file")
     else:
         _show_model(Console(), target, show_all=show_all)
 

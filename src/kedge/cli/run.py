@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kedge.cli import questions
 from kedge.cli.options import Config, Device, Model
-from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
+from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
 from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError, RequestError
 from kedge.types import ReuseMode
@@ -52,7 +52,7 @@ def run(
 ) -> None:
     """Run a workflow on one or many questions, and show answers and the sources of the prompts' tokens."""
     require_file("--inputs", inputs_file)
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     values = parse_inputs(inputs or [])
     from kedge.runner.run import check_inputs
     from kedge.settings import Settings

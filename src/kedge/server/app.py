@@ -36,7 +36,7 @@ from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.tenancy import KeyRing, apply_quotas
 from kedge.server.threads import in_own_thread
-from kedge.server.tracing import Tracing
+from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
@@ -44,21 +44,19 @@ from kedge.settings import ServerSettings
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
 
-READY_SECONDS = 5.0
-
 
 def create_app(
     engine: Engine,
     settings: ServerSettings | None = None,
     keys: KeyRing | None = None,
-    tracing: Tracing | None = None,
+    tracing: OpenTelemetry | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application around an engine, which the caller closes.
 
     Without keys everyone may call. Loads the engine's saved state if the settings name a folder. Raises `ConfigError`
     if the engine, or the folder, cannot do what the settings ask for.
     """
-    settings, tracing = settings or ServerSettings(), tracing or Tracing()
+    settings = settings or ServerSettings()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
     watching = Dashboard(engine, text_policy(settings, keys))
@@ -112,7 +110,7 @@ async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
     service.require_engine()
-    await service.require_answer(READY_SECONDS)
+    await service.require_answer(MARGIN_SECONDS)
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
@@ -203,8 +201,7 @@ def _summary(saved: SavedState, folder: Path) -> str:
 
 
 MARGIN_SECONDS = 5
-"""Time after the grace in which failed answers are still sent; then connections are cut."""
-POLL_SECONDS = 0.05
+"""How long the engine's answer is waited for; after the grace, failed answers are sent for as long."""
 
 
 class GracefulServer(uvicorn.Server):
@@ -249,7 +246,7 @@ class GracefulServer(uvicorn.Server):
         failing = asyncio.create_task(fail_after_grace())
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
-            await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
+            await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True
             logger.critical("the engine does not answer, so nothing of it is saved")

@@ -302,7 +302,7 @@ class EngineSettings(SettingsSection):
     backend: Literal["local", "vllm"] = "local"
     """What runs the model: `local` is the embedded engine, `vllm` is vLLM with Kedge's plug-in."""
     model: Path | None = None
-    """Folder as Transformers saves it, GGUF file, or name (nano, nano-both, smollm2); None is nano."""
+    """Folder as Transformers saves it, GGUF file, or name (nano, smollm2); None is nano."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto` is the GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

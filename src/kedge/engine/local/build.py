@@ -43,7 +43,7 @@ from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.models import is_bundled
+from kedge.models import default_model
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
@@ -78,8 +78,8 @@ def load_runner(model: str | Path | None, config: EngineSettings) -> tuple[Model
     """Load a model in the dtype and on the device that the settings name. Return it, and its folder."""
     device = pick_device(config.device)
     path = model_path(model, config.dtype, config.device)
-    # The bundled toys are too small to gain by 16 bits, and are there to be compared with.
-    stored = None if is_bundled(path) else getattr(read_config(path), "dtype", None)
+    # The bundled toy is too small to gain by 16 bits, and is there to be compared with.
+    stored = None if path == default_model() else getattr(read_config(path), "dtype", None)
     dtype = pick_dtype(config.dtype, device, stored)
     runner = checked_runner(models.load(path, dtype, device))
     logger.info("%s computes in %s on %s", path, str(runner.spec.dtype).removeprefix("torch."), device)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import unquote
+from typing import Any, ClassVar, NamedTuple
 
 from kedge.checks import brief
 from kedge.errors import RequestError
@@ -41,9 +41,18 @@ class ParsedText(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-class ToolParser(Protocol):
-    """Parser of one answer, which comes in pieces that may be cut anywhere."""
+class ToolParser(ABC):
+    """Parser of one answer, which comes in pieces that may be cut anywhere, and the words around a call's JSON."""
 
+    mark: ClassVar[str]
+    """Text that an answer with a call has in it"""
+    open: ClassVar[str] = ""
+    arguments: ClassVar[str]
+    """Name of the field with the arguments"""
+    close: ClassVar[str] = ""
+    between: ClassVar[str]
+
+    @abstractmethod
     def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         """Take the next piece and return what is certain now; after the last piece, everything left.
 
@@ -51,13 +60,14 @@ class ToolParser(Protocol):
         """
 
 
-class Hermes:
+class Hermes(ToolParser):
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which may occur several times (Hermes, Qwen).
 
     White space before a call and after the last one is dropped.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    mark, open, arguments, close, between = OPEN, f"{OPEN}\n", "arguments", f"\n{CLOSE}", "\n"
 
     def __init__(self) -> None:
         self._held, self._ends_in_call = "", False
@@ -104,13 +114,15 @@ class Hermes:
     @staticmethod
     def _read(text: str) -> ToolCall | None:
         try:
-            return _call(read_json(text), "arguments")
+            return _call(read_json(text), Hermes.arguments)
         except ValueError:
             return None
 
 
-class Llama3Json:
+class Llama3Json(ToolParser):
     """Parser of answers that are `{"name": …, "parameters": {…}}`, or several of them with semicolons (Llama 3)."""
+
+    mark, arguments, between = '{"name"', "parameters", "; "
 
     def __init__(self) -> None:
         self._held, self._is_text = "", False
@@ -122,17 +134,13 @@ class Llama3Json:
         if not (self._is_text or last):
             return ParsedText()
         calls = () if self._is_text else _calls(self._held)
-        is_begun = cut and self._held.lstrip().startswith(TOOL_MARKS["llama3_json"])
+        is_begun = cut and self._held.lstrip().startswith(self.mark)
         content, self._held = "" if calls or is_begun else self._held, ""
         return ParsedText(content, calls)
 
 
-PARSERS: Mapping[ToolCallFormat, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
+PARSERS: Mapping[ToolCallFormat, type[ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
 """Parsers by the format that the settings name. The names are vLLM's."""
-
-
-TOOL_MARKS: Mapping[ToolCallFormat, str] = {"hermes": Hermes.OPEN, "llama3_json": '{"name"'}
-"""Text that an answer with a call has in it, by format."""
 
 
 class AnswerReader:
@@ -193,7 +201,7 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
             data, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return ()
-        call = _call(data, "parameters")
+        call = _call(data, Llama3Json.arguments)
         if call is None:
             return ()
         calls.append(call)
@@ -212,22 +220,6 @@ UNKEPT = frozenset((
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-class _Wording(NamedTuple):
-    """How calls are written in a format that the server reads."""
-
-    open: str
-    arguments: str
-    """Name of the field with the arguments"""
-    close: str
-    between: str
-
-
-WORDINGS: Mapping[ToolCallFormat, _Wording] = {
-    "hermes": _Wording(f"{Hermes.OPEN}\n", "arguments", f"\n{Hermes.CLOSE}", "\n"),
-    "llama3_json": _Wording("", "parameters", "", "; "),
-}
-
-
 def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     """Return the grammar that a chat's answer conforms to; "" where it is free.
 
@@ -241,11 +233,11 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     several = body.parallel_tool_calls is not False
     offered = [tool.function for tool in body.tools_to_use if tool.function]
     functions = [one for one in offered if body.called in (None, one.name)]
-    calls = _call_rules(functions, WORDINGS[form], several=several) if form else []
+    calls = _call_rules(functions, PARSERS[form], several=several) if form else []
     if schema is None or body.must_call:
         return "\n".join(["start: calls", *calls])
     start = "start: content | calls" if calls else "start: content"
-    return "\n".join([start, f"content: {_json(schema, 'response_format.json_schema')}", *calls])
+    return "\n".join([start, f"content: {_json(schema)}", *calls])
 
 
 def unkept(schema: Any, *, has_names: bool = False) -> Iterator[str]:
@@ -262,51 +254,6 @@ def unkept(schema: Any, *, has_names: bool = False) -> Iterator[str]:
                 yield from unkept(part, has_names=not has_names and name in maps)
 
 
-def can_end(schema: Mapping[str, Any], most: int = 20_000) -> bool:
-    """Return whether some text conforms to a schema and ends: not where it requires itself, by whatever way. A schema
-    that takes more than `most` looks at its parts may end.
-    """
-    looks = iter(range(most))
-
-    def ends(part: Any, *within: str) -> bool:
-        """Return whether a part ends, within what it was referred to from."""
-        if not isinstance(part, Mapping) or "enum" in part or "const" in part or next(looks, None) is None:
-            return True
-        reference = part.get("$ref")
-        if isinstance(reference, str) and (
-            reference in within or not ends(_referred(reference, schema), reference, *within)
-        ):
-            return False
-        kinds = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
-        named, others = part.get("properties"), part.get("additionalProperties")
-        named = named if isinstance(named, Mapping) else {}
-        items = [*_list(part, "prefixItems"), part.get("items")]
-        needed = {
-            "object": [named.get(name, others) for name in _list(part, "required") if isinstance(name, str)],
-            "array": items[: part["minItems"] if isinstance(part.get("minItems"), int) else 0],
-        }
-        wholes = [[_list(part, "allOf")], *([[one] for one in _list(part, name)] for name in ("anyOf", "oneOf"))]
-        wholes.append([needed.get(str(kind), []) for kind in kinds])
-        return all(not ways or any(all(ends(one, *within) for one in way) for way in ways) for ways in wholes)
-
-    try:
-        return ends(schema)
-    except RecursionError:
-        return True
-
-
-def _referred(reference: str, root: Any) -> Any:
-    """Return the part of a schema that a reference names; None for one that is not found."""
-    found = root
-    for name in unquote(reference).split("/")[1:]:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
-
-
-def _list(part: Mapping[str, Any], name: str) -> list[Any]:
-    return part[name] if isinstance(part.get(name), list) else []
-
-
 def _arguments(function: Function) -> Mapping[str, Any]:
     """Return the schema of a function's arguments, which are an object whether it says so or not."""
     given = function.parameters or {}
@@ -316,7 +263,7 @@ def _arguments(function: Function) -> Mapping[str, Any]:
     return {**given, "type": "object"}
 
 
-def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bool) -> list[str]:
+def _call_rules(functions: Sequence[Function], wording: type[ToolParser], *, several: bool) -> list[str]:
     """Return the rules of one call, or of `several`, of any of these functions; none without functions."""
     if not functions:
         return []
@@ -326,7 +273,7 @@ def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bo
     for at, function in enumerate(functions):
         begin = f'{wording.open}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{wording.arguments}": '
         rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
-        rules.append(f"arguments_{at}: {_json(_arguments(function), 'tools')}")
+        rules.append(f"arguments_{at}: {_json(_arguments(function))}")
     return rules
 
 
@@ -345,10 +292,8 @@ def _schema(body: ChatBody) -> Mapping[str, Any] | None:
     return schema
 
 
-def _json(schema: Mapping[str, Any], key: str) -> str:
-    """Return the grammar of a schema. Raises `RequestError` naming `key` for one to which nothing conforms."""
-    if not can_end(schema):
-        raise RequestError(key, brief(schema), "requires itself without an end")
+def _json(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": ONE_LINE}, ensure_ascii=False)
 
 
