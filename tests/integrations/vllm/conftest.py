@@ -227,28 +227,6 @@ def forget_globals() -> None:
     cleanup_dist_env_and_memory()
 
 
-@contextmanager
-def skipped_where_vllm_fails(error: str, reason: str) -> Iterator[None]:
-    """Skip what a version of vLLM cannot do by itself: there it fails with this error, without Kedge."""
-    try:
-        yield
-    except (RuntimeError, TypeError) as failure:
-        if error not in str(failure):
-            raise
-        pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def drafting(tiny_llama: Path) -> None:
-    """Skip where vLLM cannot check drafts on a CPU: 0.30 looks for the names of a Triton kernel's arguments."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with (
-        driver(tiny_llama, plugged=False, speculative_config=drafts) as plain,
-        skipped_where_vllm_fails("Cannot inspect kernel parameters", "this vLLM cannot check drafts on a CPU"),
-    ):
-        plain.answer([5, 6, 7] * 20, count=12)
-
-
 @pytest.fixture(scope="session")
 def stock_answers(tiny_llama: Path) -> dict[Any, list[int]]:
     """Answers of 40 tokens of stock vLLM to the prompts of `lane_prompts`: by number, and the plain ones."""

@@ -27,11 +27,10 @@ from kedge.discovery.report import page
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
-from kedge.hints.values import without_infinity
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
 from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.plugin.hints import KNOWN
 from kedge.policies.sessions import refused
-from kedge.settings.sections import shown_fidelity
 from kedge.types import Namespace, RunKey
 
 if TYPE_CHECKING:
@@ -42,23 +41,6 @@ PAGE, DATA = "/kedge", "/kedge/report"
 """What the plug-in has found, as a page and as JSON"""
 MAX_BODY_BYTES = 64 << 20
 """Bodies that are longer are refused: a field in them that keeps caches apart would do nothing"""
-FIELDS = (
-    "workflow",
-    "run",
-    "agent",
-    "client",
-    "seq",
-    "fixed_tokens",
-    "reuse",
-    "session",
-    "parent",
-    "returns_in",
-    "keep_for",
-    "guard",
-    "pick",
-)
-"""Hints that have the same name and form in the plug-in"""
-
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
@@ -214,13 +196,8 @@ def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
 
 def plugin_hints(hints: Hints) -> dict[str, Any]:
     """Return hints as the plug-in reads them; those without an effect there are left out."""
-    found = {name: getattr(hints, name) for name in FIELDS}
-    for name, times in (("steps", hints.steps), ("expects", hints.expects)):
-        found[name] = times and without_infinity(times)
-    found["actions"] = [one.to_dict() for one in hints.actions] or None
-    found["final"] = hints.final or None
-    found["fidelity"] = shown_fidelity(hints.fidelity)
-    return {name: value for name, value in found.items() if value not in ("", None)}
+    found = {name: value for name, value in hints.to_dict().items() if name in KNOWN}
+    return {**found, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else found
 
 
 async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[], Awaitable[dict[str, Any]]]) -> None:
@@ -273,14 +250,8 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
     if connector != NAME:
         raise ConfigError("kv_connector", connector, f"must be {NAME} for hints")
 
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from kedge.integrations.vllm.engine.guarding import died
     from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 
     if len(ADVICE_CALLS) >= MAX_WAITING:
         raise Overloaded("hints", len(ADVICE_CALLS), f"at most {MAX_WAITING} calls wait for vLLM at once")
-    try:
-        return await ADVICE_CALLS.ask(client.engine_core, namespace, given)
-    except EngineDeadError:
-        raise died() from None
+    return await ADVICE_CALLS.ask(client.engine_core, namespace, given)

@@ -67,14 +67,14 @@ def test_the_end_is_the_last_token_and_the_trail() -> None:
     (lane,), (capture,) = stage.tails.granted, stage.captures
     assert (lane.span, lane.tokens) == (range(7, 9), [1] * 6 + [7, 8, 9, 9])
     assert len(lane.blocks) == 3 and list(capture.blocks) == lane.blocks
-    assert capture.response == (7, 8, 9) and capture.end == 2
+    assert capture.response == (7, 8, 9)
 
 
 def test_an_answer_whose_tokens_all_have_kv_needs_no_lane() -> None:
     stage = Stage()
     stage.end(ended(6, (7, 8, 2), status=STOPPED))
     assert stage.tails.grant(AMPLE, running=0) == LaneBudget(0, 0)
-    assert stage.captures[0].response == (7, 8) and not stage.captures[0].end
+    assert stage.captures[0].response == (7, 8)
 
 
 @pytest.mark.parametrize(
