@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,16 @@ def save_tiny_llama(folder: Path, **other: Any) -> Path:
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**SHAPE, **other})).eval().save_pretrained(folder)
+    return folder
+
+
+def save_tiny_nano(folder: Path) -> Path:
+    """A random Llama that speaks the bundled model's tokens."""
+    from kedge.engine.common.model_folder import model_path
+
+    save_tiny_llama(folder, vocab_size=1152, bos_token_id=0, eos_token_id=1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_path(None) / name, folder)
     return folder
 
 

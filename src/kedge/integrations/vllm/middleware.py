@@ -44,7 +44,6 @@ MAX_BODY_BYTES = 64 << 20
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
-MAX_HINT_BYTES = 1 << 20
 MAX_WAITING = 256
 """Calls that may wait for vLLM at once"""
 STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
@@ -150,13 +149,13 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
     """Return a whole body with its hints, or unchanged. Raises `RequestError` for one that cannot be served."""
-    body = await _content(receive, MAX_BODY_BYTES)
+    body = await _content(receive)
     if body is None:
         return {"type": "http.disconnect"}
     return {"type": "http.request", "body": add_hints(body, headers) or body, "more_body": False}
 
 
-async def _content(receive: Receive, most: int) -> bytes | None:
+async def _content(receive: Receive) -> bytes | None:
     """Return the bytes of a body, None of a client that has gone. Raises `RequestError` for one that is too long."""
     parts, size, has_more = [], 0, True
     while has_more:
@@ -165,8 +164,8 @@ async def _content(receive: Receive, most: int) -> bytes | None:
             return None
         parts.append(message.get("body", b""))
         size, has_more = size + len(parts[-1]), message.get("more_body", False)
-        if size > most:
-            raise RequestError("body", f"{size} bytes", f"must have at most {most}")
+        if size > MAX_BODY_BYTES:
+            raise RequestError("body", f"{size} bytes", f"must have at most {MAX_BODY_BYTES}")
     return b"".join(parts)
 
 
@@ -234,7 +233,7 @@ def _failed(error: KedgeError) -> Response:
 async def _body(receive: Receive) -> dict[str, Any]:
     """Return the body of a call. Raises `RequestError` for one that is no JSON object, or too long."""
     try:
-        body = json.loads(await _content(receive, MAX_HINT_BYTES) or b"")
+        body = json.loads(await _content(receive) or b"")
     except (ValueError, RecursionError) as error:
         raise RequestError("body", "…", f"must be JSON: {error}") from None
     if not isinstance(body, dict):

@@ -41,8 +41,6 @@ from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, Segment, Tokens
 
-TOKEN_SHARE = 4
-"""Of the tokens that running requests leave in a step, the ends of answers take at most one in so many."""
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 """Ends of answers that their readers get whole"""
 QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
@@ -231,12 +229,10 @@ class AnswerTails(HeldLanes):
         `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
         """
         ended, self._ended, self.granted = self._ended, {}, []
-        left = LaneBudget(budget.tokens // TOKEN_SHARE, budget.rows)
         for capture_id, answer in ended.items():
-            lane = self._lane(capture_id, answer, left, running)
+            lane = self._lane(capture_id, answer, budget.less(*self.taken), running)
             if lane is not None:
                 self.granted.append(lane)
-                left = left.less(len(lane.span), 1)
         return self.taken
 
     def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
