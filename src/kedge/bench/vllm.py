@@ -176,7 +176,7 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         """Start the engine, for which a prompt is one chunk. Engines differ in these two alone: `plugin`, the plug-in's
         settings (None is stock vLLM), and `arguments`, the engine's own.
         """
-        from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
+        from kedge.integrations.vllm.engine.options import prepare_environment, transfer_config
 
         prepare_environment()
         from vllm.engine.arg_utils import AsyncEngineArgs

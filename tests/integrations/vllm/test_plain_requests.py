@@ -82,7 +82,6 @@ def test_what_was_saved_is_counted(translating: Driver) -> None:
     one, other = (receipt(asked)["tokens"] for asked in team(translating, 36))
     assert totals.exact_tokens - before[0] == one["device"] + other["device"] + one["host"] + other["host"] > 0
     assert totals.translated_tokens - before[1] == one["translated"] + other["translated"] > 0
-    assert not translating.side._cached
 
 
 def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:
@@ -106,4 +105,4 @@ def test_aborts_leave_nothing_behind(translating: Driver) -> None:
     translating.engine.abort_request(names[::2])
     translating.run()
     translating.reset()
-    assert not translating.side._requests
+    assert not translating.side.requests

@@ -97,7 +97,7 @@ def check(driver: Driver) -> None:
     """Every block is free, and both queues are sound."""
     assert driver.pool.get_num_free_blocks() == driver.pool.num_gpu_blocks - 1
     driver.side.queue.check_integrity()
-    assert not driver.side.sessions._turns and not driver.side._loads
+    assert not driver.side.requests
     if loads := driver.side.loads:
         loads.tier.queue.check_integrity()
         assert loads.tier.host.get_num_free_blocks() == loads.tier.host.num_gpu_blocks - 1

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin.lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks, PassLimits
+from kedge.integrations.vllm.plugin.lanes import AnswerTails, EndedAnswer, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Segment, Tokens
@@ -67,19 +67,19 @@ def test_the_end_is_the_last_token_and_the_trail() -> None:
     (lane,), (capture,) = stage.tails.granted, stage.captures
     assert (lane.span, lane.tokens) == (range(7, 9), [1] * 6 + [7, 8, 9, 9])
     assert len(lane.blocks) == 3 and list(capture.blocks) == lane.blocks
-    assert capture.response == (7, 8, 9) and capture.end == 2
+    assert capture.response == (7, 8, 9)
 
 
 def test_an_answer_whose_tokens_all_have_kv_needs_no_lane() -> None:
     stage = Stage()
     stage.end(ended(6, (7, 8, 2), status=STOPPED))
     assert stage.tails.grant(AMPLE, running=0) == LaneBudget(0, 0)
-    assert stage.captures[0].response == (7, 8) and not stage.captures[0].end
+    assert stage.captures[0].response == (7, 8)
 
 
 @pytest.mark.parametrize(
     ("budget", "running"),
-    [(LaneBudget(2 * TOKEN_SHARE - 1, 9), 0), (LaneBudget(99, 0), 0), (LaneBudget(-9, -9), 0), (AMPLE, BLOCKS)],
+    [(LaneBudget(1, 9), 0), (LaneBudget(99, 0), 0), (LaneBudget(-9, -9), 0), (AMPLE, BLOCKS)],
 )
 def test_without_room_what_is_there_is_captured(budget: LaneBudget, running: int) -> None:
     stage = Stage()
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         taken = self.stage.tails.grant(LaneBudget(tokens, rows), running)
         granted = self.stage.tails.granted
         assert taken == LaneBudget(sum(len(lane.span) for lane in granted), len(granted))
-        assert taken.tokens <= max(0, tokens) // TOKEN_SHARE and taken.rows <= max(0, rows)
+        assert taken.tokens <= max(0, tokens) and taken.rows <= max(0, rows)
         now = self.stage.pool.get_num_free_blocks()
         assert now >= min(free, running)
         for lane in granted:

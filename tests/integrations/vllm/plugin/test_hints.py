@@ -101,7 +101,7 @@ def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"agent": 7}, {"run": "x" * 257}, {"agent": "a\n"}, {"seq": -1}, {"seq": True}, {"steps": {"a": -1}},
+        {"agent": 7}, {"run": "x" * 257}, {"agent": "a\n"}, {"seq": 1.5}, {"seq": True},
         {"steps": {"a": math.nan}}, {"steps": {"a": "1"}}, {"steps": []}, {"fixed_tokens": 1.0}, {"final": "yes"},
         {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
         {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},

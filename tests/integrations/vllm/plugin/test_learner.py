@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +11,12 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin.learner import (
-    MAX_EXPECTED,
-    MAX_WRITTEN,
-    ExpectedPrompt,
-    ExpectedPrompts,
     Learner,
     PlannedWrite,
     PlannedWrites,
 )
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
-from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
@@ -94,7 +89,7 @@ def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.M
 class Spent(list[float]):
     """Stands for balances, and keeps what is spent."""
 
-    def spend(self, _: GenerateRequest, device: float = 0.0, *, host: float = 0.0, learning: bool = False) -> None:  # noqa: ARG002
+    def spend(self, _: GenerateRequest, device: float = 0.0, *, host: float = 0.0) -> None:
         self.append(device + host)
 
     def save(self, _: GenerateRequest, seconds: float) -> None:
@@ -106,29 +101,6 @@ def test_asking_about_a_prompt_costs_a_small_pass(learner: Learner, monkeypatch:
     monkeypatch.setattr(learner._balances, "spend", spent.spend)
     learner.judge(TranslationQuery(REQUEST, 0))
     assert spent[0] == learner._costs.pass_seconds(1, 1) > 0
-
-
-def test_what_is_prepared_in_vain_is_spent() -> None:
-    spent = Spent()
-    runtime: Any = SimpleNamespace()
-    expected = ExpectedPrompts(runtime, runtime, lambda _: 4, 1 << 20, spent.spend)
-
-    def prepared(seconds: float, agent: str = "a") -> GenerateRequest:
-        request = replace(REQUEST, agent=AgentId(agent))
-        draft: Any = SimpleNamespace(drafted=1)
-        expected._expected[request.agent_key] = ExpectedPrompt(request, 4, draft, seconds=seconds)
-        return request
-
-    expected.end_run(prepared(1.0).run_key)
-    assert spent == [1.0]
-    expected.expect(replace(prepared(2.0), segments=SEGMENTS[1:]))
-    assert spent == [1.0, 2.0], "another prompt took its place"
-    assert expected.claim(replace(prepared(3.0), segments=SEGMENTS[1:]), 4) is None
-    assert spent == [1.0, 2.0, 3.0], "it turned out otherwise"
-    assert expected.claim(prepared(4.0), 4) is not None and spent == [1.0, 2.0, 3.0]
-    for number in range(MAX_EXPECTED + 1):
-        prepared(5.0, f"agent-{number}")
-    assert spent == [1.0, 2.0, 3.0, 5.0], "the oldest had to go"
 
 
 def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
@@ -182,7 +154,7 @@ def test_a_verdict_that_is_withdrawn_takes_the_written_plan_along(writes: Planne
 
 
 def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:
-    for number in range(MAX_WRITTEN + 5):
+    for number in range(REMEMBERED + 5):
         writes.put(name := RequestId(f"aborted-{number}"), planned(teaches=True))
         writes.write(TranslationWrite(name, (1,), (range(4, 6),)))
-    assert len(writes._written) == MAX_WRITTEN
+    assert len(writes._written) == REMEMBERED

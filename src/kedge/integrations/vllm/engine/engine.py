@@ -32,25 +32,28 @@ from kedge.errors import ConfigError, EngineClosed, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
-from kedge.integrations.vllm.engine.guarding import died, keep_guard, warm_up, within_top
+from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
     copy_dtype,
     plugin_settings,
+    prepare_environment,
     refuse_foreign,
     require_vllm,
+    transfer_config,
     vllm_arguments,
 )
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
     PluginMessage,
-    advice_hints,
     end_of_run,
     expected_prompt,
     sampling_arguments,
+    turn_hints,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.integrations.vllm.entry_point import died
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
@@ -241,7 +244,9 @@ class VLLMEngine(Engine):
         require_advice(namespace, hints)
         if not self._plugged:
             return refused(hints, NO_SESSIONS)
-        outcomes = self._run(partial(self._driver.advise, namespace, advice_hints(hints)))
+        outcomes = self._run(
+            partial(self._driver.advice.ask, self._driver.llm.engine_core, namespace, turn_hints(hints))
+        )
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -327,8 +332,6 @@ def _figures(driver: Driver) -> dict[str, object]:
 
 def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:
     """Return `AsyncEngineArgs`, with the plug-in if `plugged`. Raises `ConfigError` for values that vLLM refuses."""
-    from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
-
     prepare_environment()
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     if keeping.state:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kedge.engine.base import Stream
 from kedge.engine.common.state.snapshot import EngineState
-from kedge.errors import ConfigError, EngineClosed
+from kedge.errors import ConfigError
 from kedge.reuse.guard.comparison import TOP
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 
@@ -56,8 +56,3 @@ def keep_guard(
     kept.load()
     kept.start()
     return kept
-
-
-def died() -> EngineClosed:
-    """Return the error that vLLM's engine core has ended."""
-    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")

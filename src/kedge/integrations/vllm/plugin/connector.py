@@ -120,11 +120,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     # in the scheduler, called by Kedge's own --------------------------------------------------------------------
 
     def join(self) -> SchedulerSide:
-        """Return the scheduler's half to the calling scheduler, which promises to run its `upkeep` in every pass: what
-        no decision needs yet is put off until then, unless loads from the host decide by it in the same step.
-        """
-        if not self._host_blocks:
-            self._scheduler.upkeep.is_open = True
+        """Return the scheduler's half to the calling scheduler."""
         return self._scheduler
 
     def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:

@@ -47,8 +47,6 @@ class Capture:
     """Generated tokens whose KV is there"""
     exact: bool = True
     """Whether no token of the prompt was translated"""
-    end: int = 0
-    """Number of its last positions that the pass of this step computes for the capture alone"""
 
 
 @dataclass
