@@ -11,6 +11,7 @@ import torch
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
+from kedge.guard import GuardOrders
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
@@ -121,6 +122,12 @@ def test_other_modes_teach_nothing_and_need_nothing(reuse: ReuseMode) -> None:
     runtime, asked = Taught(0).runtime, request(1, reuse)
     assert not runtime.wants_harvest(asked, runtime.plan(asked, ()))
     assert runtime.needs(asked) == []
+
+
+def test_checks_teach_nothing() -> None:
+    runtime, asked = Taught(0).runtime, request(1)
+    assert runtime.wants_harvest(asked, plan := runtime.plan(asked, ()))
+    assert not runtime.wants_harvest(replace(asked, guard=GuardOrders(held_out=True)), plan)
 
 
 @pytest.mark.parametrize(("above", "pays"), [(SIZE - 1, True), (SIZE, False)])

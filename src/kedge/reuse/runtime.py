@@ -230,7 +230,7 @@ class Runtime:
         Dense prompts of an agent that has seen enough values are, once in `REFRESH` times, so that they follow what
         changes.
         """
-        if request.guard.left_out:
+        if request.guard.held_out:
             return False
         if plan.translates or not self.learns(request):
             return plan.teaches and self.learns(request)

@@ -87,7 +87,7 @@ class Learning:
         request, plan, table = sequence.request, sequence.plan, sequence.table
         assert plan is not None and table is not None
         self._provide_bases(sequence, partial(self._storage.read, table))
-        if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
+        if self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table), plan)
             self._pending.append(PendingObservation(sequence, request.run_key, steps))
             if len(self._pending) > MAX_PENDING:

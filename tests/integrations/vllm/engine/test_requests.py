@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from kedge.guard import GuardOrders
@@ -67,12 +68,11 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
 
 
 def test_what_the_guard_orders_is_sent() -> None:
-    orders = GuardOrders(
-        withheld=frozenset({"q", "r"}), epoch=2, rung=len(RUNGS) - 1, left_out=True, pick="answer is <word>"
-    )  # fmt: skip
+    orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2, rung=len(RUNGS) - 1, pick="answer is <word>")
+    orders = replace(orders, left_out=True, held_out=True)
     assert read(request(guard=orders)).guard == orders
     assert read(request(guard=GuardOrders(rung=0))).guard.rung == 0
-    assert not {"withheld", "epoch", "rung", "left_out", "pick"} & request_hints(request()).keys()
+    assert not {"withheld", "epoch", "rung", "left_out", "held_out", "pick"} & request_hints(request()).keys()
 
 
 def test_the_fixed_length_is_sent_without_segments() -> None:

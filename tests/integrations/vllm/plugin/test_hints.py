@@ -31,7 +31,7 @@ TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
     *("session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
-    *("pick", "rung", "left_out"),
+    *("pick", "rung", "left_out", "held_out"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -72,8 +72,10 @@ def test_all_hints_are_read() -> None:
 def test_orders_of_a_guard_that_are_not_accepted_are_ignored(
     withheld: Any, epoch: Any, pick: Any, rung: Any, left_out: Any
 ) -> None:
-    call = read({"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "left_out": left_out})
-    assert call.request.guard == GuardOrders() and call.ignored == 5
+    call = read(
+        {"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "left_out": left_out, "held_out": left_out}
+    )
+    assert call.request.guard == GuardOrders() and call.ignored == 6
 
 
 @pytest.mark.parametrize("rung", range(len(RUNGS)))

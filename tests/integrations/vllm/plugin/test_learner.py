@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.guard import GuardOrders
 from kedge.integrations.vllm.plugin.learner import (
     Learner,
     PlannedWrite,
@@ -40,6 +42,12 @@ def learner() -> Learner:
     return found
 
 
+def captured(learner: Learner, request: GenerateRequest) -> None:
+    """Ask about a prompt, and capture it, as it says that it leaves something."""
+    assert learner.judge(TranslationQuery(request, 0, has_waited=True)).teaches
+    learner.capture(Capture(request, (1,), 0))
+
+
 @pytest.fixture
 def lacking(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what base KV the prompts lack. It gets an entry more with every look at a prompt."""
@@ -56,7 +64,7 @@ def lacking(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_prompt_without_its_base_kv_is_looked_at_once(learner: Learner, lacking: list[str]) -> None:
     assert not learner.is_learning and not learner.learn() and lacking == ["first"]
-    learner.capture(Capture(REQUEST, (1,), 0))
+    captured(learner, REQUEST)
     assert not learner.learn() and lacking == ["first", "look"]
     for _ in range(3):
         assert not learner.learn() and not learner.is_learning
@@ -64,7 +72,7 @@ def test_a_prompt_without_its_base_kv_is_looked_at_once(learner: Learner, lackin
 
 
 def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking: list[str]) -> None:
-    learner.capture(Capture(REQUEST, (1,), 0))
+    captured(learner, REQUEST)
     assert not learner.learn()
     lacking.clear()
     assert not learner.learn(), "nothing has come"
@@ -73,6 +81,13 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
     while learner.learn():
         pass
     assert not learner.is_learning
+
+
+def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(learner: Learner) -> None:
+    captured(learner, replace(REQUEST, guard=GuardOrders(left_out=True, held_out=True)))
+    assert not learner._captured
+    captured(learner, REQUEST)
+    assert len(learner._captured) == 1
 
 
 def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +120,7 @@ def test_asking_about_a_prompt_costs_a_small_pass(learner: Learner, monkeypatch:
 
 def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
     pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
-    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=(), teaches=False)
+    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=())
     balances: Any = spent
     writes = PlannedWrites(pages, costs, balances)
     spans = range(4, 6), range(8, 9), range(12, 30)
@@ -117,12 +132,12 @@ def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
     assert costs.added_seconds(0, 2) > 0
 
 
-# prompts that are learned from although something in them is translated -----------------------------------------------
+# prompts that are captured although something in them is translated --------------------------------------------------
 
 
 def planned(teaches: bool) -> PlannedWrite:
-    plan: Any = SimpleNamespace(translations=(), teaches=teaches)
-    return PlannedWrite(REQUEST, plan, None, {}, 0.0)
+    plan: Any = SimpleNamespace(translations=())
+    return PlannedWrite(REQUEST, plan, None, {}, 0.0, teaches)
 
 
 @pytest.fixture
@@ -132,7 +147,7 @@ def writes() -> PlannedWrites:
     return PlannedWrites(pages, EngineCosts(), balances)
 
 
-def test_a_plan_that_teaches_is_kept_until_its_prompt_is_captured(writes: PlannedWrites) -> None:
+def test_the_plan_of_a_prompt_that_leaves_something_is_kept_until_it_is_captured(writes: PlannedWrites) -> None:
     writes.put(REQUEST.request_id, one := planned(teaches=True))
     assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
     writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))

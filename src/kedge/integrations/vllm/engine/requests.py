@@ -83,6 +83,7 @@ def guard_hints(orders: GuardOrders) -> Hints:
         "epoch": orders.epoch or None,
         "rung": orders.rung,
         "left_out": orders.left_out or None,
+        "held_out": orders.held_out or None,
         "pick": orders.pick,
     }
     return _given(hints)

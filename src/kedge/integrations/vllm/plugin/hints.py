@@ -126,6 +126,7 @@ def read_hints(
             epoch=get("epoch", 0),
             rung=get("rung"),
             left_out=get("left_out", False),
+            held_out=get("held_out", False),
             pick=get("pick", ""),
         ),
     )
@@ -266,7 +267,7 @@ KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
     **{"produces": _sample, "trail": _trail, "ahead": _flag, "advice": _flag, "plain": _flag, "actions": _actions},
-    **{"withheld": _names, "epoch": read_whole, "rung": _rung, "left_out": _flag},
+    **{"withheld": _names, "epoch": read_whole, "rung": _rung, "left_out": _flag, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
 

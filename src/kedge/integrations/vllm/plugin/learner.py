@@ -257,6 +257,8 @@ class PlannedWrite:
     """What was translated before the request arrived, by the first position of its translation"""
     seconds: float
     """Time that all this took"""
+    teaches: bool = False
+    """Whether its prompt is captured"""
 
 
 class PlannedWrites:
@@ -267,7 +269,7 @@ class PlannedWrites:
         self._pages, self._costs, self._balances, self._translate_into = pages, costs, balances, translate_into(pages)
         self._planned: dict[RequestId, PlannedWrite] = {}
         self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(REMEMBERED)
-        """The plans of prompts that are learned from although something in them is translated"""
+        """The plans of prompts that are captured although something in them is translated"""
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -282,7 +284,7 @@ class PlannedWrites:
         self._written.pop(request_id, None)
 
     def take_written(self, request_id: RequestId) -> ReusePlan | None:
-        """Return the plan by which parts of a prompt that is learned from were translated, if any were."""
+        """Return the plan by which parts of a captured prompt were translated, if any were."""
         return self._written.pop(request_id, None)
 
     def write(self, order: TranslationWrite) -> None:
@@ -293,7 +295,7 @@ class PlannedWrites:
         if planned.head is not None and start < planned.head.tokens:
             self._pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
         count, tokens = self._translate(planned, table, range(start, stop))
-        if planned.plan.teaches:
+        if planned.teaches:
             self._written[order.request_id] = planned.plan
         seconds = planned.seconds + time.monotonic() - began
         self._costs.observe_translation(count, tokens, seconds)
@@ -345,6 +347,8 @@ class Learner:
         self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most)
         self.writes = PlannedWrites(pages, costs, self._balances)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(REMEMBERED)
+        self._harvests: BoundedDict[RequestId, None] = BoundedDict(REMEMBERED)
+        """Requests that are learned from once they are captured: others leave only base KV"""
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
         self.is_at_rest = True
@@ -372,6 +376,7 @@ class Learner:
         request = query.request
         wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
         if refusal := self.rotation.refusal:
+            self._note_harvest(request, wanted=refusal is UNCHECKED and not request.guard.held_out)
             misses = (Miss("*", refusal),)
             return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, teaches=refusal is UNCHECKED)
         if query.may_wait and (first := self._prerequisites(query)):
@@ -406,6 +411,7 @@ class Learner:
             ready, seconds = found.ready, found.seconds
         holes, misses = plan.holes, plan.misses
         teaches = self._runtime.wants_harvest(request, plan)
+        self._note_harvest(request, wanted=teaches)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, host=seconds)
             teaches = teaches or plan.translates or head is None or self._runtime.leaves_base(request)
@@ -414,11 +420,16 @@ class Learner:
             is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in misses)
             return TranslationVerdict(dense, misses, wanted, teaches=teaches, is_declined=is_declined)
         seconds += time.monotonic() - began
-        self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
         ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
         teaches = teaches or lacks_head or self._runtime.leaves_base(request, plan)
+        self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds, teaches))
         return TranslationVerdict(holes, misses, wanted, ready=ready_to, teaches=teaches)
+
+    def _note_harvest(self, request: GenerateRequest, *, wanted: bool) -> None:
+        self._harvests.pop(request.request_id, None)
+        if wanted:
+            self._harvests[request.request_id] = None
 
     # around a pass ----------------------------------------------------------------------------------------------
 
@@ -441,8 +452,9 @@ class Learner:
                 self.rotation.check(request.tokens, read(0, request.prompt_tokens))
             self._heads.keep(request, read)
             self._runtime.keep_base(request, read, plan)
-            if self._runtime.may_observe(request, plan):
+            if request.request_id in self._harvests and self._runtime.may_observe(request, plan):
                 self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
+            self._harvests.pop(request.request_id, None)
         self._balances.spend(request, host=time.monotonic() - began)
 
     # learning -----------------------------------------------------------------------------------------------------
