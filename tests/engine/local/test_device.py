@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kedge.anchors.estimators import ESTIMATORS
 from kedge.engine.local.attention.paged import Scoring, SequenceSlice, _attend_one, kernels_of
 from kedge.engine.local.build import EngineParts
 from kedge.settings import AnchorSettings, TierSettings
@@ -39,7 +40,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, room: dict[str, ob
         engine.query(EngineParts.check_integrity)
 
 
-@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_anchors_own_value_is_translated_to_its_dense_kv(estimator: str) -> None:
     settings = AnchorSettings(**OPEN, estimator=estimator)
     driver = Driver(device=DEVICE.type, anchors=settings)
