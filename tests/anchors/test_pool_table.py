@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from kedge.anchors.pool import PoolTable
@@ -14,19 +13,18 @@ from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
-    BOTH,
     OPEN,
     POOL,
     SLOT,
+    TOKEN,
+    each_estimator,
     filled,
     in_context,
     observe,
     sample,
 )
 
-both = pytest.mark.parametrize("settings", BOTH, ids=["token", "interpolate"])
 SOME_POOL = PoolKey(Namespace(TenantId("t")), WorkflowId("w"), "p")
-TOKEN, INTERPOLATE = BOTH
 
 
 def test_a_message_with_four_consumers_costs_less_than_twice_its_kv() -> None:
@@ -51,7 +49,7 @@ def in_context_like(base: KVSegment) -> KVSegment:
     return KVSegment(keys, values)
 
 
-@both
+@each_estimator
 def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
     store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6}))
     store.table = PoolTable(AnchorSettings().max_bytes, max_pools=4)

@@ -9,7 +9,7 @@ from itertools import count
 from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
-from kedge.anchors.estimators import Estimator, Interpolate, Match, Proposal, Token
+from kedge.anchors.estimators import ESTIMATORS, Estimator, Match, Proposal
 from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
@@ -35,10 +35,10 @@ class AnchorStats:
 
 def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
     """Return the estimator that the settings name, with its criterion."""
-    if config.estimator == "interpolate":
-        return Interpolate(), Entropy(GAMMA if config.max_error is None else config.max_error)
-    most = MAX_ERROR if config.max_error is None else config.max_error
-    return Token(), Error(config.min_anchors, most, config.weak_error)
+    estimator, most = ESTIMATORS[config.estimator](), config.max_error
+    if estimator.aligned:
+        return estimator, Entropy(GAMMA if most is None else most)
+    return estimator, Error(config.min_anchors, MAX_ERROR if most is None else most, config.weak_error)
 
 
 class AnchorStore:
@@ -191,7 +191,7 @@ class AnchorStore:
     ) -> Calibration:
         """Return the site's calibration, updated with the error of its estimate from all other anchors."""
         others = tuple(i for i in offsets.anchors if i != anchor.id)
-        if not self._criterion.calibrates or self._lacks(pool, others, len(sample.tokens)):
+        if self._estimator.aligned or self._lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
         match = self._match(pool, others, sample)
         error, after = offsets.error(match, observed), offsets.prefix_error(match, observed)

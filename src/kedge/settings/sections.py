@@ -132,7 +132,7 @@ class AnchorSettings(SettingsSection):
     @property
     def computes_weak_tokens(self) -> bool:
         """Whether tokens with bad offsets are computed. An error of 1 is that of no offset at all."""
-        return self.estimator == "token" and self.weak_error < 1
+        return self.estimator != "interpolate" and self.weak_error < 1
 
 
 class PlannerSettings(SettingsSection):

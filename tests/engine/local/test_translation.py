@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import HunYuanDenseV1Config, PreTrainedModel
 
+from kedge.anchors.estimators import ESTIMATORS
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
@@ -92,7 +93,7 @@ def relative(a, b) -> float:  # noqa: ANN001
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_exact_repeat_of_an_anchor_reproduces_its_dense_kv(estimator: str) -> None:
     driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator), device=DEVICE.type)
     asked = request(tokens(50, 30), tokens(51, 12))
@@ -220,7 +221,7 @@ def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -
     assert "rotated in none of the known ways" in done[-1].receipt.misses[0].reason
 
 
-@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: str) -> None:
     """Offsets kept in a rotated frame are useless for another length: their K error is several times the V error."""
     settings = {**OPEN, "estimator": estimator, "min_anchors": 6}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kedge.anchors.estimators import ESTIMATORS
 from kedge.anchors.translator import in_chunks, in_one_pass, translate_into
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.graphs import StepGraphs, on_gpu
@@ -68,13 +69,9 @@ def test_what_was_learned_is_saved_and_loaded(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [*NARROW, "DeepSeek-V2, MLA"])
-@pytest.mark.parametrize(
-    "anchors",
-    [{"estimator": "interpolate"}, {"estimator": "token"}],
-    ids=lambda values: "-".join(map(str, values.values())),
-)
-def test_every_estimator_takes_what_a_layer_does_not_fill_as_zero(name: str, anchors: dict[str, object]) -> None:
-    driver = Driver(model_of(name), anchors=AnchorSettings(**{**OPEN, **anchors}))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_takes_what_a_layer_does_not_fill_as_zero(name: str, estimator: str) -> None:
+    driver = Driver(model_of(name), anchors=AnchorSettings(**OPEN, estimator=estimator))
     asked = request(tokens(50, 30), tokens(51, 12))
     for seed in (60, 61):
         driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
