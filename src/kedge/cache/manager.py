@@ -421,8 +421,7 @@ class CacheManager:
         device, host = (tiers.pools[tier].num_free for tier in Tier)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
-        return CacheStats(
-            **counters.totals(),
+        return counters.snapshot(
             bytes_loaded=counters.blocks_loaded * block_bytes,
             bytes_offloaded=counters.blocks_offloaded * block_bytes,
             free_blocks=device,
