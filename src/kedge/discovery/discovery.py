@@ -9,13 +9,12 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BLOCKS, MAX_LOOKED_AT, MAX_VALUES, SHORT
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_LOOKED_AT, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
     FoundAgent,
     FoundAgents,
-    SharedHeads,
     grouped,
 )
 from kedge.discovery.known_texts import KnownText, KnownTexts
@@ -31,6 +30,7 @@ from kedge.discovery.templates import (
     learn,
 )
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
+from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId

@@ -98,13 +98,13 @@ class FixedPrompts:
 
     def __init__(self, cache: CacheManager, sessions: SessionCaching) -> None:
         self._cache, self._sessions = cache, sessions
-        self._lengths = FixedLengths()
+        self._lengths = FixedLengths(cache.block_size)
 
     def called(self, request: GenerateRequest, turn: Turn | None) -> None:
         """Label the fixed prompt of `request`, now that the exact part of its prompt is cached."""
-        if request.agent and (length := self._lengths.of(request, time.monotonic())):
-            key = request.agent_key
-            self._label(key, request.tokens[:length], turn)
+        chain = turn.chain if turn else chain_of(request.tokens, self._cache.block_size)
+        if request.agent and (length := self._lengths.of(request, chain)):
+            self._label(request.agent_key, request.tokens[:length], turn)
 
     def _label(self, key: AgentKey, tokens: Tokens, turn: Turn | None = None) -> None:
         """Label the cached part of `tokens` as the fixed prompt of `key`."""
