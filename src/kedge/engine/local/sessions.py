@@ -50,7 +50,7 @@ class SessionCaching:
         key = turn.session
         self.ledger.answered(turn, chain_of(tokens, self._cache.block_size, turn.chain), end)
         self.advance()
-        if self.ledger.steps.expects(key):
+        if self.ledger.expects(key):
             self._cache.on_label(key.namespace, key, tokens)
 
     def cancelled(self, turn: Turn) -> None:

@@ -2,8 +2,8 @@
 
 from kedge.policies.sessions.advice import NO_SESSIONS, refused
 from kedge.policies.sessions.guard import Guard
-from kedge.policies.sessions.ledger import LedgerChanges, SessionLedger, Turn
-from kedge.policies.sessions.tracker import NextRuns, SessionSteps, SessionTracker
+from kedge.policies.sessions.ledger import LedgerChanges, NextRuns, SessionLedger, Turn
+from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, StopReason, TurnEnd
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "SessionHints",
     "SessionKey",
     "SessionLedger",
-    "SessionSteps",
     "SessionTracker",
     "StopReason",
     "Turn",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import NamedTuple
 
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentKey, GenerateRequest, Namespace
+from kedge.types import AgentKey, GenerateRequest, Namespace, TurnHints
 
 
 class StopReason(StrEnum):
@@ -27,20 +27,9 @@ class SessionKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SessionHints:
-    """What a request says of its session; all optional."""
+class SessionHints(TurnHints):
+    """What a request says of its session, and who asks."""
 
-    session: str = ""
-    """Id of the session, the same for all its requests"""
-    sub_agent: bool = False
-    returns_in: float | None = None
-    """Seconds from the answer to the session's next request"""
-    is_last: bool = False
-    """Whether the session ends with this request"""
-    keep_for: float | None = None
-    """Seconds from the answer for which the session's KV is to be kept; 0: it may go first"""
-    expects: Mapping[str, float] = field(default_factory=dict)
-    """Other sessions -> seconds until they are needed; infinite: not any more"""
     flow: Hashable = None
     """The agent of a workflow that asks, the same in all runs, where it is known"""
     agent: AgentKey | None = None
@@ -49,13 +38,8 @@ class SessionHints:
     @classmethod
     def of(cls, request: GenerateRequest) -> SessionHints:
         """Return what a request says of its session."""
-        turn = request.turn
-        flow, agent = None, None
-        if request.agent:
-            flow, agent = (request.namespace, request.workflow, request.agent), request.agent_key
-        return cls(
-            turn.session, bool(turn.parent), turn.returns_in, turn.is_last, turn.keep_for, turn.expects, flow, agent
-        )
+        said = {one.name: getattr(request.turn, one.name) for one in fields(TurnHints)}
+        return cls(**said, flow=request.workflow_agent, agent=request.agent_key) if request.agent else cls(**said)
 
 
 @dataclass(frozen=True, slots=True)

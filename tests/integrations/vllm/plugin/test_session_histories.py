@@ -100,13 +100,13 @@ def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
         asked = engine.request(hashes, name)
         engine.admit(asked)
         engine.end(asked.request_id)
-    assert [key.name for key in engine.sessions.ledger.steps.tracker._sessions] == ["mine"], "b continues it"
+    assert [key.name for key in engine.sessions.ledger.tracker._sessions] == ["mine"], "b continues it"
 
 
 def test_prompts_that_continue_one_another_are_one_session() -> None:
     engine = Engine()
     assert [engine.turn(chain("a", length)) for length in (4, 6, 9)] == [0, 4, 6]
-    assert len(engine.sessions.ledger.steps.tracker) == 1 and engine.owned() == 9
+    assert len(engine.sessions.ledger.tracker) == 1 and engine.owned() == 9
     engine.queue.check_integrity()
 
 
@@ -207,7 +207,7 @@ class Turns(RuleBasedStateMachine):
         engine = self.engine
         engine.queue.check_integrity()
         assert len(engine.sessions._turns) == len(self.waiting) + len(engine.running)
-        assert len(engine.queue._steps) <= len(engine.sessions.ledger.steps.tracker)
+        assert len(engine.queue._steps) <= len(engine.sessions.ledger.tracker)
 
 
 TestTurns = Turns.TestCase
