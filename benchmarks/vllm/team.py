@@ -179,7 +179,7 @@ class _VllmTeam:
     ) -> GenerateRequest:
         """Return a request with the trails that Kedge's engine gives to values."""
         request = self._machine.request(run, agent, question, answers, produces=produces)
-        return with_trails(request, PlannerSettings().trail, of_answers=False)
+        return with_trails(request, PlannerSettings(), of_answers=False)
 
     async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
         """Return the answer. Stock vLLM gets no hints."""

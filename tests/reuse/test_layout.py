@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kedge.guard import GuardOrders
 from kedge.reuse.layout import known_segments, plan_key, template_key, template_tokens, with_trails
+from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 
@@ -22,23 +23,27 @@ def request(*segments: Segment, trail: Tokens = ()) -> GenerateRequest:
     return GenerateRequest(segments, trail=trail)
 
 
+def trailed(prompt: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
+    return with_trails(prompt, PlannerConstants(trail=most), of_answers=of_answers)
+
+
 PROMPT = request(Segment((1, 2), "p0"), value(50, 51), Segment((3, 4, 5), "p1"))
 
 
 def test_a_value_takes_the_tokens_that_follow_it() -> None:
-    cut = with_trails(PROMPT, 2)
+    cut = trailed(PROMPT, 2)
     assert [segment.tokens for segment in cut.segments] == [(1, 2), (50, 51, 3, 4), (5,)]
     assert cut.segments[1].base_context == (8,), "its base KV begins as before"
     assert template_tokens(cut) == template_tokens(PROMPT), "so does the template"
 
 
 def test_no_more_than_asked_for_and_than_all_agents_share() -> None:
-    assert [len(segment.tokens) for segment in with_trails(PROMPT, 1).segments] == [2, 3, 2]
-    assert [len(segment.tokens) for segment in with_trails(PROMPT, 9).segments] == [2, 4, 1]
-    assert with_trails(with_trails(PROMPT, 2), 2) == with_trails(PROMPT, 2)
-    assert with_trails(PROMPT, 0) == PROMPT
+    assert [len(segment.tokens) for segment in trailed(PROMPT, 1).segments] == [2, 3, 2]
+    assert [len(segment.tokens) for segment in trailed(PROMPT, 9).segments] == [2, 4, 1]
+    assert trailed(trailed(PROMPT, 2), 2) == trailed(PROMPT, 2)
+    assert trailed(PROMPT, 0) == PROMPT
     plain = request(Segment((1,), "p0"), value(5, trail=()), Segment((2,), "p1"))
-    assert with_trails(plain, 2) == plain
+    assert trailed(plain, 2) == plain
 
 
 @pytest.mark.parametrize(
@@ -56,13 +61,13 @@ def test_other_modes_orders_and_templates_have_plans_of_their_own(other: Generat
 
 
 def test_a_segment_that_is_all_trail_goes() -> None:
-    cut = with_trails(request(value(5), Segment((3, 4), "p1"), value(6, trail=(), name="x")), 2)
+    cut = trailed(request(value(5), Segment((3, 4), "p1"), value(6, trail=(), name="x")), 2)
     assert [(segment.name, segment.tokens) for segment in cut.segments] == [("q", (5, 3, 4)), ("x", (6,))]
 
 
 def test_a_value_that_is_yet_to_come_stays_unknown_and_the_template_the_same() -> None:
     pending = request(Segment((1, 2), "p0"), value(), Segment((3, 4, 5), "p1"))
-    cut, filled = with_trails(pending, 2), with_trails(PROMPT, 2)
+    cut, filled = trailed(pending, 2), trailed(PROMPT, 2)
     assert known_segments(cut) == 1
     assert (cut.segments[1].tokens, cut.segments[1].held) == ((), (3, 4))
     assert cut.segments[2] == filled.segments[2]
@@ -72,7 +77,7 @@ def test_a_value_that_is_yet_to_come_stays_unknown_and_the_template_the_same() -
 def test_an_answer_has_no_trail_where_nobody_leaves_one() -> None:
     answer = value(6, name="agent_a_current")
     both = request(value(5), Segment((3, 4, 1), "p1"), answer, Segment((3, 4, 2), "p2"), trail=(9, 9, 9))
-    with_it, without = with_trails(both, 2), with_trails(both, 2, of_answers=False)
+    with_it, without = trailed(both, 2), trailed(both, 2, of_answers=False)
     assert [one.tokens for one in with_it.segments] == [(5, 3, 4), (1,), (6, 3, 4), (2,)]
     assert [one.tokens for one in without.segments] == [(5, 3, 4), (1,), (6,), (3, 4, 2)]
     assert (with_it.trail, without.trail) == ((9, 9), ())
@@ -86,7 +91,7 @@ def test_the_prompt_and_the_template_never_change(parts: list[tuple[Tokens, Toke
     """A value, what follows it everywhere, and what follows it here."""
     cuts = [(value(*said, trail=trail, name=name), Segment(trail + own, "p")) for said, trail, own, name in parts]
     before = request(*(segment for pair in cuts for segment in pair))
-    after = with_trails(before, most)
+    after = trailed(before, most)
     assert template_tokens(after) == template_tokens(before)
     assert [one.value for one in after.segments if one.is_placeholder] == [said for said, *_ in parts]
     if all(said for said, *_ in parts):

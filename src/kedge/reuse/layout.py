@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, Segment, Tokens
 
 
@@ -58,15 +59,15 @@ def shared_text(placed: Sequence[Placed], last: Placed) -> Tokens:
     return tuple(chain.from_iterable(parts))
 
 
-def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
-    """Let up to `most` tokens of each placeholder's `trail` belong to its value: the same prompt, cut otherwise. Not of
+def with_trails(request: GenerateRequest, planner: PlannerSettings, *, of_answers: bool = True) -> GenerateRequest:
+    """Let the first tokens of each placeholder's `trail` belong to its value: the same prompt, cut otherwise. Not of
     agents' answers, unless `of_answers`: their agents have to compute KV of the trail.
 
     A model sums a text up in the tokens right behind it. Their KV depends on the text more than on all before it, and
     no other text's offset says what it is; base KV in which they have read the text does. A value that is yet to come
     gets them when it comes.
     """
-    segments = list(request.segments)
+    segments, most = list(request.segments), PlannerConstants.of(planner).trail
     for at, here in enumerate(request.segments[:-1]):
         if own := () if here.is_answer and not of_answers else here.trail[:most]:
             after = segments[at + 1]

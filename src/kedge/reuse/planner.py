@@ -30,7 +30,7 @@ from kedge.reuse.layout import (
     template_key,
 )
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
 
@@ -153,7 +153,8 @@ class Planner:
         weights: tuple[float, float] = (0.7, 1.4),
     ) -> None:
         """Create a planner. `weights` are those of errors in inputs, and in what readers before have left."""
-        self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
+        self._anchors, self._bases, self._refusal = anchors, bases, refusal
+        self._policy, self._constants = policy, PlannerConstants.of(policy)
         self._costs, self._savings = costs, Savings()
         self._of_inputs, self._of_readers = weights
 
@@ -203,7 +204,7 @@ class Planner:
             last = draft.placed[-1]
             self._compute(draft, last.stop - 1)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
-            if share < self._policy.min_translated and (draft.translations or not draft.misses):
+            if share < self._constants.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 
@@ -346,7 +347,7 @@ class Planner:
     @property
     def short(self) -> int:
         """Segments of at most so many tokens are computed."""
-        return self._policy.recompute_short
+        return self._constants.recompute_short
 
     @property
     def rotates(self) -> bool:
@@ -361,7 +362,7 @@ class Planner:
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
         draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
-        first = 0 if rung_of(draft.request) else self._policy.recompute_head
+        first = 0 if rung_of(draft.request) else self._constants.recompute_head
         head = range(start, min(placed.start + first, placed.stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)

@@ -14,7 +14,7 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerConstants
 from kedge.types import (
     AgentId,
     ClientId,
@@ -38,7 +38,7 @@ TEMPLATE = (20, 9, 5)
 """Tokens of the prefix segments of every agent: before the question, before the answer, and the last."""
 QUESTION, ANSWER = 40, 24
 ASKED = tokens(70, QUESTION)
-PLANNER = PlannerSettings(by_cost=False, recompute_head=2, move="never")
+PLANNER = PlannerConstants(by_cost=False, recompute_head=2, move="never")
 SPACE, RUN = Namespace(TenantId("default")), RunId("run")
 RUN_KEY = RunKey(SPACE, ClientId("client"), RUN)
 _ids = count()
@@ -178,14 +178,14 @@ def model() -> ModelRunner:
 
 
 @cache
-def _taught(planner: PlannerSettings) -> Stage:
+def _taught(planner: PlannerConstants) -> Stage:
     stage = Stage(planner=planner)
     stage.teach("reader")
     stage.answer = stage.write(ASKED)
     return stage
 
 
-def taught(planner: PlannerSettings = PLANNER) -> Stage:
+def taught(planner: PlannerConstants = PLANNER) -> Stage:
     """Translates what the reader is asked about `ASKED`, to which the writer's answer is known."""
     return _taught(planner).fresh()
 

@@ -24,7 +24,7 @@ ODD = {3, 4, 17}
 
 
 def opened(**settings: object) -> LocalEngine:
-    planner = {"by_cost": False, "recompute_head": 0}
+    planner = {"by_cost": False}
     return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner, **settings)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kedge.engine.local.engine import LocalEngine
-from kedge.settings import AnchorSettings, DiscoveryMode, DiscoverySettings, PlannerSettings
+from kedge.settings import AnchorSettings, DiscoveryMode, DiscoverySettings, PlannerConstants, PlannerSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, TenantId, Tokens
 from tests.discovery.teams import judge, solver, words
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -41,7 +41,7 @@ def test_shared_text_is_translated_once_a_team_is_known() -> None:
         for number in range(10):
             found.wait_idle()
             judged = team(found, number)[1]
-        both, trail = 60 + ANSWER, PlannerSettings().trail
+        both, trail = 60 + ANSWER, PlannerConstants().trail
         assert judged.receipt.translated >= both + trail, "the question's KV has that of what follows it"
         assert judged.receipt.mode is ReuseMode.TRANSLATE
         stranger = team(found, 3, tenant="other")[1]

@@ -21,7 +21,7 @@ from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
 from kedge.reuse.plan import ReusePlan
 from kedge.runner.run import run
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source, Tokens
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION
@@ -29,7 +29,7 @@ from tests.real import RealModel
 
 ANSWER = 10
 """Tokens of an agent's answer"""
-SHORT = PlannerSettings().recompute_short
+SHORT = PlannerConstants().recompute_short
 """Segments of at most so many tokens are not left for later readers"""
 WIDE = "token:min_anchors=2:max_error=9:weak_error=9"
 """Offsets are added from the third question on, whatever they are worth"""

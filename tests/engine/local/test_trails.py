@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.kv.segment import KVSegment
-from kedge.settings import AnchorSettings, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, Tokens
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.stage import ASKED, prompt_of
@@ -157,7 +157,7 @@ def teach(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("trail", [0, 1, 2, 3])
 def test_a_reader_computes_nothing_behind_it(trail: int) -> None:
-    with engine(planner=PlannerSettings(by_cost=False, trail=trail, move="unlearned")) as one:
+    with engine(planner=PlannerConstants(by_cost=False, trail=trail, move="unlearned")) as one:
         teach(one)
         answer = serve(one, written(run="again")).tokens
         receipt = serve(one, reading(answer, run="again")).receipt

@@ -19,7 +19,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import LocalStream, RequestSequence
 from kedge.kv.segment import KVSegment
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, TierSettings
+from kedge.settings import AnchorSettings, EngineSettings, PlannerConstants, PlannerSettings, TierSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -39,7 +39,7 @@ OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
 """Thresholds so wide that whatever was observed once is shared."""
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
-    "planner": PlannerSettings(by_cost=False, recompute_head=0, move="unlearned"),
+    "planner": PlannerConstants(by_cost=False, recompute_head=0, move="unlearned"),
 }
 
 
@@ -183,7 +183,7 @@ def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_tiny_placeholders(size: int) -> None:
-    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=2))
+    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=2))
     for seed in (50, 51, 52, 52):
         last, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 9, size)))
     assert last.plan.translates
@@ -206,7 +206,7 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
 
 
 def test_recomputing_the_head_of_every_segment() -> None:
-    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=3))
+    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=3))
     for seed in (50, 60, 50):
         again, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 1, 12)))
     starts = [20, 50, 59, 71]

@@ -48,7 +48,7 @@ from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
@@ -128,7 +128,8 @@ class EngineParts:
 
         host_blocks = tiers.host_pool_size(block_bytes)
         host = HostStorage(storage, host_blocks)
-        self.copier = copier = TorchCopier(storage, host, tiers.throttle, on_copied) if host_blocks else None
+        throttle = tiers.throttle if isinstance(tiers, ThrottledTiers) else 0.0
+        self.copier = copier = TorchCopier(storage, host, throttle, on_copied) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )

@@ -397,7 +397,7 @@ class LocalEngine(Engine):
         """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
         which pays only if tokens that no offset predicts are not computed again.
         """
-        return with_trails(request, self.config.planner.trail, of_answers=not self.config.anchors.computes_weak_tokens)
+        return with_trails(request, self.config.planner, of_answers=not self.config.anchors.computes_weak_tokens)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Wait until no work is left: requests, copies, prompts to assemble ahead, learning. Raises `TimeoutError`

@@ -204,7 +204,7 @@ class VLLMEngine(Engine):
 
     def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
         keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens
-        return with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
+        return with_trails(request, self.config.planner, of_answers=keeps_trails)
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self._vocab_size)

@@ -152,7 +152,7 @@ class SchedulerSide:
         computed, and not once more by their readers.
         """
         of_answers = not self._settings.anchors.computes_weak_tokens
-        return with_trails(found, self._settings.planner.trail, of_answers=of_answers)
+        return with_trails(found, self._settings.planner, of_answers=of_answers)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself, since they are
