@@ -159,7 +159,6 @@ def without_model() -> Ask:
             "is_named": bool(served.agent),
             "is_read": served.produces is not None,
             "fixed": served.fixed or 0,
-            "trail": len(served.trail),
             "forecasts": len(expected),
         }
         after = plain.report(partial(is_owned, request.tenant))

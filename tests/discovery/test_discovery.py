@@ -77,30 +77,6 @@ def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> 
     assert judged.segments[3].sample == solved.produces
 
 
-def test_an_answer_has_the_trail_that_all_its_readers_have() -> None:
-    team = Team(Discovery())
-    for number in range(4):
-        team.run(number)
-    solved, judged = team.run(4)
-    assert solved and judged and judged.produces is None and judged.trail == ()
-    assert solved.trail == judged.segments[3].trail == words(("team", "now judge"), 7)[:4]
-    third = Team(team.found, "third")
-    behind = (*words(("team", "now judge"), 7)[:2], *words("otherwise", 9))
-    for number in range(4):
-        third.ask((*words("reader", 40), *words(("team", "a", number), 25), *behind))
-    solved, judged = team.run(5)
-    assert solved and judged and solved.trail == judged.segments[3].trail == behind[:2]
-
-
-def test_an_answer_that_is_joined_with_what_follows_has_no_trail() -> None:
-    team, solved = Team(Discovery()), None
-    for number in range(5):
-        question, answer = words(("q", number), 60), words(("a", number), 25)
-        solved = team.ask(team.solver(question), answer)
-        team.ask(team.judge(question, (*answer[:-1], 7)))
-    assert solved and solved.produces and solved.trail == ()
-
-
 def test_names_and_contexts_stay_when_others_join() -> None:
     found = Discovery()
     team = Team(found)

@@ -76,11 +76,11 @@ class Unknown(Known):
         )  # fmt: skip
 
 
-def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, held: int = 0, **policy: Any) -> ReusePlan:
-    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8, of which the last are `held`), p2 (4)."""
+def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, **policy: Any) -> ReusePlan:
+    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8), p2 (4)."""
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "question", SampleId.parse("input_question@0")),
-        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"), held=(4,) * held),
+        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0")),
         Segment((5,) * 4, "p2"),
     )  # fmt: skip
     planner = Planner(cast(Any, known), cast(Any, known), PlannerConstants(**policy), None, ALWAYS)

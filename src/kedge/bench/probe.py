@@ -102,7 +102,7 @@ wherever they are learned."""
 
 
 def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
-    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25:trail=4`.
+    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25`.
 
     Raises `ConfigError` for an unknown one, or a setting that neither anchors nor the planner have.
     """

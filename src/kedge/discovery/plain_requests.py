@@ -172,5 +172,5 @@ class PlainRequests:
         )
         if self._mode is DiscoveryMode.EXACT:
             return named
-        produces, trail = request.produces or found.produces, request.trail or found.trail
-        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=produces, trail=trail)
+        produces = request.produces or found.produces
+        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=produces)

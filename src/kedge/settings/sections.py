@@ -129,11 +129,6 @@ class AnchorSettings(SettingsSection):
     max_base_bytes: Bytes = 1 << 30
     """Bytes of all base KV."""
 
-    @property
-    def computes_weak_tokens(self) -> bool:
-        """Whether tokens with bad offsets are computed. An error of 1 is that of no offset at all."""
-        return self.estimator == "token" and self.weak_error < 1
-
 
 class PlannerSettings(SettingsSection):
     """What of a prompt is translated and what is computed."""
@@ -158,9 +153,6 @@ class PlannerConstants(PlannerSettings):
     """First tokens of every translated segment that are computed again, where no budget of fidelity says which."""
     recompute_short: NonNegativeInt = 4
     """Values of at most this many tokens are computed and never translated."""
-    trail: NonNegativeInt = 2
-    """Template tokens right behind a value that are kept and translated with it, because the model sums the value up
-    in them. Behind an agent's answer this takes one more pass, so there only where no single tokens are computed."""
     min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 

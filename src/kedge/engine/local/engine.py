@@ -47,7 +47,6 @@ from kedge.errors import (
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
-from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
@@ -326,7 +325,6 @@ class LocalEngine(Engine):
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
         self._mailbox.refuse_fork()
         self._validate(request)
-        request = self._with_trails(request)
         tokens = list(request.tokens)
         max_tokens = min(request.sampling.max_tokens, self._core.parts.longest - len(tokens))
         is_watched = draw is None or bool(request.forced)
@@ -350,14 +348,12 @@ class LocalEngine(Engine):
     def _submit(self, sequence: RequestSequence, *, is_watched: bool) -> None:
         """Pass a request to the core, `is_watched` by the guard; if that fails, end the request with the error."""
         try:
-            sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
+            sequence.request = self._core.parts.plain.arrived(sequence.request)
             if is_watched:  # served as the guard orders, with the log-probabilities that it compares
                 asked = sequence.request
                 sequence.request, sequence.stream.tap = self._guard.begin(asked)
                 if sequence.request.logprobs != asked.logprobs:
                     sequence.logprobs = Logprobs(sequence.request, self._guard.watched_tokens(asked))
-            if sequence.room + len(sequence.request.trail) <= self._core.parts.longest:
-                sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
@@ -386,18 +382,12 @@ class LocalEngine(Engine):
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
             self._validate(request)
-            self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
+            self._mailbox.post(partial(self._core.prepare, self._guard.ordered(request)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
         return self._mailbox.ask(partial(self._core.parts.sessions.advise, namespace, hints))
-
-    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
-        which pays only if tokens that no offset predicts are not computed again.
-        """
-        return with_trails(request, self.config.planner, of_answers=not self.config.anchors.computes_weak_tokens)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Wait until no work is left: requests, copies, prompts to assemble ahead, learning. Raises `TimeoutError`

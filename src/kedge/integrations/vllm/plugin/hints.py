@@ -1,7 +1,7 @@
 """Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
-are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `trail` are for callers who assemble
+are those of the HTTP server (`docs/server.md`); `segments` and `produces` are for callers who assemble
 prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 """
 
@@ -36,8 +36,6 @@ from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.steps import NextRun
 
 T = TypeVar("T")
-MAX_TRAIL = 64
-"""Most tokens behind an answer whose KV is kept with it"""
 MAX_WITHHELD = 1024
 """Most placeholders of one request that are withheld from translation"""
 AFRESH = "\0"
@@ -108,7 +106,6 @@ def read_hints(
         agent=AgentId(take("agent", read_text, "")),
         fixed=take("fixed_tokens", read_whole, None),
         produces=take("produces", _sample, None),
-        trail=take("trail", _trail, ()),
         turn=TurnHints(
             session=take("session", read_text, ""),
             parent=take("parent", read_text, ""),
@@ -284,12 +281,6 @@ def _tokens(value: Any) -> Tokens:
     if not isinstance(value, list | tuple) or (value and (set(map(type, value)) != {int} or min(value) < 0)):
         raise ValueError
     return tuple(value)
-
-
-def _trail(value: Any) -> Tokens:
-    if len(tokens := _tokens(value)) > MAX_TRAIL:
-        raise ValueError
-    return tokens
 
 
 def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
