@@ -517,9 +517,9 @@ class CacheManager:
         blocks = held.lease.blocks[: len(tokens) // self.block_size]
         if not self._borrowers.keys().isdisjoint(blocks):
             raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
-        inserted = self._tree.insert(held.namespace, tokens, blocks)
-        held.own.difference_update(inserted.adopted)
-        return inserted.node
+        node, adopted = self._tree.insert(held.namespace, tokens, blocks)
+        held.own.difference_update(adopted)
+        return node
 
     def _share(self, held: Holding, full: tuple[int, ...]) -> TreeNode:
         """Put the full blocks of a lease into the tree, and back up what is hit often. Returns their last node."""
