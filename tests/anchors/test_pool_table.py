@@ -164,21 +164,6 @@ def test_tenants_without_a_limit_of_their_own_have_that_of_the_others() -> None:
     assert all(0 < held(store, tenant) <= most // 2 for tenant in ("b", "c"))
 
 
-def test_a_tenants_bytes_are_bounded() -> None:
-    store = AnchorStore(AnchorSettings(**OPEN))
-    for seed in range(8):
-        observe(store, in_tenant("a", seed))
-        observe(store, in_tenant("b", seed))
-    half = sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == "a") // 2
-    store.limit(TenantId("a"), half)
-    for seed in range(8, 12):
-        observe(store, in_tenant("a", seed))
-        assert sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == "a") <= half
-    assert 0 < len(seeds_of(store, "a")) < 8
-    assert 11 in seeds_of(store, "a"), "the newest stays"
-    assert seeds_of(store, "b") == list(range(8))
-
-
 def test_slack_goes_before_anchors() -> None:
     store = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(8):
