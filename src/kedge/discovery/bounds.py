@@ -9,11 +9,12 @@ MAX_VALUES = 8192
 MAX_OF_ONE = 16
 """Names and successors of an agent, prompts in a row after which it was none, and reasons that are counted alone"""
 MAX_LOOKED_AT = 64
-"""Agents and runs that one look compares, and agents whose templates are reviewed"""
+"""Agents and runs that one look compares, agents whose templates are reviewed, and rows of a report's tables"""
 LEAST_TOKENS = 8
 """Fewest tokens that identify a text; as many that all prompts have in common are fixed text of the template"""
 SHORT = 32
 """Most tokens of a short value, such as a time or a name; fewest of a difference, or of a saving, that is
 reported"""
 EXAMPLES = WAYS
-"""Prompts that differ from which a template is learned: as many as make the end of a fixed prompt"""
+"""Prompts that differ from which a template is learned, as many as make the end of a fixed prompt, and values of a kind
+from which on it is known whether they tell runs apart"""

@@ -21,8 +21,6 @@ ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if one could share most of the other"""
 SAMPLE = 64
 """Tokens of a text that tell whether comparing all of them is worth the time"""
-SPREAD = 2_654_435_761
-"""Knuth's multiplier: a sample is of all tokens, not of those with low numbers"""
 
 
 class FindingKind(StrEnum):
@@ -88,8 +86,10 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
 def _sample(text: bytes) -> frozenset[int]:
-    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch)."""
-    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: token * SPREAD % (1 << 32)))
+    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch). By their hashes:
+    a sample is of all tokens, not of those with low numbers.
+    """
+    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
 
 
 def _alike(one: bytes, other: bytes) -> bool:

@@ -44,7 +44,6 @@ WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
 UNREAD = "no other agent of the run has read it before"
 UNLEARNED = "nothing is known yet of the template behind this value"
-MAX_PLACEHOLDERS = 1024
 TRIED = 16
 """One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
 
@@ -61,7 +60,7 @@ class Savings:
     def __init__(self, forget: float = 0.95) -> None:
         """Begin with nothing. `forget` is the factor on a translation's weight at every later one."""
         self._forget = forget
-        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict(MAX_PLACEHOLDERS)
+        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict()
 
     def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
         """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""

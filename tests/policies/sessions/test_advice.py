@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
-from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn, advice
+from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn
 from kedge.policies.sessions.advice import GIVEN_UP, LATER, NAMELESS, UNKNOWN
 from kedge.types import AgentId, AgentKey, Namespace, RunId, TurnHints
 from kedge.workflow.steps import NextRun
@@ -160,9 +158,9 @@ def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
     assert expected == ActionOutcome("expects", held.reason, DEFERRED, "mine")
 
 
-def test_no_tenant_s_hints_push_out_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "MAX_CLASSES", 3)
+def test_no_tenant_s_hints_push_out_those_of_others() -> None:
     desk = Desk()
+    desk.ledger._advice._standing._limit = 3
     key = desk.turn(MINE)
     desk.say(session="mine", keep_for=0.0)
     for name in range(9):

@@ -10,7 +10,7 @@ from typing import Any
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
 from kedge.policies.sessions.tracker import SessionState, SessionTracker
-from kedge.policies.sessions.turns import MAX_CLASSES, SessionKey, TurnEnd
+from kedge.policies.sessions.turns import SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId, TurnHints
 
@@ -39,7 +39,7 @@ class SessionAdvice:
     def __init__(self, tracker: SessionTracker, obstacle: Callable[[SessionKey], str]) -> None:
         """Begin without hints. `obstacle` says why one on when a session returns is not used yet; "" where it is."""
         self._tracker, self._obstacle = tracker, obstacle
-        self._standing: BoundedDict[SessionKey, StandingHint] = BoundedDict(MAX_CLASSES, owner=_tenant)
+        self._standing: BoundedDict[SessionKey, StandingHint] = BoundedDict(owner=_tenant)
         """The hints that stand: no tenant pushes out those of others"""
 
     def __len__(self) -> int:

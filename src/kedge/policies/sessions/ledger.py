@@ -16,7 +16,6 @@ from kedge.policies.sessions.advice import SessionAdvice
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import (
-    MAX_CLASSES,
     MAX_SESSIONS,
     NO_HINTS,
     UNKNOWN_END,
@@ -74,7 +73,7 @@ class ForecastRecord:
         self._now: BoundedDict[RunKey, _Expected] = BoundedDict(MAX_SESSIONS, self._forget)
         self._before: dict[RunKey, _Expected] = {}
         """What was expected before the last change: a call begins with a forecast of what follows it"""
-        self._skills: BoundedDict[Client, _Skill] = BoundedDict(MAX_CLASSES)
+        self._skills: BoundedDict[Client, _Skill] = BoundedDict()
 
     def __len__(self) -> int:
         """Return the number of clients that are remembered."""

@@ -14,9 +14,9 @@ from enum import StrEnum
 from heapq import heappop, heappush
 
 from kedge.policies.sessions.turns import (
-    MAX_CLASSES,
     MAX_SESSIONS,
     NO_HINTS,
+    RECENT,
     UNKNOWN_END,
     Chain,
     SessionHints,
@@ -111,8 +111,8 @@ class ReturnTimes:
     """
 
     def __init__(self) -> None:
-        self._classes: BoundedDict[Kind, _Survival] = BoundedDict(MAX_CLASSES)
-        self._rates: BoundedDict[Kind, _Rates] = BoundedDict(MAX_CLASSES)
+        self._classes: BoundedDict[Kind, _Survival] = BoundedDict()
+        self._rates: BoundedDict[Kind, _Rates] = BoundedDict()
 
     def begin(self, kind: Kind) -> None:
         """Count a session of class `kind` that is idle from now on."""
@@ -167,8 +167,6 @@ def best_rate(shares: Sequence[float], start: int) -> float:
     return best
 
 
-RECENT = 0.05
-"""Share of a new request in the share of requests that sessions come back with."""
 PACE = 4
 """Last idle times of a session that make its pace."""
 KEPT = 64.0

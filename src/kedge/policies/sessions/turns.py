@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import NamedTuple
 
+from kedge.policies.fixed_prompts import MAX_BLOCKS
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, Namespace, TurnHints
 
@@ -63,15 +64,13 @@ NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
 MAX_SESSIONS = 8192
 """Sessions, and agents and runs of workflows, of which something is remembered: the one that was active longest ago is
 forgotten first"""
-MAX_CLASSES = 1024
-"""Kinds of idle times, clients, and sessions of one tenant with hints that stand, likewise"""
+RECENT = 0.05
+"""Share of a new request in the moving means of all requests"""
 Chain = Sequence[Hashable]
 """Prefix hashes of the full blocks of a prompt, first block first."""
 BACK = (1, 2, 4)
 """Blocks from the end of a turn at which it is known again: what an application adds to the end of a prompt, such as a
 reminder, may be gone in the next one."""
-MAX_BEGINNINGS = 1 << 16
-"""Beginnings of sessions that are remembered: whole first prompts, and lengths that are powers of two."""
 
 
 class SessionLinks:
@@ -84,8 +83,8 @@ class SessionLinks:
     def __init__(self) -> None:
         self._ends: dict[Namespace, dict[Hashable, Hashable]] = {}
         self._marks: dict[Hashable, tuple[Namespace, list[Hashable]]] = {}
-        self._beginnings: BoundedDict[tuple[Namespace, Hashable], int] = BoundedDict(MAX_BEGINNINGS)
-        """Sessions that began with the blocks up to one"""
+        self._beginnings: BoundedDict[tuple[Namespace, Hashable], int] = BoundedDict(MAX_BLOCKS)
+        """Sessions that began with the blocks up to one, of whole first prompts and lengths that are powers of two"""
 
     def find(self, namespace: Namespace, chain: Chain) -> Hashable:
         """Return the session whose end lies deepest in `chain`; None without one. O(blocks behind it).

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kedge.guard import GuardMode, GuardOrders
-from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
-from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
+from kedge.hints.actions import ActionOutcome, read_actions
+from kedge.hints.values import (
+    MAX_EXPECTED,
+    MAX_HINT_AGENTS,
+    read_expected,
+    read_kept,
+    read_seconds,
+    read_text,
+    read_whole,
+)
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.settings.sections import read_fidelity
 from kedge.types import (
@@ -201,7 +209,7 @@ def _flag(value: Any) -> bool:
 
 def _actions(value: Any) -> tuple[Mapping[str, str], ...]:
     """Read outcomes of actions, as `kedge.hints` gives them."""
-    if not isinstance(value, list | tuple) or len(value) > MAX_ACTIONS:
+    if not isinstance(value, list | tuple) or len(value) > MAX_EXPECTED:
         raise ValueError
     return tuple(ActionOutcome.from_dict(one).to_dict() for one in value)
 
