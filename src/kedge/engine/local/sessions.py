@@ -11,7 +11,7 @@ from kedge.cache import CacheManager, EvictionPolicy
 from kedge.hints.actions import ActionOutcome
 from kedge.policies.eviction import lru
 from kedge.policies.fixed_prompts import FixedLengths
-from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, StopReason, Turn, TurnEnd, refused
+from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, Turn, TurnEnd, refused
 from kedge.structures.prefixes import chain_of
 from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
 
@@ -86,11 +86,11 @@ class SessionCaching:
             self._cache.on_forecast(steps)
 
 
-def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:
-    """Return what a session waits for after the answer `text`, in which a tool call has `tool_mark` ("": unknown)."""
+def ending(tool_mark: str, text: str, finish: FinishReason) -> str:
+    """Return what the answer `text`, in which a tool call has `tool_mark`, ended with; "" where that is not known."""
     if not tool_mark or finish is not FinishReason.STOP:
-        return StopReason.UNKNOWN
-    return StopReason.TOOL if tool_mark in text else StopReason.USER
+        return ""
+    return "tool" if tool_mark in text else "user"
 
 
 class FixedPrompts:

@@ -4,7 +4,7 @@ from kedge.policies.sessions.advice import NO_SESSIONS, refused
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.ledger import LedgerChanges, NextRuns, SessionLedger, Turn
 from kedge.policies.sessions.tracker import SessionTracker
-from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, StopReason, TurnEnd
+from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, TurnEnd
 
 __all__ = [
     "NO_SESSIONS",
@@ -16,7 +16,6 @@ __all__ = [
     "SessionKey",
     "SessionLedger",
     "SessionTracker",
-    "StopReason",
     "Turn",
     "TurnEnd",
     "refused",

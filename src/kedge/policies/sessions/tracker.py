@@ -22,7 +22,6 @@ from kedge.policies.sessions.turns import (
     SessionHints,
     SessionKey,
     SessionLinks,
-    StopReason,
     TurnEnd,
 )
 from kedge.structures.bounded import BoundedDict
@@ -190,9 +189,9 @@ class _Session:
 
     key: SessionKey
     hints: SessionHints
-    gaps: dict[StopReason, deque[float]] = field(default_factory=dict)
-    """Its last idle times by what it waited for"""
-    stop: StopReason = StopReason.UNKNOWN
+    gaps: dict[str, deque[float]] = field(default_factory=dict)
+    """Its last idle times by what its answers ended with"""
+    ending: str = ""
     blocks: int = 0
     """Length of its chain after its last turn"""
     shared: int = 0
@@ -213,7 +212,7 @@ class _Session:
     @property
     def pace(self) -> int:
         """Mean of its last idle times after alike answers, on a logarithmic scale; -1 before the first."""
-        gaps = self.gaps.get(self.stop)
+        gaps = self.gaps.get(self.ending)
         return min(7, int(sum(math.log2(1 + gap) for gap in gaps) / len(gaps))) if gaps else -1
 
     @property
@@ -223,7 +222,7 @@ class _Session:
 
     def returned(self, now: float) -> None:
         """Note how long it was idle."""
-        self.gaps.setdefault(self.stop, deque(maxlen=PACE)).append(now - self.idle_since)
+        self.gaps.setdefault(self.ending, deque(maxlen=PACE)).append(now - self.idle_since)
 
 
 class SessionTracker:
@@ -284,8 +283,8 @@ class SessionTracker:
         if not session.blocks:
             session.shared = self._links.begin(key.namespace, chain)
         self._links.put(key, key.namespace, chain, session.shared or session.blocks or len(chain) - 1)
-        session.blocks, session.stop = len(chain), end.stop
-        session.kind = (end.stop, (session.pace, bool(session.hints.parent), end.tool))
+        session.blocks, session.ending = len(chain), end.ending
+        session.kind = (end.ending, (session.pace, bool(session.hints.parent)))
         session.due = None if end.returns_in is None else now + end.returns_in
         session.keep_for = end.keep_for
         self._ended(session, now)

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from typing import NamedTuple
 
 from kedge.policies.fixed_prompts import MAX_BLOCKS
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, Namespace, TurnHints
-
-
-class StopReason(StrEnum):
-    """What an answer ended with: what the session now waits for."""
-
-    TOOL = "tool"
-    USER = "user"
-    UNKNOWN = "unknown"
 
 
 class SessionKey(NamedTuple):
@@ -47,9 +38,8 @@ class SessionHints(TurnHints):
 class TurnEnd:
     """What the end of a turn says of when the session returns; all optional."""
 
-    stop: StopReason = StopReason.UNKNOWN
-    tool: str = ""
-    """Name of what the answer calls"""
+    ending: str = ""
+    """What the answer ended with, such as a call of a tool, where that is known: sessions pause otherwise after it"""
     returns_in: float | None = None
     """Seconds until the session's next request"""
     is_last: bool = False
