@@ -105,7 +105,6 @@ BENCHMARKS_MAY_IMPORT = {
     "reuse.guard.comparison.mean_divergence",
     "reuse.layout.Placed",
     "reuse.layout.layout",
-    "reuse.layout.with_trails",
     "reuse.plan.ReusePlan",
     "reuse.plan.Translation",
     "reuse.plan.spans_of",

@@ -237,7 +237,7 @@ class MethodBench:
         compiled = self._compiled[request.agent]
         values = {one.name: Value(one.tokens, one.sample) for one in request.segments if one.is_placeholder}
         filled = {place: values.get(place.name, Value((), None)) for place in compiled.placeholders}
-        return replace(request, segments=compiled.fill(filled), trail=compiled.trail)
+        return replace(request, segments=compiled.fill(filled))
 
 
 class Lab:

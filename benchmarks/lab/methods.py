@@ -435,11 +435,10 @@ def _answers(sources: list[Source]) -> Iterator[range]:
 _PAPER: Mapping[str, Any] = {
     "recompute_head": 0,
     "recompute_short": 0,
-    "trail": 0,
     "min_translated": 0.0,
     "move": "never",
 }
-"""The paper recomputes one token, keeps no trail behind values, and has no least share."""
+"""The paper recomputes one token, and has no least share."""
 
 
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:

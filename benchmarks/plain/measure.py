@@ -20,13 +20,12 @@ from benchmarks.workflow.measure import CaseResult, CaseRunner, LanePolicy, Work
 from kedge.bench.demo import answer, questions
 from kedge.bench.flows import random_tokens
 from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, Traffic, load_traces, traffic_of
-from kedge.bench.sessions.measure import STOPS
 from kedge.bench.shapes import random_runner
 from kedge.discovery import Discovery
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
-from kedge.policies.sessions import SessionKey, SessionTracker, StopReason, TurnEnd
+from kedge.policies.sessions import SessionKey, SessionTracker, TurnEnd
 from kedge.runner.run import tool_result
 from kedge.settings import (
     DiscoveryMode,
@@ -333,8 +332,7 @@ class _Finder:
         """Return the session of a request, after the answers that ended before it."""
         began = perf_counter()
         for ended, key, earlier in self._answered(arrival.at):
-            stop = STOPS.get(earlier.turn.record.stop, StopReason.UNKNOWN)
-            self._tracker.answered(key, earlier.chain, ended, TurnEnd(stop))
+            self._tracker.answered(key, earlier.chain, ended, TurnEnd(earlier.turn.record.stop))
         key = self._tracker.arrive(SPACE, arrival.chain, arrival.at)
         self._tracker.advance(arrival.at)
         self.seconds += perf_counter() - began

@@ -33,8 +33,6 @@ from kedge.bench.vllm import (
 )
 from kedge.integrations.vllm.engine.requests import PluginMessage, expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.reuse.layout import with_trails
-from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Tokens
 
 LEARNING_S = 0.25
@@ -177,9 +175,7 @@ class _VllmTeam:
     def _request(
         self, run: str, agent: int, question: Tokens, answers: list[Tokens], *, produces: bool = True
     ) -> GenerateRequest:
-        """Return a request with the trails that Kedge's engine gives to values."""
-        request = self._machine.request(run, agent, question, answers, produces=produces)
-        return with_trails(request, PlannerSettings().trail, of_answers=False)
+        return self._machine.request(run, agent, question, answers, produces=produces)
 
     async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
         """Return the answer. Stock vLLM gets no hints."""

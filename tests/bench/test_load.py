@@ -78,11 +78,6 @@ def test_a_random_team_has_prompts_and_answers_of_the_sizes_that_it_is_named_for
     assert random_flow(16384, 64) == asked.flow
 
 
-def test_all_that_is_translated_has_the_trail_that_templates_share(tiny: LoadTeam) -> None:
-    for prompt in compiled(tiny.flow, tiny.tokenizer).values():
-        assert [trail[:2] for trail in prompt.trails] == [prompt.trails[0][:2]] * len(prompt.trails)
-
-
 @pytest.mark.parametrize("make", [nano_team, lambda device, seed: random_team("tiny", TINY, device, seed)])
 def test_a_client_has_the_same_questions_every_time_and_no_other_client_has_them(make: Any) -> None:
     asked = make("cpu", 0)

@@ -129,7 +129,7 @@ def test_reuse_reaches_the_engine(opened: Opened, mode: ReuseMode) -> None:
 
 
 def test_flags_win_over_the_settings_file(opened: Opened) -> None:
-    Path("own.toml").write_text("reuse = 'off'\n[engine]\nmodel = 'a'\ndevice = 'cuda'\n", encoding="utf-8")
+    Path("own.toml").write_text("[server]\nreuse = 'off'\n[engine]\nmodel = 'a'\ndevice = 'cuda'\n", encoding="utf-8")
     assert kedge("flow.yaml", *QUESTION, "--config", "own.toml", "--model", "b").exit_code == 0
     engine = opened.settings[0].engine
     assert (engine.model, engine.device) == (Path("b"), "cuda")

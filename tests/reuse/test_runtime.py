@@ -17,7 +17,7 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import MAX_VALUES, REFRESH, Runtime
-from kedge.settings import AnchorSettings, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -77,7 +77,7 @@ class Taught:
     def __init__(self, values: int, costs: EngineCosts | None = None, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerConstants(**policy), None, costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(

@@ -102,16 +102,6 @@ def test_a_mode_may_be_given_as_its_value(engine: Engine) -> None:
         run(engine, flow(agent("a")), ASK, reuse="often")
 
 
-def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
-    workflow = flow(Agent("a", "sys", "{user_question}"), Agent("b", "sys", "{agent_a_current}\n\nNow you."))
-    run(engine, workflow, ASK)
-    first, second = engine.requests
-    behind = engine.tokenizer.decode(first.trail)
-    assert behind.startswith("\n\nNow you.")
-    assert second.trail == ()
-    assert [segment.trail for segment in second.segments if segment.is_answer] == [first.trail]
-
-
 def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
     run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
     a, b = (AgentKey(Namespace(TenantId("t")), "c", RunId("r"), request.agent) for request in engine.requests)

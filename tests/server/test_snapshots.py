@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,17 +18,22 @@ from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
+from kedge.server import app
 from kedge.server.app import Snapshots, create_app
 from kedge.settings import ServerSettings
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
 from tests.engine.common.state_helpers import change, damage, record_files
 from tests.engine.local.conftest import tiny_model
-from tests.server.conftest import YAML, serving, wait_until
+from tests.server.conftest import YAML, Served, serving, wait_until
 from tests.server.test_failure import process
 
 
-def served(built: LocalEngine, folder: Path, interval: float = 60.0):  # noqa: ANN201
-    return serving(built, ServerSettings(state=folder, snapshot_interval=interval))
+@contextmanager
+def served(built: LocalEngine, folder: Path, interval: float = 60.0) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(app, "SNAPSHOT_SECONDS", interval)
+        with serving(built, ServerSettings(state=folder)) as running:
+            yield running
 
 
 def test_what_one_server_learns_another_knows(tmp_path: Path) -> None:
@@ -106,13 +113,13 @@ def test_a_disk_that_fails_ends_no_server(
 
 def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EchoEngine has no state"):
-        Snapshots(EchoEngine(), tmp_path, 1.0, lambda _: None)
+        Snapshots(EchoEngine(), tmp_path, lambda _: None)
 
 
 def test_a_folder_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with engine() as built:
-        snapshots = Snapshots(built, tmp_path / "file" / "below", 1.0, lambda _: None)
+        snapshots = Snapshots(built, tmp_path / "file" / "below", lambda _: None)
         with pytest.raises(ConfigError, match=r"server\.state"):
             snapshots.load()
 
@@ -132,15 +139,15 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
     from kedge.settings import LimitSettings
 
     file = tmp_path / "keys.toml"
-    file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchors = 3\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
+    file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
     with engine() as built:
-        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchors=7)))
-        limits = built.query(lambda parts: parts.learned[0].table.limits)
-        assert [(name, one.anchors, one.nbytes) for name, one in limits.items()] == [("a", 3, 1 << 20), ("b", 7, None)]
+        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
+        limits = built.query(lambda parts: parts.learned[0].limits)
+        assert limits == {"a": 1 << 20, "b": 7}
         block = built.kv_spec.bytes_per_token * 16
         assert built.query(lambda parts: parts.cache.tiers.backups.limits) == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
-        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchors=7)))
+        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
 
 
 # real processes -------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ LONG = "-long"
 COLD, WARM = "cold", "warm"
 PREFIX, LEAD, TAIL = 512, 24, 16
 """Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
-LEAD_IN, TRAIL = 4, 2
-"""Tokens of the line before the question, and those with which everything behind a value begins."""
+LEAD_IN = 4
+"""Tokens of the line before the question."""
 AGENTS = 5
 OPEN = {"max_error": 1e9, "weak_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
@@ -170,12 +170,12 @@ def word_tokenizer(vocab: int) -> HFTokenizer:
 def random_flow(vocab: int, answer: int) -> Workflow:
     """Return a workflow in which every agent reads the question and all answers before its own."""
     rng = Random("load/templates")
-    trail, base_context = _text(rng, vocab, TRAIL), _text(rng, vocab, LEAD_IN)
+    base_context = _text(rng, vocab, LEAD_IN)
     wording = Wording(
         header=f"{base_context} {{user_question}} ",
         intro="",
-        speaker=f" {trail} {_text(rng, vocab, LEAD - TRAIL - 1)} {{title}} ",
-        footer=f" {trail} {_text(rng, vocab, TAIL - TRAIL - 1)} {{title}}",
+        speaker=f" {_text(rng, vocab, LEAD - 1)} {{title}} ",
+        footer=f" {_text(rng, vocab, TAIL - 1)} {{title}}",
     )
     agents = [
         Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD_IN), "", title=_text(rng, vocab, 1), max_tokens=answer)

@@ -24,7 +24,7 @@ from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerConstants
 from kedge.settings.sections import EstimatorName
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
@@ -67,7 +67,7 @@ class Method:
         """
         return EngineSettings(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
-            planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
+            planner=PlannerConstants(**{"by_cost": False, **self.planner, **planner}),
             **{"guard": GuardSettings(**({"mode": GuardMode.OFF} if self.guard is None else self.guard)), **engine},
         )
 
@@ -102,7 +102,7 @@ wherever they are learned."""
 
 
 def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
-    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25:trail=4`.
+    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25`.
 
     Raises `ConfigError` for an unknown one, or a setting that neither anchors nor the planner have.
     """
@@ -114,7 +114,7 @@ def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
         key, _, value = one.partition("=")
         if key in AnchorSettings.model_fields:
             method = replace(method, anchors={**method.anchors, key: value})
-        elif key in PlannerSettings.model_fields:
+        elif key in PlannerConstants.model_fields:
             method = replace(method, planner={**method.planner, key: value})
         elif key in GuardSettings.model_fields:
             method = replace(method, guard={**(method.guard or {}), key: value})

@@ -63,7 +63,7 @@ def fidelity(
     methods: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="By commas; default kedge,token, in a checkout epic too. token:trail=4 sets one."
+            metavar="NAMES", help="By commas; default kedge,token, in a checkout epic too. token:move=never sets one."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the questions.")] = 0,

@@ -54,7 +54,6 @@ def require_sensible(request: GenerateRequest, vocab_size: int | None = None, mo
         raise RequestError("fixed", brief(request.fixed), "must be an integer or None")
     _require_turn(request.turn)
     _require_segments(request.segments, vocab_size)
-    _require_tokens("trail", request.trail, vocab_size)
     if not any(segment.tokens for segment in request.segments):
         raise EmptyPrompt("prompt", "", "it has no tokens")
     if most is not None and request.prompt_tokens > most:
@@ -123,13 +122,10 @@ def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> 
         key = f"segments[{at}]"
         require_text(f"{key}.name", segment.name)
         _require_sample(f"{key}.sample", segment.sample)
-        for part in ("tokens", "base_context", "placeholder_text", "trail", "held"):
+        for part in ("tokens", "base_context", "placeholder_text"):
             _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
         if not isinstance(segment.in_context, bool):
             raise RequestError(f"{key}.in_context", brief(segment.in_context), "must be True or False")
-        held, tokens = segment.held, segment.tokens
-        if held and tokens and tokens[-len(held) :] != held:
-            raise RequestError(f"{key}.held", brief(held), "must be what the segment's tokens end with")
 
 
 def _require_sample(key: str, sample: SampleId | None) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, WorkflowId
 
-MAX_WORKFLOWS = 1024
 LEAST = 32
 """Requests from the first that was translated on, before a balance counts"""
 FORGET = 0.98
@@ -50,7 +49,7 @@ class Balances:
 
     def __init__(self, *, has_gpu: bool = False) -> None:
         self._has_gpu, self._margin = has_gpu, OF_DEVICE if has_gpu else MARGIN
-        self._balances: BoundedDict[tuple[Namespace, WorkflowId], _Balance] = BoundedDict(MAX_WORKFLOWS)
+        self._balances: BoundedDict[tuple[Namespace, WorkflowId], _Balance] = BoundedDict()
 
     def request(self, request: GenerateRequest) -> None:
         """Count a request about which it was asked what can be translated."""

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 REFRESH = 8
 """Of the dense prompts of an agent that has seen enough values, one in so many is learned from"""
-MAX_PLACEHOLDERS = 1024
 MAX_VALUES = 256
 """Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
 UNKNOWN = 2.0
@@ -69,7 +68,7 @@ class Readers:
     """Counts how often a placeholder's values are read, which is what base KV of a new one is worth. Bounded."""
 
     def __init__(self) -> None:
-        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict(MAX_PLACEHOLDERS)
+        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict()
 
     def read(self, placeholder: PoolKey, value: Tokens) -> None:
         """Count that a request reads this value."""

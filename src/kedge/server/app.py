@@ -66,7 +66,7 @@ def create_app(
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = None
     if settings.state is not None and engine.state != settings.state:
-        app.state.snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
+        app.state.snapshots = Snapshots(engine, settings.state, service.metrics.snapshot)
         app.state.snapshots.load()
     for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
         app.include_router(api.router)
@@ -136,18 +136,16 @@ class Saving(Protocol):
 
 
 class Snapshots:
-    """Thread that saves an engine to a folder every `interval` seconds.
+    """Thread that saves an engine to a folder every `SNAPSHOT_SECONDS`.
 
     A failure is logged and counted and does not end the server; the last complete snapshot is kept.
     """
 
-    def __init__(self, engine: Engine, folder: Path, interval: float, count: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, folder: Path, count: Callable[[str], None]) -> None:
         """`count` counts outcomes by name. Raises `ConfigError` for an engine that cannot be saved."""
         if not isinstance(engine, Saving):
             raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
-        self._engine, self._folder, self._interval = engine, folder, interval
-        self._count = count
-        self._ending = threading.Event()
+        self._engine, self._folder, self._count, self._ending = engine, folder, count, threading.Event()
         self._thread = threading.Thread(target=self._every, name="kedge-snapshots", daemon=True)
 
     def load(self) -> None:
@@ -179,7 +177,7 @@ class Snapshots:
             self._save()
 
     def _every(self) -> None:
-        while not self._ending.wait(self._interval):
+        while not self._ending.wait(SNAPSHOT_SECONDS):
             self._save()
 
     def _save(self) -> None:
@@ -200,6 +198,8 @@ def _summary(saved: SavedState, folder: Path) -> str:
     return f"{saved.pools} pools and {saved.templates} templates, {size:.1f} MiB in {took:.0f} ms ({folder})"
 
 
+SNAPSHOT_SECONDS = 60.0
+"""Time between two snapshots: what a crash loses is learned again within as much."""
 MARGIN_SECONDS = 5
 """How long the engine's answer is waited for; after the grace, failed answers are sent for as long."""
 

@@ -7,7 +7,7 @@ A tenant is what the server authenticated, never what a client claims. Without k
     requests_in_flight = 8
     tokens_per_minute = 100000
     hints_per_minute = 12000
-    anchors = 200
+    anchor_bytes = "256MiB"
     anchor_bytes = "64MiB"
     host_memory = "1GiB"
     keep_texts = true                           # the dashboard may keep its prompts and answers for a while
@@ -54,7 +54,7 @@ class Tenant:
     @property
     def quota(self) -> Quota:
         """The limits that the engine enforces."""
-        return Quota(self.limits.anchors, self.limits.anchor_bytes, self.limits.host_memory)
+        return Quota(self.limits.anchor_bytes, self.limits.host_memory)
 
     def namespace(self, salt: str) -> Namespace:
         """Return the namespace of calls with this salt: each salt has a partition of the tenant's data."""

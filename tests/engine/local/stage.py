@@ -8,7 +8,7 @@ from itertools import count
 
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.costs import EngineCosts
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants
 from kedge.types import (
     AgentId,
     ClientId,
@@ -32,7 +32,7 @@ TEMPLATE = (20, 9, 5)
 """Tokens of the prefix segments of every agent: before the question, before the answer, and the last."""
 QUESTION, ANSWER = 40, 24
 ASKED = tokens(70, QUESTION)
-PLANNER = PlannerSettings(by_cost=False, recompute_head=2, move="never")
+PLANNER = PlannerConstants(by_cost=False, recompute_head=2, move="never")
 SPACE, RUN = Namespace(TenantId("default")), RunId("run")
 RUN_KEY = RunKey(SPACE, ClientId("client"), RUN)
 _ids = count()
@@ -123,14 +123,14 @@ ENDS = ("used", "wasted", "given_back", "cancelled", "failed")
 
 
 @cache
-def _taught(planner: PlannerSettings) -> Stage:
+def _taught(planner: PlannerConstants) -> Stage:
     stage = Stage(planner=planner)
     stage.teach("reader")
     stage.answer = stage.write(ASKED)
     return stage
 
 
-def taught(planner: PlannerSettings = PLANNER) -> Stage:
+def taught(planner: PlannerConstants = PLANNER) -> Stage:
     """Translates what the reader is asked about `ASKED`, to which the writer's answer is known."""
     return _taught(planner).fresh()
 

@@ -14,7 +14,7 @@ from kedge.engine.local import build, host_loads
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.kv.copy import PoolCopier
-from kedge.settings import TierSettings
+from kedge.settings import ThrottledTiers
 from kedge.types import (
     AgentId,
     FinishReason,
@@ -157,7 +157,7 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 def test_closing_while_copies_are_under_way() -> None:
     before = copiers()
-    tiers = TierSettings(host_memory=f"{AMPLE} blocks", throttle=1000)
+    tiers = ThrottledTiers(host_memory=f"{AMPLE} blocks", throttle=1000)
     with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(60)

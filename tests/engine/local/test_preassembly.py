@@ -12,7 +12,7 @@ import pytest
 from kedge.engine.base import Engine
 from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants
 from kedge.types import (
     RequestId,
     ReuseMode,
@@ -133,7 +133,7 @@ def test_an_answer_that_no_anchor_knows_may_be_moved_ahead() -> None:
 
 
 def test_a_prompt_of_which_too_little_could_be_translated_is_dense() -> None:
-    outcomes, planner = [], PlannerSettings(by_cost=False, recompute_head=2, min_translated=0.99)
+    outcomes, planner = [], PlannerConstants(by_cost=False, recompute_head=2, min_translated=0.99)
     for ahead in (False, True):
         stage = taught(planner=planner)
         request = prompt_of("reader", ASKED, stage.answer)

@@ -119,10 +119,8 @@ def test_what_waits_is_protected_by_its_place_in_the_order_of_service() -> None:
     calls = {seed: engine.submit(turn(seed, TURN + 16)) for seed in (1, 2, 3)}
     engine.core.scheduler.schedule()
     assert waiting(engine)[-1] == "1"
-    steps = engine.core.parts.sessions.ledger.steps
-    assert waiting(engine) == [
-        str(seed) for seed in sorted(calls, key=lambda one: steps._places[calls[one].turn.session])
-    ]  # type: ignore[union-attr]
+    places = engine.core.parts.sessions.ledger._places
+    assert waiting(engine) == [str(one) for one in sorted(calls, key=lambda one: places[calls[one].turn.session])]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stage", ["waiting", "running"])

@@ -16,7 +16,7 @@ from kedge.engine.local.sequence import RequestSequence
 from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.reuse.plan import Sentinel
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, Segment, Source
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import request, tokens
@@ -269,7 +269,7 @@ def test_a_value_that_changed_its_base_kv_is_written(engine: Stepped) -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "abort", "step"]), st.integers(0, 7)), min_size=4, max_size=24))
 def test_whatever_ends_in_between_answers_are_those_of_one_that_is_alone(steps: list[tuple[str, int]]) -> None:
-    engine = taught(kv_memory="96 blocks", planner=PlannerSettings(by_cost=False, move="never", recompute_head=2))
+    engine = taught(kv_memory="96 blocks", planner=PlannerConstants(by_cost=False, move="never", recompute_head=2))
     alone = {(of, who): engine.serve(asked(of, who)).response for of in (0, 1) for who in ("critic", "solver")}
     live: list[tuple[tuple[int, str], RequestSequence]] = []
     for step, number in steps:

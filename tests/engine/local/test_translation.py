@@ -17,7 +17,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
-from kedge.settings import AnchorSettings, PlannerSettings, TierSettings
+from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings, TierSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -36,7 +36,7 @@ from tests.engine.local.test_engine import greedy
 
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
-    "planner": PlannerSettings(by_cost=False, recompute_head=0, move="unlearned"),
+    "planner": PlannerConstants(by_cost=False, recompute_head=0, move="unlearned"),
 }
 
 
@@ -168,7 +168,7 @@ def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_tiny_placeholders(size: int) -> None:
-    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=2))
+    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=2))
     for seed in (50, 51, 52, 52):
         last, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 9, size)))
     assert last.plan.translates
@@ -191,7 +191,7 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
 
 
 def test_recomputing_the_head_of_every_segment() -> None:
-    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=3))
+    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=3))
     for seed in (50, 60, 50):
         again, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 1, 12)))
     starts = [20, 50, 59, 71]

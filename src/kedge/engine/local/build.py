@@ -48,7 +48,7 @@ from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
@@ -127,7 +127,8 @@ class EngineParts:
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
-        copy_blocks = partial(PoolCopier, block_size=size, throttle=tiers.throttle, on_copied=on_copied)
+        throttle = tiers.throttle if isinstance(tiers, ThrottledTiers) else 0.0
+        copy_blocks = partial(PoolCopier, block_size=size, throttle=throttle, on_copied=on_copied)
         self.copier = copier = copy_blocks(host_pools(storage, host_blocks)) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning

@@ -22,6 +22,7 @@ from kedge.engine.local.requests import Admission, Requests
 from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
+from kedge.reuse.contracts import LEARNING_SHARE
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
@@ -43,7 +44,7 @@ class EngineCore:
         self.judge: Judge = lambda request, _: (request, False)
         """What decides on sentinel tokens"""
         parts.learning = Learning(
-            parts.runtime, parts.cache, parts.storage, parts.jobs, config.learning, parts.longest, self.requests.release
+            parts.runtime, parts.cache, parts.storage, parts.jobs, parts.longest, self.requests.release
         )
         # A layer has some 12 d² weights, and attends by 2 d products a token of context: as many at 6 d.
         is_by_time = not config.max_batch_tokens and not parts.storage.keys.is_cuda
@@ -52,7 +53,7 @@ class EngineCore:
             parts.costs,
             max_batch_tokens=config.max_batch_tokens or (2048 if parts.storage.keys.is_cuda else 512),
             max_running=config.max_running,
-            learning_share=config.learning.budget,
+            learning_share=LEARNING_SHARE,
             jobs=parts.jobs,
             ahead=parts.ahead,
             running=parts.running,
@@ -238,7 +239,7 @@ class EngineCore:
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds."""
-        self.parts.learned[0].limit(tenant, quota.anchors, quota.anchor_bytes)
+        self.parts.learned[0].limit(tenant, quota.anchor_bytes)
         self.parts.cache.limit_host(tenant, quota.host_bytes)
 
     def clear(self) -> None:

@@ -48,7 +48,6 @@ from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.reuse.guard.comparison import COMPARED_TOKENS
-from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
@@ -269,10 +268,6 @@ class LocalEngine(Engine):
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
         self.tokenizer.most = longest
         self._require_sensible = partial(require_sensible, vocab_size=runner.vocab_size, most=longest - 1)
-        # The tokens behind an answer cost its agent one more pass. That pays only if tokens that no offset predicts are
-        # not computed again.
-        of_answers = not self.config.anchors.computes_weak_tokens
-        self._with_trails = partial(with_trails, most=self.config.planner.trail, of_answers=of_answers)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
@@ -328,15 +323,13 @@ class LocalEngine(Engine):
     def _submit(self, sequence: RequestSequence, *, is_watched: bool) -> None:
         """Pass a request to the core, `is_watched` by the guard; if that fails, end the request with the error."""
         try:
-            sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
+            sequence.request = self._core.parts.plain.arrived(sequence.request)
             if is_watched:  # served as the guard orders, with the log-probabilities that it compares
                 asked = sequence.request
                 sequence.request, sequence.stream.tap = self._guard.begin(asked)
                 if sequence.request.logprobs != asked.logprobs:
                     first = COMPARED_TOKENS if asked.logprobs is None else None
                     sequence.logprobs = Logprobs(sequence.request, first)
-            if sequence.room + len(sequence.request.trail) <= self._core.parts.longest:
-                sequence.trail = sequence.request.trail
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
@@ -359,7 +352,7 @@ class LocalEngine(Engine):
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
             self._require_sensible(request)
-            self._thread.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
+            self._thread.post(partial(self._core.prepare, self._guard.ordered(request)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""

@@ -18,10 +18,9 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import MAX_PENDING, BaseNeed, ReadKV
+from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING, BaseNeed, ReadKV
 from kedge.reuse.layout import Placed
 from kedge.reuse.runtime import Runtime
-from kedge.settings import LearningSettings
 from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class Learning:
         cache: CacheManager,
         storage: PagedStorage,
         jobs: deque[BaseJob],
-        settings: LearningSettings,
         longest: int,
         release: Callable[[RequestSequence], None],
     ) -> None:
@@ -71,7 +69,7 @@ class Learning:
         can be computed; `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
-        self._jobs, self._settings, self._longest = jobs, settings, longest
+        self._jobs, self._longest, self._share = jobs, longest, LEARNING_SHARE
         self._pending: deque[PendingObservation] = deque()
         self._ended: set[RunKey] = set()
         """Ended runs with requests that are left to learn from"""
@@ -141,7 +139,7 @@ class Learning:
 
     def spend(self, seconds: float) -> None:
         """Learn within the budget that a pass of `seconds` earned, while requests wait for their first token."""
-        share = self._settings.budget
+        share = self._share
         self._credit = min(self._credit + share * seconds, MAX_CREDIT)
         while self._credit > 0 and self.ready:
             began = time.monotonic()

@@ -91,7 +91,7 @@ class PromptPreassembler:
         key = request.agent_key
         old = self.expected.get(key)
         if old is not None:
-            request = _filled(request, {one.sample: one.value for one in old.request.segments})
+            request = _filled(request, {one.sample: one.tokens for one in old.request.segments})
             if old.agrees(request):
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
@@ -340,7 +340,7 @@ def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) 
     """Return the request with `values` filled in wherever it waits for them."""
     waiting = (one.is_placeholder and not one.tokens for one in request.segments)
     filled = (
-        replace(one, tokens=value + one.held) if waits and (value := values.get(one.sample)) else one
+        replace(one, tokens=value) if waits and (value := values.get(one.sample)) else one
         for one, waits in zip(request.segments, waiting, strict=True)
     )
     return replace(request, segments=tuple(filled))

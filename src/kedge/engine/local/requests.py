@@ -22,7 +22,7 @@ from kedge.engine.local.build import EngineParts
 from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
-from kedge.engine.local.sessions import stop_reason
+from kedge.engine.local.sessions import ending
 from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError, TranslationRefused
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import TurnEnd
@@ -93,8 +93,8 @@ class Requests:
         fixed = sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, segments))
         self._parts.cache.finish(sequence.key, sequence.tokens[:exact], fixed)
         if sequence.turn and sequence.finish:
-            stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
-            self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
+            end = TurnEnd(ending(sequence.request.tool_mark, sequence.text.text, sequence.finish))
+            self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], end)
         if sequence.finish:
             served = Served.of(sequence.receipt())
             self._parts.plain.ended(sequence.namespace, sequence.request.request_id, sequence.response, served)

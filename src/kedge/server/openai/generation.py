@@ -136,7 +136,6 @@ class GenerationJob:
                     run=self.run.key.run_id if self.run else RunId(""),
                     agent=hints.agent,
                     produces=produces if choice == 0 else None,
-                    trail=prompt.trail if prompt else (),
                     fixed=fixed,
                     is_plain=self.step is None and hints.reuse is None,
                     turn=hints.turn,

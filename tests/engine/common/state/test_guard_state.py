@@ -61,7 +61,7 @@ def test_all_that_evidence_has_cost_survives(tmp_path: Path) -> None:
     with opened(tmp_path, after) as state:
         assert not state.load().damaged
     assert after.saved() == before.saved() and after.stats() == before.stats()
-    restarts = [after._records[key].progress[0] for key in after._records]
+    restarts = [after._records[key].restarts for key in after._records]
     assert restarts and min(restarts) > 0, "the next test is one at a smaller alpha"
     assert after._records.popitem()[1].state is GuardState.SHADOW
 

@@ -14,7 +14,7 @@ import pytest
 from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed, StateRefused
-from kedge.settings import AnchorSettings, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants
 from tests.engine.common.state_helpers import damage, listed, record_files
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
@@ -22,7 +22,7 @@ from tests.engine.local.test_translation import OPEN, request, tokens
 ROOT = Path(__file__).parents[4]
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
-    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+    "planner": PlannerConstants(by_cost=False, recompute_head=0),
 }
 
 

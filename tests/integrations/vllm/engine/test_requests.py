@@ -119,11 +119,6 @@ def test_stock_vllm_gets_no_hints_and_draws_no_token_for_others() -> None:
     assert plain == {**hinted, "max_tokens": 5, "extra_args": None}
 
 
-def test_the_trail_of_an_answer_that_others_read_is_a_hint() -> None:
-    assert read(request(trail=(5, 6))).trail == (5, 6)
-    assert "trail" not in request_hints(request(trail=(5, 6), produces=None))
-
-
 def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:
     seeds = [sampling_arguments(request(sampling=SamplingParams(seed=seed)), 9)["seed"] for seed in (-1, -2, 0, None)]
     assert seeds == [2**63 - 1, -2, 0, None]

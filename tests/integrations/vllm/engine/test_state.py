@@ -37,6 +37,7 @@ HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
 LEAD_IN, STAND_IN = tuple(prompt(5, 3)), tuple(prompt(4, 4))
 CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 ACME = TenantId("acme")
+MOST = 1 << 20
 
 
 def engine(model: Path, state: Path) -> VLLMEngine:
@@ -48,7 +49,7 @@ def engine(model: Path, state: Path) -> VLLMEngine:
         guard={"mode": "off"},
         vllm=own,
     )
-    return VLLMEngine(model, settings, keeping=KeepingOptions(state, 3600.0, {ACME: Quota(anchors=3)}))
+    return VLLMEngine(model, settings, keeping=KeepingOptions(state, 3600.0, {ACME: Quota(anchor_bytes=MOST)}))
 
 
 def ask(built: VLLMEngine, seed: int, run: str) -> Receipt:
@@ -100,7 +101,7 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         after = ask(built, 12, "after")
         assert (after.computed, after.translated) == (before.computed, before.translated + before.exact)
         assert guard_of(built) == known, "the evidence against an agent outlives a restart"
-        built.limit(ACME, Quota(anchors=3))
+        built.limit(ACME, Quota(anchor_bytes=MOST))
         built.limit(TenantId("other"), Quota())
         with pytest.raises(ConfigError, match="takes quotas at its start only"):
-            built.limit(ACME, Quota(anchors=4))
+            built.limit(ACME, Quota(anchor_bytes=2 * MOST))

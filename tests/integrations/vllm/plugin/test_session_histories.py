@@ -103,7 +103,7 @@ def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
         asked = engine.request(hashes, name)
         engine.admit(asked)
         engine.end(asked.request_id)
-    assert [key.name for key in engine.sessions.ledger.steps.tracker._sessions] == ["mine"], "b continues it"
+    assert [key.name for key in engine.sessions.ledger.tracker._sessions] == ["mine"], "b continues it"
 
 
 def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
@@ -194,7 +194,7 @@ class Turns(RuleBasedStateMachine):
     def sound(self) -> None:
         engine = self.engine
         engine.queue.check_integrity()
-        assert len(engine.queue._steps) <= len(engine.sessions.ledger.steps.tracker)
+        assert len(engine.queue._steps) <= len(engine.sessions.ledger.tracker)
 
 
 TestTurns = Turns.TestCase

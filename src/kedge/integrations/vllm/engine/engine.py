@@ -55,7 +55,6 @@ from kedge.integrations.vllm.engine.requests import (
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.policies.sessions import NO_SESSIONS, refused
-from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import (
     GenerateRequest,
@@ -173,7 +172,7 @@ class VLLMEngine(Engine):
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar, request.tenant)  # vLLM says less of what is wrong
-        request, tap = self._with_trails(request), None
+        tap = None
         if self._is_guarded:
             request, tap = self._guard.begin(request)
             request = within_top(request, self._max_logprobs)
@@ -202,12 +201,8 @@ class VLLMEngine(Engine):
             return
         with suppress(RequestError):
             self._validate(request)
-            expected = self._guard.ordered(self._with_trails(request))
+            expected = self._guard.ordered(request)
             self._send(lambda: [expected_prompt(expected)])
-
-    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
-        keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens
-        return with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self._vocab_size, self._max_model_len - 1)

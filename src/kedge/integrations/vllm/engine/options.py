@@ -39,7 +39,7 @@ RESERVED = {*OWN, "skip_tokenizer_init", "model", "tokenizer", "kv_transfer_conf
 
 _USE_OWN = "vLLM has its own: set engine.vllm.{}"
 _NO_EFFECT = "has no effect with vLLM"
-SECTIONS = ("tiers", "anchors", "planner", "learning", "discovery", "guard")
+SECTIONS = ("tiers", "anchors", "planner", "discovery", "guard")
 """Sections of `engine` that the plug-in has too"""
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -68,7 +68,7 @@ class KeepingOptions:
     def settings(self) -> dict[str, Any]:
         """Return the plug-in's settings for this as plain data."""
         quotas = {
-            str(tenant): {"anchors": one.anchors, "anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
+            str(tenant): {"anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
             for tenant, one in self.quotas.items()
         }
         folder = None if self.state is None else str(self.state.absolute())

@@ -52,7 +52,6 @@ def request_hints(request: GenerateRequest) -> Hints:
         "client": short(request.client),
         "agent": short(request.agent),
         "produces": short(str(request.produces or "")),
-        "trail": list(request.trail) if request.produces is not None else None,
         "fixed_tokens": _fixed(request),
         "segments": segments,
     }

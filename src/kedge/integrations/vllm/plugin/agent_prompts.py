@@ -35,7 +35,7 @@ class AgentPrompts:
         """Begin without forecasts. `on_forecast` is called with their changes, and returns what to believe of them."""
         self._block_size, self._on_forecast = block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
-        self._lengths = FixedLengths()
+        self._lengths = FixedLengths(block_size)
         self.steps: dict[AgentKey, NextRun] = {}
         self.prompts: dict[AgentKey, BlockHashes] = {}
         self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(REMEMBERED)
@@ -120,7 +120,7 @@ class AgentPrompts:
         Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
         was labelled.
         """
-        length = self._lengths.of(hinted.request, time.monotonic())
+        length = self._lengths.of(hinted.request, request.block_hashes)
         if not length or not self._pools:
             return None
         fixed = length // self._block_size

@@ -1,7 +1,7 @@
 """Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
-are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `trail` are for callers who assemble
+are those of the HTTP server (`docs/server.md`); `segments` and `produces` are for callers who assemble
 prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 """
 
@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from kedge.guard import GuardMode, GuardOrders
-from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
+from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.call_hints import KEDGE
-from kedge.hints.values import read_text, read_whole
+from kedge.hints.values import MAX_EXPECTED, read_text, read_whole
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.settings.sections import read_fidelity
 from kedge.types import (
@@ -36,8 +36,6 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.steps import NextRun
 
-MAX_TRAIL = 64
-"""Most tokens behind an answer whose KV is kept with it"""
 MAX_WITHHELD = 1024
 """Most placeholders of one request that are withheld from translation"""
 AFRESH = "\0"
@@ -114,7 +112,6 @@ def read_hints(
         agent=AgentId(get("agent", "")),
         fixed=get("fixed_tokens"),
         produces=get("produces"),
-        trail=get("trail", ()),
         turn=TurnHints(
             get("session", ""), get("parent", ""), get("returns_in"), final, get("keep_for"), get("expects", {})
         ),
@@ -190,7 +187,7 @@ def _flag(value: Any) -> bool:
 
 def _actions(value: Any) -> tuple[Mapping[str, str], ...]:
     """Read outcomes of actions, as `kedge.hints` gives them."""
-    if not isinstance(value, list | tuple) or len(value) > MAX_ACTIONS:
+    if not isinstance(value, list | tuple) or len(value) > MAX_EXPECTED:
         raise ValueError
     return tuple(ActionOutcome.from_dict(one).to_dict() for one in value)
 
@@ -257,16 +254,10 @@ def _tokens(value: Any) -> Tokens:
     return tuple(value)
 
 
-def _trail(value: Any) -> Tokens:
-    if len(tokens := _tokens(value)) > MAX_TRAIL:
-        raise ValueError
-    return tokens
-
-
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
-    **{"produces": _sample, "trail": _trail, "ahead": _flag, "advice": _flag, "plain": _flag, "actions": _actions},
+    **{"produces": _sample, "ahead": _flag, "advice": _flag, "plain": _flag, "actions": _actions},
     **{"withheld": _names, "epoch": read_whole, "rung": _rung, "left_out": _flag, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""

@@ -11,10 +11,9 @@ before it compute in the same pass. vLLM itself relies on this for prefix hits w
 
 Other lanes compute in blocks of no running request: the ends of answers that other agents read, and base prefills.
 
-A token is drawn from the KV of those before it, so the last token of an answer has none; nor have the tokens that
-follow the answer in its readers' prompts, its trail. Both are computed in the step after the answer's last one, in a
-lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose end does not
-fit that step, what is there is kept.
+A token is drawn from the KV of those before it, so the last token of an answer has none. It is computed in the step
+after, in a lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose
+end does not fit that step, what is there is kept.
 
 Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
 requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
@@ -180,12 +179,6 @@ class EndedAnswer:
         prompt = request.prompt_token_ids or ()
         return cls(hinted, prompt, tokens, computed, is_exact, request.status in COMPLETE)
 
-    def with_trail(self, limit: int, vocabulary: int) -> Tokens:
-        """Return the answer and its trail, which is left out where the model has no room for it, or no such tokens."""
-        trail = self.request.trail
-        fits = len(self.prompt) + len(self.tokens) + len(trail) < limit and all(token < vocabulary for token in trail)
-        return self.tokens + trail if fits else self.tokens
-
 
 def answer_of(request: Request) -> Tokens:
     """Return the answer of a request that has ended, without the token that stopped it."""
@@ -237,8 +230,8 @@ class AnswerTails(HeldLanes):
 
     def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
         """Order the capture of an answer. Returns the lane that its end needs, None where it needs or gets none."""
-        limit, vocabulary, block_size = self._model
-        kept = answer.with_trail(limit, vocabulary)
+        limit, _, block_size = self._model
+        kept = answer.tokens
         span = range(len(answer.prompt) + answer.computed, len(answer.prompt) + len(kept))
         has_room = len(span) <= left.tokens and left.rows > 0 and span.stop < limit
         blocks = -(-span.stop // block_size)

@@ -534,7 +534,7 @@ def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> Anchor
     """Return a store that keeps tenants to their quotas."""
     for tenant, quota in quotas.items():
         if tenant == OTHERS:
-            anchors.table.limit_others(quota.anchors, quota.anchor_bytes)
+            anchors.limit_others(quota.anchor_bytes)
         else:
-            anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
+            anchors.limit(TenantId(tenant), quota.anchor_bytes)
     return anchors

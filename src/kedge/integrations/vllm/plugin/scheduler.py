@@ -252,7 +252,7 @@ class KedgeScheduling:
 
     def _may_start(self, tokens: int, missing: float) -> bool:
         """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
-        returning = self._plugin.sessions.ledger.steps.tracker.returning if self._plugin else 0.0
+        returning = self._plugin.sessions.ledger.tracker.returning if self._plugin else 0.0
         running = sum(request.num_tokens for request in self.running)
         return may_start(tokens, missing, running, self._capacity, returning, self._times)
 

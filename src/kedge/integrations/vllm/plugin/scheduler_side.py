@@ -49,9 +49,8 @@ from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, Session
 from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
-from kedge.reuse.layout import with_trails
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey
+from kedge.types import RequestId, ReuseMode, RunKey
 
 
 class SchedulerSide:
@@ -108,7 +107,6 @@ class SchedulerSide:
         if is_text and not request.abort_immediately:
             given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
             if (found := self.plain.arrived(given)) is not given:
-                found = self._with_trails(found)
                 hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
         if hinted is not None and hinted.is_advice and request.abort_immediately:
             self._advise(hinted)
@@ -131,13 +129,6 @@ class SchedulerSide:
         live.may_load = live.hinted is not None or live.turn is not None
         if self.loads:
             self.loads.look_again()
-
-    def _with_trails(self, found: GenerateRequest) -> GenerateRequest:
-        """Return a request with the tokens that follow each value; answers have them where the ends of answers are
-        computed, and not once more by their readers.
-        """
-        of_answers = not self._settings.anchors.computes_weak_tokens
-        return with_trails(found, self._settings.planner.trail, of_answers=of_answers)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself, since they are

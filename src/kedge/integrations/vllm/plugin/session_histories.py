@@ -104,7 +104,7 @@ class SessionHistories:
             is_answered = True
             # the end of its prompt tells the session again: an application may leave out parts of the answer
             chain = first_of(request.block_hashes, request.num_prompt_tokens // size)
-            self.ledger.answered(turn, chain, TurnEnd(tool=_ending(request)))
+            self.ledger.answered(turn, chain, TurnEnd(_ending(request)))
         else:
             self.ledger.cancelled(turn)
         self.advance()
