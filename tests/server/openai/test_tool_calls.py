@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.openai.tool_calls import PARSERS, Hermes, Llama3Json, ToolParser
+from kedge.server.openai.tool_calls import PARSERS, Hermes, Llama3Json, ToolParser, can_end
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_tokenizer
@@ -164,7 +164,10 @@ def test_nobody_reads_a_call_that_was_cut(says: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": [WEATHER], "response_format": {"type": "xml"}}, "response_format"),
         ({"tools": [WEATHER], "functions": [{"name": "x"}]}, "functions"),
         ({"tools": [WEATHER], "kedge": {"bindings": {}}, "messages": []}, "tools"),
         ({"messages": [*ASK, called("{}", type="retrieval")]}, "messages"),
@@ -311,3 +314,74 @@ def test_text_is_not_held_back_longer_than_it_must_be() -> None:
     parser = Hermes()
     said = [parser.push(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
     assert said == ["so", " it", " is", "<b", ""]
+
+
+# schemas that require themselves --------------------------------------------------------------------------------------
+
+SELF = {"$ref": "#"}
+NODE = {"$ref": "#/$defs/node"}
+
+
+def having(part: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": part}, "required": ["a"], **more}
+
+
+def nodes(node: Any) -> dict[str, Any]:
+    return having(NODE, **{"$defs": {"node": node}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        having(SELF),
+        SELF,
+        {"anyOf": [SELF]},
+        {"allOf": [{"type": "object"}, having(SELF)]},
+        nodes(having(NODE)),
+        nodes({"type": "array", "items": NODE, "minItems": 1}),
+        nodes({"type": "array", "prefixItems": [NODE], "minItems": 1}),
+        nodes({"oneOf": [NODE, having(NODE)]}),
+        nodes(
+            {"type": ["object", "array"], "items": NODE, "minItems": 1, "properties": {"b": NODE}, "required": ["b"]}
+        ),
+        {"type": "object", "additionalProperties": SELF, "required": ["a"]},
+        {"type": "object", "properties": {"~/": {"$ref": "#/properties/~0~1"}}, "required": ["~/"]},
+        having({"$ref": "#/%24defs/node"}, **{"$defs": {"node": having(NODE)}}),
+    ],
+)
+def test_a_schema_that_requires_itself_is_refused(served: Served, schema: dict[str, Any]) -> None:
+    form = {"name": "x", "schema": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("chat/completions", "response_format.json_schema",
+         {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": form}}),
+        ("chat/completions", "tools", {"messages": ASK, "tools": [tool], "tool_choice": "required"}),
+        ("messages", "output_config.format", {"messages": ASK, "output_config": {"format": form}}),
+        ("responses", "text.format", {"input": "x", "text": {"format": {**form, "type": "json_schema"}}}),
+    ]  # fmt: skip
+    with served.http() as http:
+        for path, named, body in asked:
+            answer = http.post(f"/v1/{path}", json={"model": MODEL, **body})
+            assert answer.status_code == 400, (path, answer.text)
+            message = answer.json()["error"]["message"]
+            assert message.startswith(named) and "requires itself without an end" in message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        having({"anyOf": [SELF, {"type": "null"}]}),
+        nodes(having(NODE, type=["object", "null"])),
+        nodes({"type": "array", "items": NODE}),
+        {"type": "object", "properties": {"a": SELF}},
+        having({"const": SELF}),
+        having({"$ref": "#/nowhere"}),
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"allOf": 5, "required": [5], "type": [1], "properties": [], "minItems": "x", "items": 1},
+        nodes({"anyOf": [NODE] * 30_000}),
+        {"$defs": {"a": having(NODE)}},
+    ],
+)
+def test_a_schema_that_may_end_is_not_refused(schema: dict[str, Any]) -> None:
+    assert can_end(schema)

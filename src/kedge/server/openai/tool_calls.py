@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import unquote
 
 from kedge.checks import brief
 from kedge.errors import RequestError
@@ -237,7 +238,7 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     if schema is None or body.must_call:
         return "\n".join(["start: calls", *calls])
     start = "start: content | calls" if calls else "start: content"
-    return "\n".join([start, f"content: {_json(schema)}", *calls])
+    return "\n".join([start, f"content: {_json(schema, 'response_format.json_schema')}", *calls])
 
 
 def unkept(schema: Any, *, has_names: bool = False) -> Iterator[str]:
@@ -252,6 +253,51 @@ def unkept(schema: Any, *, has_names: bool = False) -> Iterator[str]:
             elif has_names or name not in ("enum", "const", "default", "examples"):
                 maps = ("properties", "patternProperties", "$defs", "definitions")
                 yield from unkept(part, has_names=not has_names and name in maps)
+
+
+def can_end(schema: Mapping[str, Any], most: int = 20_000) -> bool:
+    """Return whether some text conforms to a schema and ends: not where it requires itself, by whatever way. A schema
+    that takes more than `most` looks at its parts may end.
+    """
+    looks = iter(range(most))
+
+    def ends(part: Any, *within: str) -> bool:
+        """Return whether a part ends, within what it was referred to from."""
+        if not isinstance(part, Mapping) or "enum" in part or "const" in part or next(looks, None) is None:
+            return True
+        reference = part.get("$ref")
+        if isinstance(reference, str) and (
+            reference in within or not ends(_referred(reference, schema), reference, *within)
+        ):
+            return False
+        kinds = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
+        named, others = part.get("properties"), part.get("additionalProperties")
+        named = named if isinstance(named, Mapping) else {}
+        items = [*_list(part, "prefixItems"), part.get("items")]
+        needed = {
+            "object": [named.get(name, others) for name in _list(part, "required") if isinstance(name, str)],
+            "array": items[: part["minItems"] if isinstance(part.get("minItems"), int) else 0],
+        }
+        wholes = [[_list(part, "allOf")], *([[one] for one in _list(part, name)] for name in ("anyOf", "oneOf"))]
+        wholes.append([needed.get(str(kind), []) for kind in kinds])
+        return all(not ways or any(all(ends(one, *within) for one in way) for way in ways) for ways in wholes)
+
+    try:
+        return ends(schema)
+    except RecursionError:
+        return True
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """Return the part of a schema that a reference names; None for one that is not found."""
+    found = root
+    for name in unquote(reference).split("/")[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _list(part: Mapping[str, Any], name: str) -> list[Any]:
+    return part[name] if isinstance(part.get(name), list) else []
 
 
 def _arguments(function: Function) -> Mapping[str, Any]:
@@ -273,7 +319,7 @@ def _call_rules(functions: Sequence[Function], wording: type[ToolParser], *, sev
     for at, function in enumerate(functions):
         begin = f'{wording.open}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{wording.arguments}": '
         rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
-        rules.append(f"arguments_{at}: {_json(_arguments(function))}")
+        rules.append(f"arguments_{at}: {_json(_arguments(function), 'tools')}")
     return rules
 
 
@@ -292,8 +338,10 @@ def _schema(body: ChatBody) -> Mapping[str, Any] | None:
     return schema
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of a schema."""
+def _json(schema: Mapping[str, Any], key: str) -> str:
+    """Return the grammar of a schema. Raises `RequestError` naming `key` for one to which nothing conforms."""
+    if not can_end(schema):
+        raise RequestError(key, brief(schema), "requires itself without an end")
     return "%json " + json.dumps({**schema, "x-guidance": ONE_LINE}, ensure_ascii=False)
 
 
