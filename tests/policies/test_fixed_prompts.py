@@ -42,6 +42,10 @@ def test_a_prompt_that_ends_within_a_block_goes_on_in_its_own_way() -> None:
     assert heads.find(["a"]) == [0]
 
 
+def test_a_prompt_shorter_than_a_block_has_none() -> None:
+    assert [length(FixedLengths(BLOCK), own(BLOCK - 1)) for _ in range(WAYS + 1)] == [None] * (WAYS + 1)
+
+
 def test_memory_is_bounded() -> None:
     heads = SharedHeads(100)
     for prompt in range(1000):

@@ -6,6 +6,7 @@ An explicit marker says it. Without one, what prompts begin with in common does.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest
@@ -36,7 +37,7 @@ class SharedHeads:
     def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
         """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
         chain = chain[:MAX_LENGTH]
-        for block, after in zip(chain, (*chain[1:], rest), strict=True):
+        for block, after in pairwise((*chain, rest)):
             known = self._after.use(block, set)
             if len(known) < WAYS:
                 known.add(after)

@@ -68,8 +68,9 @@ class HostCheck:
         await refusal(scope["path"], 421, why, "untrusted_host", param="Host")(scope, receive, send)
 
 
+MAX_DRAINED = 16
+"""A body over the limit is read up to this many times the limit before the refusal, so that its sender reads it."""
 BODY_SECONDS = 60.0
-"""How long a body may take, which is read to its end even if it is too large, so that its sender reads the refusal."""
 
 
 class BodySizeLimit:
@@ -110,11 +111,13 @@ class BodySizeLimit:
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the body, or a little more than is allowed of it; None if the client has disconnected."""
-        body = bytearray()
+        body, size = bytearray(), 0
         while (message := await receive())["type"] == "http.request":
+            chunk = message.get("body", b"")
+            size += len(chunk)
             if len(body) <= self._max_bytes:
-                body += message.get("body", b"")
-            if not message.get("more_body"):
+                body += chunk
+            if not message.get("more_body") or size > MAX_DRAINED * self._max_bytes:
                 return bytes(body)
         return None
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kedge.engine.local.sequence import RequestSequence
@@ -323,12 +323,13 @@ def is_as_written(engine: Stepped, one: RequestSequence, expected: torch.Tensor)
         st.tuples(st.sampled_from(["ask", "ask", "doubt", "abort", "step"]), st.integers(0, 7)), min_size=4, max_size=24
     )
 )
+@example([("doubt", 0), ("step", 0), ("step", 0), ("ask", 1), ("step", 0)])
 def test_what_is_refuted_in_between_changes_no_other_answer(steps: list[tuple[str, int]]) -> None:
     """The prompts of both agents read one value at the same positions, in a pool that holds four of them."""
     engine, doubted, live = mover(kv_memory="40 blocks"), set[RequestId](), list[RequestSequence]()
     engine.core.judge = lambda one, _: (one, one.request_id in doubted)
-    # All start from the producer's KV: what a reader that was computed in between has left differs from that.
-    engine.core.parts.runtime._planner.sample_of_reader = lambda *_: None
+    # All start from the same KV: what a reader that was computed in between would leave differs from that.
+    engine.core.parts.runtime._bases.put_shared_text = lambda *_: None
     dense = {who: engine.serve(replace(moving(who, 32), reuse=ReuseMode.OFF)).response for who in ("critic", "judge")}
     (alone,) = admitted(engine, moving("critic", 32))
     expected = keys(engine, alone, range(32, 71))
