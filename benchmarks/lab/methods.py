@@ -328,7 +328,7 @@ class DecodedBases(BaseStore):
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase:
         nothing = torch.empty(0, len(tokens), 0, 0)
         known = super().find(run, sample, tokens, base_context)
-        return known or KnownBase(_NOT_DECODED, tokens, KVSegment(nothing, nothing), exact_lineage=True)
+        return known or KnownBase(_NOT_DECODED, tokens, KVSegment(nothing, nothing))
 
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment]:  # noqa: ARG002
         return MappingProxyType({})

@@ -308,7 +308,7 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
 def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> None:
     stage, asked = Taught(0, move="unlearned"), with_answer("first")
     sample, tokens = asked.segments[3].sample, asked.segments[3].tokens
-    stage.bases.put_sample(asked.run_key, sample, tokens, random_kv(SIZE, 7), exact_lineage=True)
+    stage.bases.put_sample(asked.run_key, sample, tokens, random_kv(SIZE, 7))
     plan = stage.runtime.plan(asked, ())
     assert [one.blend.adds for one in plan.translations] == [False]
     stage.runtime.keep_base(asked, random_kv(asked.prompt_tokens, 1).slice, plan)
@@ -369,7 +369,7 @@ class Moving(Taught):
         asked = reading(seed)
         answer = asked.segments[1]
         assert answer.sample is not None
-        self.bases.put_sample(asked.run_key, answer.sample, answer.tokens, random_kv(SIZE, seed), exact_lineage=True)
+        self.bases.put_sample(asked.run_key, answer.sample, answer.tokens, random_kv(SIZE, seed))
         return asked
 
 

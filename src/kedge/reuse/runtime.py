@@ -193,13 +193,11 @@ class Runtime:
         paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
-    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool) -> None:
-        """Keep an answer's own KV, with that of what follows it everywhere, as the base KV of the placeholder that it
-        fills.
-        """
+    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV) -> None:
+        """Keep an answer's own KV as the base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
-            self._bases.put_sample(run, sample, tokens, kv, exact_lineage=exact)
+            self._bases.put_sample(run, sample, tokens, kv)
 
     def leaves_base(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
         """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""

@@ -103,15 +103,13 @@ class Learning:
             self._leave_run(observation.run)
 
     def keep_response(self, sequence: RequestSequence) -> None:
-        """Keep an answer's own KV, with that of the tokens that follow it, as base KV of the placeholder that
-        it fills.
-        """
-        request, table, plan = sequence.request, sequence.table, sequence.plan
-        assert table is not None and plan is not None
+        """Keep an answer's own KV as base KV of the placeholder that it fills."""
+        request, table = sequence.request, sequence.table
+        assert table is not None
         answer = tuple(sequence.tokens[request.prompt_tokens :])
         try:
             kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
-            self._runtime.keep_response(request, answer, kv, exact=not plan.translates)
+            self._runtime.keep_response(request, answer, kv)
         except Exception:  # out of memory, say: its readers compute it
             self._stats.failed += 1
             logger.exception("the KV of the answer to %s could not be kept", request.request_id)

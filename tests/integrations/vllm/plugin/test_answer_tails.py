@@ -36,7 +36,7 @@ def ended(prompt: int, output: Tokens, *, computed: int | None = None, status: R
         status=status,
     )
     asked = GenerateRequest((Segment((1,) * prompt, "p0"),))
-    return EndedAnswer.of(asked, request, is_exact=True)
+    return EndedAnswer.of(asked, request)
 
 
 class Stage:

@@ -167,17 +167,15 @@ class EndedAnswer:
     tokens: Tokens
     computed: int
     """How many of its tokens have KV"""
-    is_exact: bool
-    """Whether no token of the prompt was translated"""
     is_complete: bool
 
     @classmethod
-    def of(cls, hinted: GenerateRequest, request: Request, *, is_exact: bool) -> EndedAnswer:
+    def of(cls, hinted: GenerateRequest, request: Request) -> EndedAnswer:
         """Return the answer of a request that has ended; the token that stopped it is not part of it."""
         tokens = answer_of(request)
         computed = min(max(0, request.num_computed_tokens - request.num_prompt_tokens), len(tokens))
         prompt = request.prompt_token_ids or ()
-        return cls(hinted, prompt, tokens, computed, is_exact, request.status in COMPLETE)
+        return cls(hinted, prompt, tokens, computed, request.status in COMPLETE)
 
 
 def answer_of(request: Request) -> Tokens:
@@ -214,7 +212,7 @@ class AnswerTails(HeldLanes):
 
     def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens) -> None:
         blocks = tuple(self._held.blocks_of(capture_id))
-        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact))
+        self._order(Capture(answer.request, blocks, capture_id, tokens))
 
     def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
         """Order the captures of all answers that have ended, and lanes for the ends that fit a step.

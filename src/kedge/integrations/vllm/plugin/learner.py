@@ -441,7 +441,7 @@ class Learner:
         start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
             kv = self.pages.read(table, start, start + len(order.response))
-            self._runtime.keep_response(request, order.response, kv, exact=order.exact)
+            self._runtime.keep_response(request, order.response, kv)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))

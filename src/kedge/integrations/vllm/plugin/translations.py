@@ -247,7 +247,7 @@ class Translations:
             self._orders.dropped += (live.request_id,)
         if live.asked.produces is None or not live.may_learn or self.held.pool is None:
             return
-        answer = EndedAnswer.of(live.asked, live.request, is_exact=not live.written)
+        answer = EndedAnswer.of(live.asked, live.request)
         self.lanes.tails.add(answer, block_ids)
 
     @staticmethod
