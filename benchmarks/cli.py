@@ -16,11 +16,11 @@ from rich.console import Console
 from benchmarks import tables
 from kedge.bench.flows import with_given
 from kedge.cli import options
-from kedge.cli.options import Device, ModelSize, Plot
-from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
+from kedge.cli.options import Device, ModelSize
+from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
 from kedge.cli.results import save, write
 from kedge.errors import ConfigError
-from kedge.models import bundled
+from kedge.models import is_bundled
 
 if TYPE_CHECKING:
     from benchmarks.studies.study import SeedRows, Study, StudySettings
@@ -46,7 +46,15 @@ Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after every seed.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the seeds that the file of --json has, and go on.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture here (extra `plot`).")]
 benchmarks = typer.Typer()
+
+
+def _require_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    require_parent("--json", json_file)
+    require_parent("--plot", plot_file)
+    if plot_file is not None:
+        require_packages("--plot", ("matplotlib",), "plot")
 
 
 @benchmarks.command()
@@ -75,7 +83,7 @@ def ttft(
     json_file: options.Json = None,
 ) -> None:
     """Measure the TTFT of every agent, dense and translated, on one engine (KVCOMM, tables 2 and 3)."""
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     from benchmarks.ttft import QUICK, TtftSettings, measure
 
     sizes = {"question": question, "prefix": prefix, "output": output, "agents": agents, "samples": samples}
@@ -122,7 +130,7 @@ def workflow(
     plot_file: Plot = None,
 ) -> None:
     """Compare eviction policies on one engine: latency, hits, loads and stalls (KVFlow, figures 5, 6, 8)."""
-    require_outputs(json_file, plot_file)
+    _require_outputs(json_file, plot_file)
     from benchmarks.plots import workflow_plot
     from benchmarks.workflow.measure import QUICK, CaseSizes, WorkflowSettings, measure
 
@@ -173,7 +181,7 @@ def guard(
     json_file: options.Json = None,
 ) -> None:
     """Inject faults into translation, and measure how soon the guard stops them, and its false alarms."""
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     from benchmarks.guard.faults import QUICK, GuardBenchSettings
     from benchmarks.guard.measure import measure
 
@@ -215,7 +223,7 @@ def plain(
     json_file: options.Json = None,
 ) -> None:
     """Serve sessions, workflows and teams whose clients say nothing: what is found, and what it gains."""
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     for file in trace or []:
         require_file("--trace", file)
     if "teams" in (case or PLAIN_CASES):
@@ -270,7 +278,7 @@ def _command(name: str) -> Callable[..., None]:
         resume: Resume = False,
         plot_file: Plot = None,
     ) -> None:
-        require_outputs(json_file, plot_file)
+        _require_outputs(json_file, plot_file)
         _require(task, dataset, model)
         from benchmarks.studies.papers import STUDIES
 
@@ -312,7 +320,7 @@ def _run(
     from benchmarks.studies.study import averaged
 
     settings = study.settings(quick=quick, **given)
-    if settings.model is None or bundled(settings.model):
+    if is_bundled(settings.model):
         torch.set_num_threads(1)  # bundled models are too small for two: they would mostly wait for each other
     saved = _saved(json_file, study, settings) if resume else _NOTHING
     with console.status(study.name) as status:

@@ -7,28 +7,36 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kedge.bench.plots import STYLES, pyplot
-
 if TYPE_CHECKING:
     from benchmarks.studies.study import Plot, Row
+
+STYLES = ("-", "--", ":")
+"""matplotlib repeats its colours, so further lines get another style."""
+
+
+def pyplot() -> Any:
+    """Return matplotlib's `pyplot`, which draws to files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as drawing
+
+    return drawing
 
 
 def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Path) -> None:
     """Draw every policy's speed-up over LRU without a host tier, with minimum and maximum as whiskers.
 
-    `cases`: case -> baseline -> policy -> {median, min, max}. Raises `ConfigError` without matplotlib.
+    `cases`: case -> baseline -> policy -> {median, min, max}.
     """
-    plt = pyplot(file)
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(2 + 3.2 * len(cases), 4), layout="constrained")
     policies = list(next(iter(cases.values()))["lru_device"])
     width = 0.8 / len(policies)
     for i, policy in enumerate(policies):
         gains = [gains["lru_device"][policy] for gains in cases.values()]
         places = [x + (i - (len(policies) - 1) / 2) * width for x in range(len(cases))]
-        whiskers = [
-            [gain["median"] - gain["min"] for gain in gains],
-            [gain["max"] - gain["median"] for gain in gains],
-        ]
+        whiskers = [[abs(gain["median"] - gain[end]) for gain in gains] for end in ("min", "max")]
         axes.bar(places, [gain["median"] for gain in gains], width, label=policy, yerr=whiskers, ecolor="grey")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(title="speed-up over LRU without a host tier", ylabel="times")
@@ -40,8 +48,8 @@ def workflow_plot(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], file: Pa
 
 
 def study_plot(plot: Plot, rows: Sequence[Row], title: str, file: Path) -> None:
-    """Draw a study's figure, one panel for each of `plot.ys`. Raises `ConfigError` without matplotlib."""
-    plt = pyplot(file)
+    """Draw a study's figure, one panel for each of `plot.ys`."""
+    plt = pyplot()
     parts = _parts(plot, rows)
     panels = [(part, y) for part in parts for y in plot.ys]
     across = len(plot.ys) if plot.of else min(len(plot.ys), 2)
@@ -84,17 +92,13 @@ def _panel(axes: Any, plot: Plot, rows: Sequence[Row], y: str) -> None:
         whiskers = [row.get(f"{y}_sd") or 0 for row in shown]
         axes.bar(places, points[1], width, label=group, yerr=whiskers if any(whiskers) else None, ecolor="grey")
     if plot.kind == "bars":
-        crowded = max(len(str(x)) for x in xs) * len(xs) > _MAX_LABEL_CHARACTERS
-        turn = {"rotation": 30, "ha": "right"} if crowded else {}
-        axes.set_xticks(range(len(xs)), [str(x) for x in xs], **turn)
+        axes.set_xticks(range(len(xs)), [str(x) for x in xs], rotation=30, ha="right")
     axes.set(title=y.replace("_", " "), xlabel=plot.x.replace("_", " "))
     axes.spines[["top", "right"]].set_visible(False)
 
 
 _COLOURS = 10
 """Lines after which matplotlib repeats its colours."""
-_MAX_LABEL_CHARACTERS = 40
-"""Characters of all labels under a panel, beyond which labels are rotated."""
 
 
 def _means(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:

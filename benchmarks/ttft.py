@@ -87,7 +87,7 @@ class CopyMachine:
             if i < len(fills):
                 name, sample, tokens = fills[i]
                 context = self._prefixes[0][0] if i == 0 else self._lead_in
-                segments.append(Segment(tokens, name, sample, context, self._names[i], self._trail, in_context=i == 0))
+                segments.append(Segment(tokens, name, sample, context, self._names[i], in_context=i == 0))
         return GenerateRequest(
             tuple(segments),
             reuse=reuse,
@@ -95,7 +95,6 @@ class CopyMachine:
             workflow=WorkflowId("copy-machine"),
             agent=AgentId(str(agent)),
             produces=SampleId(ValueKind.AGENT, str(agent)) if produces else None,
-            trail=self._trail,
         )
 
 

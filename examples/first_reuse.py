@@ -10,9 +10,9 @@ from the solver's prompt, and answers from where they were written.
 from itertools import islice
 
 from kedge import LocalEngine, run
-from kedge.workloads.miniature import MATH, workflow
+from kedge.workloads.miniature import MATH
 
-team = workflow(MATH, agents=3)  # a solver, an analyst, and one who reads both and decides
+team = MATH.workflow(3)  # a solver, an analyst, and one who reads both and decides
 questions = islice(MATH.questions("test", seed=1), 12)
 with LocalEngine() as engine:
     for number, question in enumerate(questions, 1):

@@ -47,7 +47,7 @@ def _command(name: str, command: Any) -> str:
 def _parameters(command: Any) -> Iterator[str]:
     rows = [_row(one) for one in command.params if one.name != "help" and not getattr(one, "hidden", False)]
     if rows:
-        yield "\n| argument or option | meaning | default |\n|---|---|---|\n"
+        yield "\n| argument or option | meaning |\n|---|---|\n"
         yield from rows
 
 
@@ -55,19 +55,17 @@ def _row(parameter: Any) -> str:
     is_option = parameter.param_type_name == "option"
     names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or parameter.name.upper()]
     listed = ", ".join(f"`{name}`" for name in names)
-    return f"| {_line(listed)} | {_line(getattr(parameter, 'help', ''))} | {_default(parameter)} |\n"
+    return f"| {_line(listed)} | {_line(getattr(parameter, 'help', ''))}{_default(parameter)} |\n"
 
 
 def _default(parameter: Any) -> str:
-    """Return the default as text; empty for a required value, or for one that is found at run time."""
+    """Return what follows the help: the default, unless it is off, or found at run time."""
     value = parameter.default() if callable(parameter.default) else parameter.default
     if parameter.required:
-        return "required"
-    if value in (None, "", (), []):
+        return " Required."
+    if value in (None, False, "", (), []):
         return ""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"`{value.value if isinstance(value, Enum) else value}`"
+    return f" Default: {value.value if isinstance(value, Enum) else value}."
 
 
 def _line(text: str | None) -> str:

@@ -1,10 +1,9 @@
 """Measure every agent's accuracy on the miniature tasks by dense prefill, on unseen questions.
 
     python scripts/evaluate_nano.py --questions 100
-    python scripts/evaluate_nano.py --model /tmp/nano --tasks math,choice,code,tools --role-last
+    python scripts/evaluate_nano.py --model /tmp/nano --tasks math,choice
 
-Each agent reads the real answers of the agents before it. The accuracies are written into the model's training.json,
-those of prompts with the role last as `accuracy_role_last`.
+Each agent reads the real answers of the agents before it. The accuracies are written into the model's training.json.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode
-from kedge.workloads.miniature import ALL_TASKS, TASKS, MiniatureTeam, Task, role_last, workflow
+from kedge.workloads.miniature import TASKS, Task
 
 
-def score(engine: LocalEngine, task: Task, count: int, seed: int, *, with_role_last: bool = False) -> dict[str, float]:
+def score(engine: LocalEngine, task: Task, count: int, seed: int) -> dict[str, float]:
     """Return the accuracy by agent, from twelve concurrent runs."""
-    flow = role_last(workflow(task)) if with_role_last else workflow(task)
+    flow = task.workflow()
     total = TeamScore.of(flow)
     ask = partial(run, engine, flow, reuse=ReuseMode.EXACT, on_tool_error="text")
     asked = questions(task, count, seed)
     with ThreadPoolExecutor(12) as pool:
         for question, result in zip(asked, pool.map(ask, [{"user_question": q.text} for q in asked]), strict=True):
-            total.add(MiniatureTeam(task), question, result)
+            total.add(task, question, result)
     return {agent: round(score.correct / score.calls, 4) for agent, score in total.agents.items()}
 
 
@@ -43,18 +42,17 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="names with commas")
-    parser.add_argument("--role-last", action="store_true", help="prompts with the role behind the values")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for two: they would mostly wait for each other
     with LocalEngine(args.model, EngineSettings(device=args.device)) as engine:
-        ask = partial(score, engine, count=args.questions, seed=args.seed, with_role_last=args.role_last)
-        accuracy = {name: ask(ALL_TASKS[name]) for name in args.tasks}
+        ask = partial(score, engine, count=args.questions, seed=args.seed)
+        accuracy = {name: ask(TASKS[name]) for name in args.tasks}
     print(json.dumps(accuracy, indent=1))
     file = args.model / "training.json"
     record = json.loads(file.read_text()) if file.exists() else {}
     record |= {
-        "accuracy_role_last" if args.role_last else "accuracy": accuracy,
+        "accuracy": accuracy,
         "accuracy_questions": args.questions,
         "accuracy_seed": args.seed,
     }

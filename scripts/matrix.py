@@ -283,10 +283,10 @@ def measure(axis: str, version: str, given: argparse.Namespace) -> Row:
 
 def table(axis: str, rows: Iterable[Row]) -> str:
     """Return the table of an axis, no wider than a terminal, and its notes below it."""
-    lines = [f"| {TITLES[axis]} | tested | passed | failed | skipped | tests | day |", "|" + "---|" * 7]
+    lines = [f"| {TITLES[axis]} | passed | failed | skipped | tests |", "|" + "---|" * 5]
     notes = []
     for row in rows:
-        cells = (row.version, row.installed or "-", row.passed, row.failed, row.skipped, row.selection or "-", row.day)
+        cells = (row.installed or row.version, row.passed, row.failed, row.skipped, row.selection or "-")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
         if row.note:
             notes.append(textwrap.fill(f"- {row.version}: {row.note}", 100, subsequent_indent="  "))

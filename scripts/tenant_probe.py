@@ -44,7 +44,7 @@ from kedge.settings import (
     DiscoverySettings,
     EngineSettings,
     LimitSettings,
-    PlannerSettings,
+    PlannerConstants,
 )
 from kedge.types import GenerateRequest, Segment, TenantId, is_owned
 
@@ -159,7 +159,6 @@ def without_model() -> Ask:
             "is_named": bool(served.agent),
             "is_read": served.produces is not None,
             "fixed": served.fixed or 0,
-            "trail": len(served.trail),
             "forecasts": len(expected),
         }
         after = plain.report(partial(is_owned, request.tenant))
@@ -238,7 +237,7 @@ def settings(*, translate: bool) -> EngineSettings:
     return EngineSettings(
         kv_memory=f"{BLOCKS} blocks",
         anchors=AnchorSettings(min_anchors=2, max_error=1e9, weak_error=1e9),
-        planner=PlannerSettings(by_cost=False, min_translated=0),
+        planner=PlannerConstants(by_cost=False, min_translated=0),
         discovery=DiscoverySettings(mode=DiscoveryMode.TRANSLATE),
     )
 

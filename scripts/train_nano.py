@@ -30,9 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kedge.workloads.base import Question
-from kedge.workloads.miniature import ALL_TASKS, agent_prompt
+from kedge.workloads.miniature import TASKS
 from kedge.workloads.miniature.base import Role, Task
-from kedge.workloads.miniature.role_last import role_last_prompt
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL = [BOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>"]
@@ -55,34 +54,30 @@ Segment = tuple[str, bool]
 
 
 def sample(
-    rng: random.Random, streams: dict[str, Iterator[Question]], shares: dict[str, float], alone: float,
-    role_last: float = 0.0,
+    rng: random.Random, streams: dict[str, Iterator[Question]], shares: dict[str, float], alone: float
 ) -> list[Segment]:  # fmt: skip
-    """Return one prompt with its answer, of a task drawn by its share; a share of the prompts has the role last."""
-    task = ALL_TASKS[rng.choices(list(shares), list(shares.values()))[0]]
+    """Return one prompt with its answer, of a task drawn by its share."""
+    task = TASKS[rng.choices(list(shares), list(shares.values()))[0]]
     question = next(streams[task.name])
     role, heard = _cast(rng, task, alone)
     read = {"user_question": question.text}
     real = {}
     for other in heard:
-        answer = other.answer(question, read)
+        answer = other.reference(question)
         wrong = task.corrupt(rng, answer) if rng.random() < 0.08 else answer
         real[f"agent_{other.id}_current"] = wrong == answer
         read[f"agent_{other.id}_current"] = wrong
         if other.tool_reference:
             odd = rng.choice([str(rng.randint(0, 30)), "failed", "SyntaxError"])
             read[f"condition_{other.id}_current"] = other.tool_reference(question) if wrong == answer else odd
-    pieces = re.split(r"\{(\w+)\}", _chat(role, heard, is_role_last=rng.random() < role_last))
+    pieces = re.split(r"\{(\w+)\}", _chat(task, role, heard))
     segments = [(read[piece], real.get(piece, False)) if i % 2 else (piece, False) for i, piece in enumerate(pieces)]
-    return [*segments, (role.answer(question, read), True), (END, True)]
+    return [*segments, (role.reference(question), True), (END, True)]
 
 
-def _chat(role: Role, heard: list[Role], *, is_role_last: bool) -> str:
-    """Return the text of a prompt with placeholders in it, in one of the two orders."""
-    user = agent_prompt(role, heard)
-    if is_role_last:
-        return f"{BOS}<|user|>{role_last_prompt(role.system, user)}{END}<|assistant|>"
-    return f"{BOS}<|system|>{role.system}{END}<|user|>{user}{END}<|assistant|>"
+def _chat(task: Task, role: Role, heard: list[Role]) -> str:
+    """Return the text of a prompt with placeholders in it."""
+    return f"{BOS}<|system|>{role.system}{END}<|user|>{task.prompt(role, heard)}{END}<|assistant|>"
 
 
 def _cast(rng: random.Random, task: Task, alone: float) -> tuple[Role, list[Role]]:
@@ -144,8 +139,8 @@ class Batches:
         """Start empty; `seed` is that of the questions."""
         self._encode, self._cache = tokenizer.backend_tokenizer.encode, {}
         self._rng, self._size = rng, args.batch
-        streams = {name: task.questions("train", seed) for name, task in ALL_TASKS.items()}
-        self._sample = partial(sample, rng, streams, args.shares, args.alone, args.role_last)
+        streams = {name: task.questions("train", seed) for name, task in TASKS.items()}
+        self._sample = partial(sample, rng, streams, args.shares, args.alone)
         self._ready: list[list[tuple[list[int], list[int]]]] = []
 
     def _ids(self, text: str) -> list[int]:
@@ -222,7 +217,7 @@ def start(
 
 def learned(args: argparse.Namespace, rng: random.Random) -> PreTrainedTokenizerFast:
     """Return a tokenizer learned from samples of the tasks."""
-    streams = {name: task.questions("train", args.seed + 1) for name, task in ALL_TASKS.items()}
+    streams = {name: task.questions("train", args.seed + 1) for name, task in TASKS.items()}
     texts = [text for _ in range(6000) for text, _ in sample(rng, streams, args.shares, args.alone)]
     texts += [spelled for n in range(100) for spelled in (str(n), f" {n}") for _ in range(200)]  # a number, a token
     return build_tokenizer(texts)
@@ -294,7 +289,6 @@ def save(model: LlamaForCausalLM, args: argparse.Namespace, progress: Progress) 
         "trained_minutes": round(progress.minutes, 4),
         "shares": args.shares,
         "alone": args.alone,
-        "role_last": args.role_last,
         "warm_start": args.warm_start and args.warm_start.name,
         "precision": args.precision,
         "device": args.device,
@@ -341,7 +335,6 @@ def arguments() -> argparse.ArgumentParser:
         help="share of the samples by task, as JSON",
     )
     parser.add_argument("--alone", type=float, default=0.3, help="share of the agents that hear no one")
-    parser.add_argument("--role-last", type=float, default=0.0, help="share of the prompts with the role behind values")
     parser.add_argument("--compile", action="store_true", help="through torch.compile (needs a C++ compiler)")
     parser.add_argument("--warm-start", type=Path, help="begin with the weights in this folder")
     return parser

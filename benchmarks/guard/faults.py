@@ -41,7 +41,7 @@ from kedge.types import AgentId, Completion, GenerateRequest, RequestId, ReuseMo
 from kedge.workflow.graph import Workflow
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION, Question
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 Move = Literal["always", "unlearned", "never"]
 LEARNED_MOVE: Move = "never"
@@ -74,7 +74,7 @@ def guard_task(name: str, tokens: int = 24) -> GuardTask:
     """
     if name in TASKS:
         toy = TASKS[name]
-        return GuardTask(name, workflow(toy), toy.final, partial(toy.questions, "test"))
+        return GuardTask(name, toy.workflow(), toy.final, partial(toy.questions, "test"))
     if name not in real.TEAMS:
         raise ConfigError("task", name, f"must be one of {', '.join((*TASKS, *real.TEAMS))}")
     flow = real.TEAMS[name].workflow()

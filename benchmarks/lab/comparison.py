@@ -26,9 +26,10 @@ from random import Random
 from statistics import fmean, median
 from typing import Any, Self
 
-from benchmarks.lab.methods import METHODS, fitting_model
+from benchmarks.lab.methods import METHODS
 from kedge.bench.probe import ChangingEngine, Method, Probe, ProbeResult, Recorder, constrained, method_named
 from kedge.bench.shapes import Loaded, load_model, to_compare
+from kedge.decisions import first_decision
 from kedge.runner.run import AgentResult, RunResult, run
 from kedge.types import (
     AgentId,
@@ -43,7 +44,7 @@ from kedge.types import (
 )
 from kedge.workflow.graph import Workflow
 from kedge.workflow.template import CompiledAgent, Value, compile_agents
-from kedge.workloads.base import QUESTION, Question, Workload
+from kedge.workloads.base import QUESTION, Question, Team
 
 
 def shuffled(request: GenerateRequest, rng: Random) -> GenerateRequest:
@@ -177,7 +178,7 @@ class LabSettings:
 
     agents: int | None = None
     model: Path | None = None
-    """None: the bundled one that has learned the task and all methods' prompts, see `fitting_model`"""
+    """None: the bundled one, which has not learned prompts with the role last"""
     judged: bool = False
     timed: bool = False
     """Whether teams answer one at a time in closed loop by dense prefill too, so that all methods' times compare."""
@@ -187,7 +188,7 @@ class LabSettings:
 
 
 def run_pairs(
-    workload: Workload,
+    workload: Team,
     questions: Iterable[Question],
     methods: Sequence[str] | Mapping[str, Method],
     settings: LabSettings = LabSettings(),  # noqa: B008 (it is frozen)
@@ -236,18 +237,18 @@ class MethodBench:
         compiled = self._compiled[request.agent]
         values = {one.name: Value(one.tokens, one.sample) for one in request.segments if one.is_placeholder}
         filled = {place: values.get(place.name, Value((), None)) for place in compiled.placeholders}
-        return replace(request, segments=compiled.fill(filled), trail=compiled.trail)
+        return replace(request, segments=compiled.fill(filled))
 
 
 class Lab:
     """One engine per method and one for dense prefill, on one model; only one of them works at a time."""
 
-    def __init__(self, workload: Workload, methods: Mapping[str, Method], settings: LabSettings) -> None:
+    def __init__(self, workload: Team, methods: Mapping[str, Method], settings: LabSettings) -> None:
         self._workload, self._settings = workload, settings
         self._flow = workload.workflow(settings.agents)
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(AT_ONCE, "kedge-lab"))
-        model = settings.model or fitting_model(workload.name, methods.values())
+        model = settings.model
         loaded = load_model(model, to_compare(**settings.engine))
         self._dense = self._open(method_named("dense"), loaded)
         self._benches = {name: self._open(method, loaded) for name, method in methods.items()}
@@ -322,7 +323,7 @@ class Lab:
         return runs
 
     def _pair(self, asked: DenseAnswers, dense: AgentResult, other: AgentResult) -> AnswerPair:
-        right, decision = self._workload.right, self._workload.first_decision
+        right, decision = self._workload.right, first_decision
         dense_right, is_right = (right(one.agent, one.text, asked.question) for one in (dense, other))
         flipped = decision(dense.text) != decision(other.text)
         return AnswerPair(asked.number, dense.agent, dense, other, dense_right, is_right, flipped)

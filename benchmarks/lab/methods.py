@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -35,12 +34,11 @@ from kedge.errors import ConfigError
 from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.models import NANO_BOTH
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import Placed, layout
 from kedge.reuse.plan import ReusePlan, Translation, spans_of
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, Source, Tokens
-from kedge.workloads.miniature import TOOLS, role_last
+from kedge.workloads.miniature import role_last
 
 
 class NoAnchors(AnchorStore):
@@ -330,7 +328,7 @@ class DecodedBases(BaseStore):
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase:
         nothing = torch.empty(0, len(tokens), 0, 0)
         known = super().find(run, sample, tokens, base_context)
-        return known or KnownBase(_NOT_DECODED, tokens, KVSegment(nothing, nothing), exact_lineage=True)
+        return known or KnownBase(_NOT_DECODED, tokens, KVSegment(nothing, nothing))
 
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment]:  # noqa: ARG002
         return MappingProxyType({})
@@ -437,11 +435,10 @@ def _answers(sources: list[Source]) -> Iterator[range]:
 _PAPER: Mapping[str, Any] = {
     "recompute_head": 0,
     "recompute_short": 0,
-    "trail": 0,
     "min_translated": 0.0,
     "move": "never",
 }
-"""The paper recomputes one token, keeps no trail behind values, and has no least share."""
+"""The paper recomputes one token, and has no least share."""
 
 
 def ablation(*, rotation: bool, values: bool, prefixes: bool) -> Method:
@@ -522,11 +519,3 @@ SETS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What `kedge bench fidelity --methods` also takes by one name: KVCOMM's tables of methods, and a frontier of quality
 over computed tokens. Pools hold what was taught: for `table-6` that is to be more than its capacities."""
-
-
-def fitting_model(task: str, methods: Iterable[Method]) -> Path | None:
-    """Return the bundled model that has learned a task and the prompts of all methods, which share one model:
-    `nano-both` for `tools` and for prompts with the role last; None is the default one.
-    """
-    needs_both = task == TOOLS.name or any(method.team is role_last for method in methods)
-    return Path(NANO_BOTH) if needs_both else None

@@ -20,13 +20,12 @@ from benchmarks.workflow.measure import CaseResult, CaseRunner, LanePolicy, Work
 from kedge.bench.demo import answer, questions
 from kedge.bench.flows import random_tokens
 from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, Traffic, load_traces, traffic_of
-from kedge.bench.sessions.measure import STOPS
 from kedge.bench.shapes import random_runner
 from kedge.discovery import Discovery
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
-from kedge.policies.sessions import SessionKey, SessionTracker, StopReason, TurnEnd
+from kedge.policies.sessions import SessionKey, SessionTracker, TurnEnd
 from kedge.runner.run import tool_result
 from kedge.settings import (
     DiscoveryMode,
@@ -40,7 +39,7 @@ from kedge.types import Namespace, RequestId, ReuseMode, TenantId
 from kedge.workflow.graph import Agent
 from kedge.workflow.template import parse
 from kedge.workloads.base import QUESTION, Question
-from kedge.workloads.miniature import TASKS, MiniatureTeam, Task, workflow
+from kedge.workloads.miniature import TASKS, Task
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -106,7 +105,7 @@ def _measure_team(task: Task, settings: PlainTeamSettings, progress: Progress) -
     asked = questions(task, settings.questions, settings.seed)
     progress(f"{task.name}: hinted")
     with engine_with(DiscoveryMode.OFF) as engine:
-        hinted = answer(engine, MiniatureTeam(task), asked, ReuseMode.TRANSLATE, engine.wait_idle)
+        hinted = answer(engine, task, asked, ReuseMode.TRANSLATE, engine.wait_idle)
     with engine_with(DiscoveryMode.TRANSLATE) as engine, client_of(engine) as client:
         plain, dense = _PlainTeam(client, task, {}), _PlainTeam(client, task, {"kedge": {"reuse": "off"}})
         for team in (plain, dense):
@@ -167,7 +166,7 @@ class _PlainTeam:
 
     def answer(self, question: Question) -> None:
         values, text = {QUESTION: question.text}, ""
-        for agent in workflow(self.task).agents:
+        for agent in self.task.workflow().agents:
             text = self._chat(agent, values)
             right = self.score.right.get(agent.id, 0) + bool(self.task.role(agent.id).correct(text, question))
             self.score.right[agent.id] = right
@@ -333,8 +332,7 @@ class _Finder:
         """Return the session of a request, after the answers that ended before it."""
         began = perf_counter()
         for ended, key, earlier in self._answered(arrival.at):
-            stop = STOPS.get(earlier.turn.record.stop, StopReason.UNKNOWN)
-            self._tracker.answered(key, earlier.chain, ended, TurnEnd(stop))
+            self._tracker.answered(key, earlier.chain, ended, TurnEnd(earlier.turn.record.stop))
         key = self._tracker.arrive(SPACE, arrival.chain, arrival.at)
         self._tracker.advance(arrival.at)
         self.seconds += perf_counter() - began

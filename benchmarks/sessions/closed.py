@@ -17,13 +17,13 @@ from functools import partial
 from itertools import count
 
 from kedge.bench.sessions.arrivals import BLOCK, Conversation, TraceTurn, is_traffic
-from kedge.bench.sessions.measure import SPACE, STOPS, NoCopier, Progress
+from kedge.bench.sessions.measure import SPACE, NoCopier, Progress
 from kedge.cache import CacheManager, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
-from kedge.policies.sessions import SessionHints, StopReason, Turn, TurnEnd
+from kedge.policies.sessions import SessionHints, Turn, TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import RequestId, Source
 
@@ -153,8 +153,7 @@ class KedgeSystem(ServingSystem):
         self._now = now
         chain, turn = self.running[session], self._turns.pop(session)
         super().answered(session, now)
-        end = TurnEnd(STOPS.get(session.turn.record.stop, StopReason.UNKNOWN))
-        self._sessions.answered(turn, chain, end)
+        self._sessions.answered(turn, chain, TurnEnd(session.turn.record.stop))
         self._copy()
         self._live.ended(turn.session, len(chain), len(chain), now)
 

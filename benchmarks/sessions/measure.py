@@ -262,8 +262,8 @@ class FixedPromptHints:
 
     STEP = 1.0
 
-    def __init__(self, cache: CacheManager, caching: SessionCaching) -> None:
-        self._cache, self._caching = cache, caching
+    def __init__(self, caching: SessionCaching) -> None:
+        self._caching = caching
 
     def arrived(self, arrival: Arrival) -> None:
         self._caching.on_forecast({agent_of(arrival): (self.STEP, 1.0)})
@@ -274,8 +274,7 @@ class FixedPromptHints:
             self._caching.on_forecast({agent_of(arrival): None})
         else:
             agent, fixed = agent_of(arrival), arrival.chain[: arrival.turn.fixed_blocks]
-            self._cache.on_label(SPACE, agent, fixed)
-            self._caching.labelled(agent, fixed)
+            self._caching.label(agent, fixed)
 
 
 def agent_of(arrival: Arrival) -> AgentKey:
@@ -286,7 +285,7 @@ def agent_of(arrival: Arrival) -> AgentKey:
 def hooks_of(case: ProductCase, cache: CacheManager) -> list[ReplayHooks]:
     """Return the hooks that give a cache the hints of the case."""
     sessions = HintedHooks(cache, case)
-    return [FixedPromptHints(cache, sessions.caching), sessions] if case.gives_fixed else [sessions]
+    return [FixedPromptHints(sessions.caching), sessions] if case.gives_fixed else [sessions]
 
 
 def product_replay(case: ProductCase, capacity: int) -> CacheReplay:

@@ -11,7 +11,7 @@ from benchmarks.studies.roles import ROLES_STUDY
 from benchmarks.studies.study import Note, Plot, Row, Study, StudySettings, asked, compared, noted, picked, team_sizes
 from kedge.workloads.base import Question
 
-ACCURACY_METHODS = ("dense", "role-last", "epic", "cacheblend", "relay", "kvcomm", "token", "kedge")
+ACCURACY_METHODS = ("dense", "epic", "cacheblend", "relay", "kvcomm", "token", "kedge")
 _TEAMS, _QUICK_TEAMS = (2, 3, 4, 5), (2, 3)
 _JUDGED = (
     "accuracy",
@@ -27,8 +27,8 @@ _NOTES = (
     "–: not comparable. CacheBlend and RelayCaching run tokens through the first layers twice here, as an experiment.",
     "computed tokens: of the prompts, in all layers; not what CacheBlend and RelayCaching compute to choose them.",
     "teams per minute: one team at a time, learning and base prefills behind its answers included.",
-    "role-last: other prompts; what it differs in from dense prefill is the prompts' effect. With it, and on the task "
-    "tools, all methods run on the bundled model nano-both unless --model names another.",
+    "role-last: other prompts; what it differs in from dense prefill is the prompts' effect. The bundled model "
+    "has not learned them.",
     "flips: share of calls that begin with another function than by dense prefill, or with prose in place of one.",
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from benchmarks.lab.comparison import LabSettings, Summary, run_pairs
 from benchmarks.workloads.catalog import load, team_of
 from kedge.errors import ConfigError
-from kedge.workloads.base import Question, Workload
+from kedge.workloads.base import Question, Team
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -60,7 +60,7 @@ class StudySettings:
     methods: tuple[str, ...] | None = None
     """Methods of `benchmarks.lab.methods` to compare; None is the study's own choice."""
     model: Path | None = None
-    """None is a bundled one, see `fitting_model`."""
+    """None is the bundled one."""
     quick: bool = False
     """Fewer points on every axis."""
 
@@ -144,7 +144,7 @@ def noted(note: Note, where: str) -> Note:
     return lambda what: note(f"{where}, {what}")
 
 
-def asked(settings: StudySettings, seed: int) -> tuple[Workload, list[Question]]:
+def asked(settings: StudySettings, seed: int) -> tuple[Team, list[Question]]:
     """Return the workload with its questions."""
     workload, questions = load(settings.task, settings.dataset, seed)
     return workload, list(islice(questions, settings.questions))

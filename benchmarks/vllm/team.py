@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.ttft import LEAD, TAIL, CopyMachine
 from kedge.bench.flows import with_given
+from kedge.bench.load import OPEN
 from kedge.bench.vllm import (
     KEDGE,
-    SHARED,
     STOCK,
     Figures,
     KvRoom,
@@ -33,8 +33,6 @@ from kedge.bench.vllm import (
 )
 from kedge.integrations.vllm.engine.requests import PluginMessage, expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.reuse.layout import with_trails
-from kedge.settings import PlannerSettings
 from kedge.types import GenerateRequest, Tokens
 
 LEARNING_S = 0.25
@@ -78,7 +76,7 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     longest += settings.agents * (settings.output + 1 + settings.samples + LEAD)
     room = KvRoom(3 * settings.agents * longest, longest)
     pools = {"capacity": settings.samples + settings.repeats, "min_anchors": settings.samples}
-    anchors = {**SHARED, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
+    anchors = {**OPEN, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
     free = {"planner": {"by_cost": False}, "guard": {"fidelity": "any"}}
     ours = {"anchors": anchors, **free, "max_captures": 2 * settings.agents}
     with ExitStack() as stack:
@@ -177,9 +175,7 @@ class _VllmTeam:
     def _request(
         self, run: str, agent: int, question: Tokens, answers: list[Tokens], *, produces: bool = True
     ) -> GenerateRequest:
-        """Return a request with the trails that Kedge's engine gives to values."""
-        request = self._machine.request(run, agent, question, answers, produces=produces)
-        return with_trails(request, PlannerSettings().trail, of_answers=False)
+        return self._machine.request(run, agent, question, answers, produces=produces)
 
     async def _ask(self, lane: VllmLane, request: GenerateRequest, max_tokens: int) -> VllmCall:
         """Return the answer. Stock vLLM gets no hints."""

@@ -27,7 +27,7 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, TierSettings
+from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, ThrottledTiers
 from kedge.types import (
     AgentId,
     Completion,
@@ -470,7 +470,7 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
     """Return settings that differ by policy alone: a prompt is one chunk, the host holds all fixed prompts twice."""
     host = 2 * sum(-(-len(prompt) // BLOCK) for prompt in workload.prompts)
     longest = max(map(len, workload.prompts))
-    tiers = TierSettings(
+    tiers = ThrottledTiers(
         host_memory=f"{host if policy.host else 0} blocks",
         policy="lru" if policy.evict == "lru" else "sessions",
         throttle=throttle,

@@ -10,17 +10,17 @@ from benchmarks.workloads import humaneval, mathematics, mmlu
 from benchmarks.workloads.rows import DatasetSource
 from kedge.errors import ConfigError
 from kedge.workloads import real
-from kedge.workloads.base import Question, Workload
-from kedge.workloads.miniature import ALL_TASKS, MiniatureTeam
+from kedge.workloads.base import Question, Team
+from kedge.workloads.miniature import TASKS
 
-_DATASETS: Mapping[str, tuple[Workload, DatasetSource]] = {
+_DATASETS: Mapping[str, tuple[Team, DatasetSource]] = {
     "humaneval": (humaneval.TEAM, humaneval.SOURCE),
     "mmlu": (mmlu.TEAM, mmlu.SOURCE),
     "math500": (mathematics.MATH500, mathematics.MATH500_SOURCE),
     "aime": (mathematics.AIME, mathematics.AIME_SOURCE),
 }
-_GENERATED: Mapping[str, tuple[Workload, Callable[[int], Iterable[Question]]]] = {
-    name: (MiniatureTeam(task), partial(task.questions, "test")) for name, task in ALL_TASKS.items()
+_GENERATED: Mapping[str, tuple[Team, Callable[[int], Iterable[Question]]]] = {
+    name: (task, partial(task.questions, "test")) for name, task in TASKS.items()
 }
 NAMES = (*_GENERATED, *real.TEAMS, *_DATASETS)
 
@@ -41,13 +41,13 @@ def _require_known(name: str, file: Path | None) -> None:
         raise ConfigError("dataset", str(file), f"the questions of {name} are generated")
 
 
-def team_of(name: str) -> Workload:
+def team_of(name: str) -> Team:
     """Return a workload without its questions. Raises `ConfigError` for an unknown name."""
     _require_known(name, None)
     return real.TEAMS[name] if name in real.TEAMS else ({**_DATASETS, **_GENERATED})[name][0]
 
 
-def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, Iterable[Question]]:
+def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, Iterable[Question]]:
     """Return a workload with its questions: an endless stream generated from `seed`, those of the package or of `file`
     shuffled by it, or those of another data set in their own order, read from `file` or else from the hub.
 

@@ -109,8 +109,8 @@ TEAM = Team(
         tool="\nOn the examples of the request:\n",
         footer="\n\nIt is your turn, {title}.",
     ),
-    stated=code,
+    final=code,
     accepts=passes,
     silent=frozenset({AgentId("manager"), AgentId("designer"), AgentId("tester")}),
-    wrong=wrong,
+    corrupt=wrong,
 )

@@ -122,8 +122,8 @@ TEAM = Team(
         tool="\nThe encyclopedia says:\n",
         footer="\n\nIt is your turn, {title}.",
     ),
-    stated=letter,
+    final=letter,
     accepts=accepts,
     silent=frozenset({AgentId("searcher")}),
-    wrong=wrong,
+    corrupt=wrong,
 )

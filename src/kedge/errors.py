@@ -1,40 +1,4 @@
-"""The error tree.
-
-KedgeError
-├── ConfigError              a setting has a bad value
-├── ModelError               a model cannot be used
-│   ├── ModelNotFound        no such folder, or no config in it
-│   ├── CorruptWeights       weights cannot be read, or do not fit the config
-│   └── UnsupportedModel     not a RoPE decoder that Kedge can run
-├── WorkflowError            a workflow is wrong
-│   ├── UnknownPlaceholder   a template names a value that does not exist
-│   ├── CycleError           agents wait for each other and no edge is marked as a loop
-│   └── SpecError            a workflow file cannot be read
-├── RequestError             a request is wrong; the engine goes on
-│   ├── PromptTooLong        longer than the model or the cache allows
-│   ├── EmptyPrompt          nothing to generate from
-│   ├── InvalidToken         a token id outside the vocabulary
-│   ├── InvalidGrammar       a grammar for the answer that cannot be read, or not followed
-│   └── MissingInput         a run lacks the value of an input, or it is empty
-├── TranslationRefused       this model's attention cannot be translated
-│   └── LayoutUnknown        how vLLM lays out its KV was not found
-├── StateRefused             saved state is of another model or format
-├── StateDamaged             a file of saved state is damaged (internal: the rest is loaded)
-├── ToolError                a tool raised or ran out of time
-├── ForwardFailed            the model raised on a batch; the requests in it end, the engine goes on
-├── GenerationFailed         one request's own part raised (planning, sampling, text); it ends, the engine goes on
-├── OutOfBlocks              the device tier has no room (internal: a request waits for it)
-├── PlanError                a plan and what was executed disagree (a bug)
-├── ServerError              the HTTP server turns a call away
-│   ├── Unauthenticated      no API key came with a call, or none that is known
-│   ├── NotFound             the tenant has nothing of that name
-│   ├── LimitReached         a tenant asks for more than it may have now
-│   └── Overloaded           there is no room for another call now
-├── EngineClosed             the engine was closed, its thread has died, or this is a fork of its process
-└── WrongThread              what waits for the engine's thread was called on that thread
-
-Every message names the key and the bad value.
-"""
+"""The errors that Kedge raises on purpose. Every message names the key and the bad value."""
 
 from __future__ import annotations
 

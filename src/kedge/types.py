@@ -173,10 +173,6 @@ class Segment:
     """Context in which a placeholder's base KV is prefilled when no producer left one."""
     placeholder_text: Tokens = ()
     """The placeholder's name as text: takes its place when the template itself is prefilled."""
-    trail: Tokens = ()
-    """Tokens that follow the placeholder in every agent: base KV of the value and these tokens serves all of them."""
-    held: Tokens = ()
-    """The part of `trail` that belongs to the value: `tokens`, where known, end with it."""
     in_context: bool = False
     """Whether `base_context` is how the prompt of a reader begins, up to the value; else: BOS, user header, lead-in."""
 
@@ -189,11 +185,6 @@ class Segment:
     def is_answer(self) -> bool:
         """Whether it is an agent's answer."""
         return self.sample is not None and self.sample.kind is ValueKind.AGENT
-
-    @property
-    def value(self) -> Tokens:
-        """The tokens without those `held`."""
-        return self.tokens[: len(self.tokens) - len(self.held)] if self.tokens else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +264,6 @@ class GenerateRequest:
     agent: AgentId = AgentId("")
     produces: SampleId | None = None
     """The sample of this response, where other agents are going to read it."""
-    trail: Tokens = ()
-    """Tokens that follow this response wherever it is read."""
     fixed: int | None = None
     """How many leading tokens are the same in every call of this agent; None: Kedge finds out. Advisory."""
     turn: TurnHints = TurnHints()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kedge.anchors.estimators import ESTIMATORS
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.sites import OffsetEstimate
 from kedge.anchors.store import AnchorStore
@@ -84,7 +86,7 @@ def relative_error(got: KVSegment, wanted: KVSegment) -> float:
 
 OPEN = {"max_error": 1e9, "weak_error": 1e9, "min_anchors": 2}
 """Thresholds that let everything pass"""
-BOTH = [
-    {"estimator": "token", **OPEN},
-    {"estimator": "interpolate", **OPEN},
-]
+TOKEN, INTERPOLATE = ({"estimator": name, **OPEN} for name in ("token", "interpolate"))
+each_estimator = pytest.mark.parametrize(
+    "settings", [pytest.param({"estimator": name, **OPEN}, id=name) for name in ESTIMATORS]
+)

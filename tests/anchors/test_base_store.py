@@ -23,7 +23,7 @@ ONE = random_kv(1, 0).nbytes
 
 def kept(store: BaseStore, tokens: int = 4, run: RunKey = RUN) -> tuple[int, ...]:
     ids = tuple(range(tokens))
-    store.put_sample(run, SAMPLE, ids, random_kv(tokens, 1), exact_lineage=False)
+    store.put_sample(run, SAMPLE, ids, random_kv(tokens, 1))
     return ids
 
 
@@ -32,7 +32,7 @@ def test_a_response_is_found_in_its_run_only() -> None:
     tokens = kept(store)
     entry = store.find(RUN, SAMPLE, tokens, ())
     assert entry is not None
-    assert (entry.tokens, entry.exact_lineage) == (tokens, False)
+    assert entry.tokens == tokens
     assert torch.equal(entry.kv.keys, random_kv(4, 1).keys)
     for where in ((run_key("r", "x"), SAMPLE), (run_key("x"), SAMPLE), (RUN, SampleId.parse("x"))):
         assert store.find(*where, tokens, ()) is None
@@ -53,7 +53,7 @@ def test_the_start_of_a_response_is_found_and_named_apart() -> None:
 
 def test_a_last_token_that_nobody_ran_has_no_base_kv() -> None:
     store = BaseStore(100 * ONE)
-    store.put_sample(RUN, SAMPLE, (1, 2, 3), random_kv(2, 1), exact_lineage=True)
+    store.put_sample(RUN, SAMPLE, (1, 2, 3), random_kv(2, 1))
     assert store.find(RUN, SAMPLE, (1, 2, 3), ()) is None
     assert store.find(RUN, SAMPLE, (1, 2), ()) is not None
 
@@ -64,7 +64,6 @@ def test_inputs_are_found_by_content_in_every_run() -> None:
     found = [store.find(run_key(run), SampleId.parse("q"), (1, 2), (0,)) for run in "ab"]
     assert found[0] is not None
     assert found[0].key == found[1].key
-    assert found[0].exact_lineage
     assert store.find(RUN, SampleId.parse("q"), (1, 2), (5,)) is None
     assert store.find(RUN, SampleId.parse("q"), (1,), (0,)) is None
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from kedge.anchors.base_store import BaseStore, PrefixKey
@@ -17,13 +16,13 @@ from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
-    BOTH,
     DIM,
     HEADS,
     LAYERS,
     OPEN,
     POOL,
     SLOT,
+    each_estimator,
     filled,
     observe,
     random_kv,
@@ -61,7 +60,7 @@ def brought_back(
     return new, new_bases
 
 
-@pytest.mark.parametrize("settings", BOTH, ids=["token", "interpolate"])
+@each_estimator
 def test_a_restored_pool_estimates_as_before(settings: dict[str, Any]) -> None:
     store = filled(range(6), **settings)
     for seed in (2, 4):
@@ -95,8 +94,8 @@ def test_order_hits_and_numbers_go_on() -> None:
 def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
     store = filled(range(8), **OPEN)
     assert brought_back(store, **OPEN, capacity=3)[0].stats().anchors == 3
-    bounded, _ = brought_back(store, **OPEN, max_bytes=store.table.nbytes() // 2)
-    assert 0 < bounded.table.nbytes() <= store.table.nbytes() // 2
+    bounded, _ = brought_back(store, **OPEN, max_bytes=store.nbytes() // 2)
+    assert 0 < bounded.nbytes() <= store.nbytes() // 2
 
 
 def test_a_tenants_pool_stays_its_own() -> None:

@@ -16,11 +16,13 @@ from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
-    BOTH,
+    INTERPOLATE,
     OPEN,
     POOL,
     PREFIX_BASE,
     SLOT,
+    TOKEN,
+    each_estimator,
     filled,
     in_context,
     observe,
@@ -31,11 +33,8 @@ from tests.anchors.helpers import (
     translated_prefix,
 )
 
-both = pytest.mark.parametrize("settings", BOTH, ids=["token", "interpolate"])
-TOKEN, INTERPOLATE = BOTH
 
-
-@both
+@each_estimator
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_an_exact_repeat_of_an_anchor_is_recovered(settings: dict[str, Any], tokens: int) -> None:
     store = filled(range(5), **settings)
@@ -54,7 +53,7 @@ def test_an_exact_repeat_of_an_anchor_is_recovered(settings: dict[str, Any], tok
     assert torch.equal(translated(estimate, value).keys[0], value.base.keys[0])
 
 
-@both
+@each_estimator
 def test_a_check_leaves_out_what_was_learned_from_the_value_itself(settings: dict[str, Any]) -> None:
     """With it any estimate would be right."""
     store = filled(range(5), **settings)
@@ -85,7 +84,7 @@ def test_a_weak_error_of_its_own_replaces_that_of_the_settings() -> None:
     assert store.estimate(SLOT, sample(30)).weak_positions() == [], "only for that call"
 
 
-@both
+@each_estimator
 def test_offsets_of_a_half_model_keep_its_dtype(settings: dict[str, Any]) -> None:
     store = AnchorStore(AnchorSettings(**settings))
     for seed in range(4):
@@ -98,7 +97,7 @@ def test_offsets_of_a_half_model_keep_its_dtype(settings: dict[str, Any]) -> Non
     assert relative_error(translated(estimate, value), real) < 1e-2
 
 
-@both
+@each_estimator
 def test_similar_values_are_estimated_from_similar_ones(settings: dict[str, Any]) -> None:
     """Offsets that are a smooth function of base KV are predicted far better than by no offset at all."""
 
@@ -203,7 +202,7 @@ def test_hits_count_only_anchors_that_are_used() -> None:
     assert store.stats().used == 2
 
 
-@both
+@each_estimator
 def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, Any]) -> None:
     other = PlaceholderSite("critic", 2)
     store = filled(range(6), **settings)
@@ -234,7 +233,7 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
         assert relative_error(translated(store.estimate(site, sample(3)), sample(3)), real[site]) < 1e-3
 
 
-@both
+@each_estimator
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_observation_that_fails_leaves_nothing(
     settings: dict[str, Any], at: int, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +281,7 @@ def test_a_value_that_is_not_finite_leaves_nothing() -> None:
     assert store.estimate(SLOT, sample(2)).shareable
 
 
-@both
+@each_estimator
 def test_an_empty_placeholder_is_neither_learned_nor_shared(settings: dict[str, Any]) -> None:
     store = filled(range(3), **settings)
     empty = sample(0, 0)
@@ -325,7 +324,7 @@ def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == 2
 
 
-@both
+@each_estimator
 def test_agents_that_learned_in_another_order_share_a_match(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

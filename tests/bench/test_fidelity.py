@@ -30,10 +30,10 @@ from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 from kedge.workloads.base import Question
-from kedge.workloads.miniature import MATH, MiniatureTeam
+from kedge.workloads.miniature import MATH
 
 SMALL: Mapping[str, Any] = {"kv_memory": "256 blocks", "device": "cpu"}
-TEAM = MiniatureTeam(MATH)
+TEAM = MATH
 SIZES = FidelitySettings(questions=3, taught=5, tokens=8, timed=1, at_once=2, engine=SMALL)
 
 
@@ -97,7 +97,7 @@ def test_roundings_by_hand() -> None:
 
 
 def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
-    team, served = DenseTeam(TEAM, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES, taught=5)
+    team, served = DenseTeam(TEAM, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES)
     with team.engine, served.engine:
         answers = [team.answer((number, one)) for number, one in enumerate(asked(8), -5)]
         served.teach(answers[:5])
@@ -108,14 +108,6 @@ def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
         assert learned and {key: len(pool.anchors) for key, pool in store.pools.items()} == learned
         assert served.engine._core.parts.learning.stats()["observed"] == observed > 0
     assert {one.question for one in served.seen} == {0, 1, 2}
-
-
-def test_a_curve_measures_anchors_after_every_number_of_samples() -> None:
-    methods = {name: SERVED[name] for name in ("exact", "token")}
-    sizes = FidelitySettings(questions=1, taught=1, tokens=4, timed=0, curve=(1, 6), engine=SMALL)
-    found = measure(TEAM, asked(7), methods, sizes)["methods"]
-    assert list(found) == ["exact", "token after 1", "token after 6"]
-    assert found["exact"]["ttft_ms"] is None
 
 
 def test_too_few_questions_are_refused_before_a_model_is_loaded() -> None:

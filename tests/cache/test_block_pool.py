@@ -8,10 +8,6 @@ from kedge.cache import BlockPool
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 
 
-def test_one_ascending_run_from_an_empty_pool() -> None:
-    assert BlockPool(8).allocate(5) == [0, 1, 2, 3, 4]
-
-
 def test_best_fit_takes_the_smallest_run_that_is_long_enough() -> None:
     pool = BlockPool(20)
     pool.allocate(20)
@@ -37,15 +33,6 @@ def test_a_run_that_continues_is_preferred() -> None:
     pool.free([3, 4, 10, 11, 12])
     assert pool.allocate(2, after=9) == [10, 11]
     assert pool.allocate(2, after=11) == [3, 4], "only one block follows 11"
-
-
-def test_neighbours_merge_on_both_sides() -> None:
-    pool = BlockPool(6)
-    pool.allocate(6)
-    pool.free([0, 1])
-    pool.free([4, 5])
-    pool.free([2, 3])
-    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
 
 
 def test_out_of_blocks_changes_nothing() -> None:

@@ -23,101 +23,12 @@ def serve(cache: CacheManager, text: str, exact: int | None = None) -> int:
     return lease.exact_tokens
 
 
-def test_a_finished_prompt_is_reused_up_to_the_limit() -> None:
-    cache = CacheManager(16, block_size=2)
-    assert serve(cache, "abcdefg") == 0
-    assert cache.match(NS, b"abcdefgh").tokens_count == 6
-    lease = cache.admit(B, NS, b"abcdefgh", 5, 9)
-    assert lease.exact_tokens == 4 and len(lease.blocks) == 5
-    assert lease.blocks[:2] == cache.match(NS, b"abcdefgh").blocks[:2]
-    cache.check_integrity()
-
-
 def test_new_blocks_follow_the_hit() -> None:
     cache = CacheManager(16, block_size=1)
     serve(cache, "abc")
     assert cache.admit(A, NS, b"abcdef", 5, 6).blocks == (0, 1, 2, 3, 4, 5)
     assert cache.extend(A, 8).blocks == (0, 1, 2, 3, 4, 5, 6, 7)
     assert cache.extend(A, 3).blocks == (0, 1, 2, 3, 4, 5, 6, 7), "a lease never shrinks"
-
-
-def test_translated_and_partial_blocks_are_never_found() -> None:
-    cache = CacheManager(16, block_size=2)
-    tokens = b"aabbccddee"
-    lease = cache.admit(A, NS, tokens, 9, 10)
-    cache.finish(A, tokens[:5])
-    assert cache.match(NS, tokens).blocks == lease.blocks[:2]
-    stats = cache.stats()
-    assert (stats.cached_blocks, stats.free_blocks, stats.leased_blocks) == (2, 14, 0)
-    cache.check_integrity()
-
-
-def test_concurrent_duplicates_are_freed() -> None:
-    cache = CacheManager(16, block_size=1)
-    first = cache.admit(A, NS, b"abcd", 3, 4)
-    second = cache.admit(B, NS, b"abxy", 3, 4)
-    assert not set(first.blocks) & set(second.blocks)
-    cache.finish(A, b"abcd")
-    cache.finish(B, b"abxy")
-    assert cache.match(NS, b"abxy").blocks == first.blocks[:2] + second.blocks[2:]
-    assert cache.stats().free_blocks == 10
-    cache.check_integrity()
-
-
-def test_a_committed_prefix_is_shared_and_locked_while_the_lease_runs() -> None:
-    cache = CacheManager(8, block_size=1)
-    first = cache.admit(A, NS, b"abcd", 3, 5)
-    cache.commit_prefix(A, b"abcd")
-    cache.check_integrity()
-    second = cache.admit(B, NS, b"abcx", 3, 4)
-    assert second.blocks[:3] == first.blocks[:3]
-    with pytest.raises(OutOfBlocks):
-        cache.admit(RequestId("c"), NS, b"12345", 0, 5)
-    cache.abort(A)
-    cache.check_integrity()
-    assert cache.match(NS, b"abcd").tokens_count == 4
-    cache.finish(B, b"abcx")
-    cache.check_integrity()
-
-
-def test_a_late_commit_keeps_the_blocks_of_the_lease() -> None:
-    cache = CacheManager(8, block_size=1)
-    first, second = cache.admit(A, NS, b"abc", 2, 3), cache.admit(B, NS, b"abd", 2, 3)
-    cache.commit_prefix(A, b"abc")
-    cache.commit_prefix(B, b"abd")
-    cache.check_integrity()
-    assert cache.extend(B, 3).blocks == second.blocks
-    assert cache.match(NS, b"abd").blocks == first.blocks[:2] + second.blocks[2:]
-    cache.commit_prefix(B, b"a")
-    cache.check_integrity()
-    cache.finish(A, b"abc")
-    cache.finish(B, b"abd")
-    cache.check_integrity()
-    assert cache.stats().free_blocks == 4
-
-
-def known(cache: CacheManager, *texts: str) -> list[str]:
-    return [text for text in texts if cache.match(NS, text.encode()).tokens_count == len(text)]
-
-
-def test_exact_lru_order_under_pressure() -> None:
-    cache = CacheManager(6, block_size=1)
-    for text in ("ab", "cd", "ef"):
-        serve(cache, text)
-    assert serve(cache, "abX") == 2, "evicts d, the end of what was used least recently"
-    assert known(cache, "abX", "cd", "c", "ef") == ["abX", "c", "ef"]
-    serve(cache, "gh")
-    assert known(cache, "abX", "c", "ef", "e", "gh") == ["abX", "e", "gh"]
-    assert cache.stats().evictions == 3
-
-
-def test_a_look_up_makes_nothing_more_recent() -> None:
-    cache = CacheManager(2, block_size=1)
-    serve(cache, "a")
-    serve(cache, "b")
-    cache.match(NS, b"a")
-    serve(cache, "c")
-    assert cache.match(NS, b"a").tokens_count == 0 and cache.match(NS, b"b").tokens_count == 1
 
 
 def test_out_of_blocks_changes_nothing() -> None:
@@ -145,15 +56,6 @@ def test_stats_count_admissions_that_could_reuse() -> None:
     cache.admit(A, NS, b"abcdef", 0, 6)
     stats = cache.stats()
     assert (stats.hits, stats.misses, stats.hit_tokens, stats.missed_tokens) == (1, 1, 4, 8)
-
-
-def test_namespaces_do_not_meet() -> None:
-    cache = CacheManager(8, block_size=1)
-    serve(cache, "abc")
-    assert cache.match(OTHER, b"abc").tokens_count == 0
-    assert cache.clear(OTHER) == 0
-    assert cache.clear(NS) == 3
-    assert cache.stats().free_blocks == 8
 
 
 def test_clear_all_spares_what_is_leased() -> None:

@@ -153,11 +153,3 @@ def test_a_label_alone_makes_a_prompt_on_the_host_come() -> None:
     world.cache.on_label(NS, "new", b"AA")
     world.settle()
     assert world.on_device("AA") == ["AA"]
-
-
-def test_a_window_below_zero_prefetches_nothing() -> None:
-    world = World(6, host_blocks=12, prefetch_window=-1)
-    on_host_only(world, a="AA")
-    world.forecast(a=0)
-    world.settle()
-    assert not world.on_device("AA")

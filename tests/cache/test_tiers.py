@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.cache import CacheManager, Copied, belady, lru
+from kedge.cache import CacheManager, Copied, lru
 from kedge.cache.node import HOST, State
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.settings import TierSettings
@@ -302,23 +302,3 @@ def test_hits_of_a_cycle_are_those_of_the_formula(room: int, agents: int) -> Non
         hits[name] = sum(served[agents * (agents - 1) :]) / (len(served) - agents * (agents - 1))
     assert hits["lru"] == 0
     assert hits["steps"] == pytest.approx((room - 1) / (agents - 1), abs=0.02)
-
-
-def test_step_order_is_as_good_as_belady_on_a_cycle() -> None:
-    agents, room, turns = 7, 3, 70
-    texts = [chr(65 + agent) * 2 for agent in range(agents)]
-    now = 0
-
-    def next_use(node) -> float:
-        agent = node.prefix()[0] - 65
-        return now + 1 + (agent - now - 1) % agents
-
-    hits = []
-    for policy in (belady(next_use), None):
-        world = World(room * 2, policy=policy)
-        count = 0
-        for now in range(turns):
-            world.cache.on_forecast({a: (float((a - now) % agents), 1.0) for a in range(agents)})
-            count += world.serve(texts[now % agents], now % agents, 2)
-        hits.append(count)
-    assert hits[0] == hits[1] > 0

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.cache import Copied, Direction
+from kedge.cache import Direction
 from kedge.cache.copies import Purpose
 from kedge.cache.node import Transfer, TreeNode
 from kedge.cache.tiers import TransferQueue
-from kedge.errors import PlanError
 from tests.cache.helpers import NS, FakeCopier
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
@@ -94,23 +92,6 @@ def test_limits_count_the_jobs_of_each_direction() -> None:
     transfers.start()
     assert [len(copy.sources) for copy in copier.submitted] == [2, 4, 1]
     assert transfers.demanded_blocks(LOAD) == 1, "what is under way counts, too"
-
-
-def test_only_what_has_not_started_is_cancelled() -> None:
-    transfers, copier = queue()
-    started, queued = enqueue(transfers, Purpose.PREFETCH), enqueue(transfers, Purpose.PREFETCH)
-    transfers.start()
-    transfers.cancel(queued)
-    with pytest.raises(PlanError, match="has started"):
-        transfers.cancel(started)
-    assert order(copier, transfers) == [started.copy.copy_id]
-
-
-def test_an_unknown_end_is_a_bug() -> None:
-    transfers, copier = queue()
-    copier._ended.append(Copied(7, True))
-    with pytest.raises(PlanError, match="copy_id=7"):
-        transfers.drain()
 
 
 @given(st.lists(st.sampled_from(["prefetch", "demand", "promote", "start", "end"]), max_size=60))

@@ -124,11 +124,8 @@ REFUSED = {
     "attention of its own": (StableLmConfig, SMALL, "Transformers runs it with attention of its own only"),
     "rope for half of a key": (
         LlamaConfig,
-        {
-            **SMALL,
-            "rope_parameters": HALF,
-        },
-        "its code fails with Kedge's attention: RuntimeError",
+        {**SMALL, "rope_parameters": HALF},
+        "its code fails with Kedge's attention",
     ),
 }
 
@@ -167,14 +164,6 @@ def test_a_folder_that_is_no_model(tmp_path: Path, content: str | None) -> None:
     result = inspect(str(tmp_path))
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: model='{tmp_path}'")
-
-
-def test_a_workflow_with_a_temperature_that_no_engine_could_use(tmp_path: Path) -> None:
-    flow = tmp_path / "flow.yaml"
-    flow.write_text("name: n\nagents: [{id: a, user: '{user_question}', temperature: 101}]\n", encoding="utf-8")
-    result = inspect(str(flow))
-    assert result.exit_code == 2
-    assert result.stderr == f"error: agent a: temperature=101.0: must be from 0 to 100.0 (in {flow})\n"
 
 
 def test_a_workflow(tmp_path: Path) -> None:
@@ -252,7 +241,9 @@ def test_everything_fits_80_columns_without_a_broken_word(example: str) -> None:
     assert {*result.output.split()} - {*wide.output.split()} <= {"─" * n for n in range(200)}
 
 
-@pytest.mark.parametrize("text", ["- a list", "name: [", "name: x\nagents: [{id: a, user: '{nobody}'}]"])
+@pytest.mark.parametrize(
+    "text", ["- a list", "name: [", "name: x\nagents: [{id: a, user: '{nobody}'}]", "agents: [{temperature: 101}]"]
+)
 def test_a_broken_workflow_is_one_line(tmp_path: Path, text: str) -> None:
     flow = tmp_path / "flow.yaml"
     flow.write_text(text, encoding="utf-8")
@@ -286,15 +277,6 @@ def test_a_step_graph_is_drawn_with_its_nodes(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 
-@pytest.mark.parametrize(("name", "form"), [("flow.mmd", "mermaid"), ("flow.DOT", "dot")])
-def test_a_picture(tmp_path: Path, name: str, form: str) -> None:
-    file = tmp_path / name
-    result = inspect(str(graph_file(tmp_path)), "--picture", str(file))
-    assert result.exit_code == 0, result.output
-    assert f"picture: {file}" in result.output
-    assert file.read_text(encoding="utf-8") == export(build_step_graph(yaml.safe_load(GRAPH)), form)
-
-
 @pytest.mark.parametrize("form", ["mermaid", "dot"])
 def test_a_graph_alone(tmp_path: Path, form: str) -> None:
     result = inspect(str(graph_file(tmp_path)), "--graph", form)
@@ -308,22 +290,9 @@ def test_the_graph_of_a_workflow_has_a_node_for_every_turn(tmp_path: Path) -> No
     assert '"a@0" -> "a@1"' in result.stdout
 
 
-def test_a_graph_in_no_known_format(tmp_path: Path) -> None:
-    result = inspect(str(graph_file(tmp_path)), "--graph", "svg")
-    assert result.exit_code == 2
-    assert result.stderr == "error: --graph='svg': must be mermaid or dot\n"
-
-
-@pytest.mark.parametrize(("name", "why"), [("flow.png", "must end in .mmd"), ("no/flow.mmd", "its folder does not")])
-def test_a_picture_that_cannot_be_made(tmp_path: Path, name: str, why: str) -> None:
-    result = inspect(str(graph_file(tmp_path)), "--picture", str(tmp_path / name))
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: --picture=")
-    assert why in result.stderr
-
-
-@pytest.mark.parametrize("option", [("--picture", "x.mmd"), ("--graph", "dot")])
-def test_a_model_has_no_graph(tmp_path: Path, option: tuple[str, str]) -> None:
-    result = inspect(str(tmp_path), *option)
-    assert result.exit_code == 2
-    assert result.stderr == f"error: {option[0]}='{option[1]}': only a workflow has a graph; name its file\n"
+def test_a_graph_is_a_workflows_and_in_a_known_format(tmp_path: Path) -> None:
+    asked = {"svg": graph_file(tmp_path), "dot": tmp_path}
+    assert [inspect(str(target), "--graph", form).stderr for form, target in asked.items()] == [
+        "error: --graph='svg': must be mermaid or dot\n",
+        "error: --graph='dot': only a workflow has a graph; name its file\n",
+    ]

@@ -20,7 +20,7 @@ finally:
     print("torch" in sys.modules)
 """
 FLOW = "name: n\nagents: [{id: a, user: '{user_question}'}]\n"
-NO_MODEL = "model='nowhere': no such folder, or no config.json in it; known by name are nano, nano-both and smollm2"
+NO_MODEL = "model='nowhere': no such folder, or no config.json in it; known by name are nano and smollm2"
 NO_FOLDER = "--json='no/where.json': its folder does not exist"
 MISTAKES = {
     ("run", "none.yaml"): "path='none.yaml': cannot be read: No such file or directory",

@@ -34,19 +34,8 @@ def listened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[t
 
 
 def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
-    args = (
-        "--port",
-        "9",
-        "--reuse",
-        "off",
-        "--max-tokens",
-        "7",
-        "--tokens-per-minute",
-        "5",
-        "--requests-in-flight",
-        "2",
-    )
-    result = kedge("some/model", *args, "--allowed-host", "kedge", "--allowed-host", "::1", "--tools")
+    asked = "--port 9 --reuse off --max-tokens 7 --tokens-per-minute 5 --requests-in-flight 2 --tools"
+    result = kedge("some/model", *asked.split(), "--allowed-host", "kedge", "--allowed-host", "::1")
     assert result.exit_code == 0, result.output
     _, config, keys, _ = listened[0]
     assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)

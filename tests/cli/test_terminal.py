@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import typer.main
 from rich.console import Console
-from rich.progress import Progress
 from typer.testing import CliRunner
 
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
@@ -143,15 +142,9 @@ def test_only_a_name_without_room_is_folded() -> None:
     assert (text.count("x"), "…" in text) == (100, False)
 
 
-@pytest.mark.parametrize(
-    ("bars", "what", "note"),
-    [
-        (questions.progress_bar, "dense prefill", "accuracy 100%, reuse 100%"),
-        (questions.progress_bar, "questions", "100% translated"),
-    ],
-)
-def test_a_progress_bar_is_shown_in_one_piece(bars: Any, what: str, note: str) -> None:
-    progress: Progress = bars(Console(width=WIDTH, file=io.StringIO()))
+def test_a_progress_bar_is_shown_in_one_piece() -> None:
+    what, note = "dense prefill", "accuracy 100%, reuse 100%"
+    progress = questions.progress_bar(Console(width=WIDTH, file=io.StringIO()))
     progress.add_task(what, total=1000, completed=999, note=note)
     text = shown(progress.get_renderable())
     assert what in text and note in text and "999/1000" in text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
@@ -75,30 +73,6 @@ def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> 
         judged = team.ask(team.judge(question, (*answer[:-1], 7)))
     assert judged and solved and judged.segments[3].tokens == answer[:-1]
     assert judged.segments[3].sample == solved.produces
-
-
-def test_an_answer_has_the_trail_that_all_its_readers_have() -> None:
-    team = Team(Discovery())
-    for number in range(4):
-        team.run(number)
-    solved, judged = team.run(4)
-    assert solved and judged and judged.produces is None and judged.trail == ()
-    assert solved.trail == judged.segments[3].trail == words(("team", "now judge"), 7)[:4]
-    third = Team(team.found, "third")
-    behind = (*words(("team", "now judge"), 7)[:2], *words("otherwise", 9))
-    for number in range(4):
-        third.ask((*words("reader", 40), *words(("team", "a", number), 25), *behind))
-    solved, judged = team.run(5)
-    assert solved and judged and solved.trail == judged.segments[3].trail == behind[:2]
-
-
-def test_an_answer_that_is_joined_with_what_follows_has_no_trail() -> None:
-    team, solved = Team(Discovery()), None
-    for number in range(5):
-        question, answer = words(("q", number), 60), words(("a", number), 25)
-        solved = team.ask(team.solver(question), answer)
-        team.ask(team.judge(question, (*answer[:-1], 7)))
-    assert solved and solved.produces and solved.trail == ()
 
 
 def test_names_and_contexts_stay_when_others_join() -> None:
@@ -207,40 +181,6 @@ def test_examples_without_a_template_are_tried_less_and_less_often(monkeypatch: 
     for number in range(102):
         team.ask((*words("head", 48), *words(("all", number), 50)))
     assert len(tried) == 7  # of the 100 that might
-
-
-def test_interleaved_runs_of_one_team_are_told_apart_by_what_they_read() -> None:
-    team = Team(Discovery())
-    for number in range(4):
-        team.run(number)
-    rng, judged = Random(0), {}
-    questions = {number: words(("q2", number), 60) for number in range(32)}
-    solved = {n: team.ask(team.solver(questions[n]), words(("a2", n), 25)) for n in rng.sample(range(32), 32)}
-    for number in rng.sample(range(32), 32):
-        judged[number] = team.ask(team.judge(questions[number], words(("a2", number), 25)))
-    for number in range(32):
-        first, second = solved[number], judged[number]
-        assert first and second and second.segments[3].sample == first.produces
-
-
-@pytest.mark.parametrize(("tasks", "turns", "unsure"), [(32, 4, 2), (20, 12, 10)])
-def test_interleaved_runs_of_one_agent_go_on_where_their_drafts_are_read(tasks: int, turns: int, unsure: int) -> None:
-    """A writer that goes on with its own drafts, in any order. A task that comes often is taken for an agent
-    of its own, whose answers no template names yet; its run stays the same.
-    """
-    team, rng, runs, count = Team(Discovery()), Random(3), dict[int, str](), Counter[int]()
-    order = [number for number in range(tasks) for _ in range(turns)]
-    rng.shuffle(order)
-    others = 0
-    for number in order:
-        before, after = (words(("draft", number, count[number] + at), 30) for at in range(2))
-        prompt = *words("writer", 48), *words(("task", number), 40), *words("so far", 8), *before, *words("go on", 6)
-        found = team.ask(prompt, after)
-        others += found is None or runs.get(number, found.run.id) != found.run.id
-        if found:
-            runs[number] = found.run.id
-        count[number] += 1
-    assert others <= unsure
 
 
 def test_templates_are_learned_again_when_the_application_changes_its_prompts() -> None:

@@ -17,11 +17,9 @@ from kedge.types import (
     GenerateRequest,
     RequestId,
     ReuseMode,
-    SampleId,
     Segment,
     TenantId,
     Tokens,
-    ValueKind,
     WorkflowId,
     is_owned,
     new_request_id,
@@ -97,15 +95,6 @@ def test_what_a_client_says_stays() -> None:
     assert [one.is_placeholder for one in served.segments] == [False, True, False]
     for refused in (replace(given, is_plain=False), replace(given, reuse=ReuseMode.OFF)):
         assert requests.arrived(refused) is refused
-
-
-def test_an_answer_is_kept_with_what_follows_it_in_its_readers_prompts() -> None:
-    requests = learned(DiscoveryMode.TRANSLATE)
-    solved, judged = run(requests, 9)
-    assert solved.trail == judged.segments[3].trail == words(("team", "now judge"), 7)[:4]
-    own = replace(plain(solver(words("q", 60))), trail=(5, 6), produces=SampleId(ValueKind.AGENT, "mine"))
-    assert requests.arrived(own).trail == (5, 6) and requests.arrived(own).produces == own.produces
-    assert not run(learned(DiscoveryMode.EXACT), 9)[0].trail
 
 
 def test_what_was_saved_and_why_other_text_was_not_is_reported() -> None:

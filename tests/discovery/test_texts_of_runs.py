@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kedge.discovery import runs
-from kedge.discovery.bounds import LEAST_TOKENS
-from kedge.discovery.runs import LEAST_VALUES, TextsOfRuns
+from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS
+from kedge.discovery.runs import TextsOfRuns
 from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 
 A, B, C = map(AgentId, "abc")
@@ -30,7 +30,7 @@ def texts(forgotten: set[RunId] | None = None) -> TextsOfRuns:
 
 def knowing(found: TextsOfRuns, kind: str = "question") -> TextsOfRuns:
     """With values enough of a kind that are each of one run."""
-    for number in range(LEAST_VALUES):
+    for number in range(EXAMPLES):
         found.read(C, RunId(f"other {number}"), [value(f"other {number}", kind)])
     return found
 

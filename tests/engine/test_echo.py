@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.engine.base import Engine, Tokenizer
-from kedge.engine.echo import ByteTokenizer, EchoEngine, _Text
-from kedge.errors import EngineClosed, PromptTooLong, RequestError
+from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.errors import PromptTooLong, RequestError
 from kedge.types import (
     AgentId,
     FinishReason,
@@ -19,7 +18,6 @@ from kedge.types import (
     Namespace,
     ReuseMode,
     RunId,
-    RunKey,
     SampleId,
     SamplingParams,
     Segment,
@@ -44,11 +42,6 @@ def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.E
     return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=AgentId(agent))
 
 
-def test_it_is_an_engine(engine: EchoEngine) -> None:
-    assert isinstance(engine, Engine) and isinstance(engine.tokenizer, Tokenizer)
-    assert engine.end_run(RunKey(Namespace(TenantId("t")), "", RunId("r"))) is None
-
-
 def test_tokenizer() -> None:
     tokenizer = ByteTokenizer()
     text = tokenizer.chat("Be kind.", "Hi <|eos|> é")
@@ -63,22 +56,6 @@ def test_bytes_do_not_depend_on_their_neighbours(left: str, right: str) -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode(left) + tokenizer.encode(right) == tokenizer.encode(left + right)
     assert tokenizer.decode(tokenizer.encode(left)) == left
-
-
-@given(st.text("abé🚢", max_size=20), st.lists(st.text("abé", min_size=1, max_size=3), max_size=3).map(tuple))
-def test_streamed_text_is_the_text_before_the_first_stop_string(text: str, stop: tuple[str, ...]) -> None:
-    stream, out, seen = _Text(stop), "", ""
-    for char in text:
-        for byte in char.encode():
-            out += stream.push(bytes([byte]))
-        seen += char
-        cuts = [at for at in map(seen.find, stop) if at >= 0]
-        assert stream.stopped == bool(cuts)
-        if cuts:
-            break
-    out += stream.push(b"", last=True)
-    expected = seen[: min(map(seen.find, (each for each in stop if each in seen)))] if stream.stopped else seen
-    assert out == stream.certain == expected
 
 
 def test_echoes_the_last_placeholder_or_the_prompt(engine: EchoEngine) -> None:
@@ -137,12 +114,6 @@ def test_an_answer_becomes_a_reusable_prefix(engine: EchoEngine) -> None:
     assert engine.submit(ask("abcabcX")).result(60).receipt.exact == 5, "the last token drawn has no KV"
 
 
-def test_a_request_without_reuse_leaves_nothing(engine: EchoEngine) -> None:
-    engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(60)
-    assert engine.submit(ask("abc")).result(60).receipt.exact == 0
-    assert engine.submit(ask("abc", reuse=ReuseMode.OFF)).result(60).receipt.exact == 0
-
-
 def test_parts_sum_to_the_time_to_first_token(engine: EchoEngine) -> None:
     done = engine.submit(ask("abc")).result(60)
     assert sum(done.receipt.parts_ms.values()) == pytest.approx(done.ttft_ms)
@@ -166,19 +137,6 @@ def test_requests_wait_for_room_in_order() -> None:
         engine.cache.check_integrity()
 
 
-def test_a_request_that_waits_can_be_cancelled() -> None:
-    with EchoEngine(delay_s=1e-3, capacity=100) as engine:
-        first = engine.submit(ask("a", max_tokens=90, ignore_eos=True))
-        second = engine.submit(ask("b", max_tokens=90))
-        next(iter(first))
-        assert engine.cancel(second.request_id)
-        done = second.result(60)
-        assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
-        assert engine.cancel(first.request_id)
-        assert first.result(60).finish_reason is FinishReason.CANCELLED
-        engine.cache.check_integrity()
-
-
 def test_bad_requests_are_refused() -> None:
     with EchoEngine(max_prompt=4, capacity=10) as engine:
         for error, request in (
@@ -193,38 +151,9 @@ def test_bad_requests_are_refused() -> None:
         assert engine.submit(ask("abcd", max_tokens=6)).result(60).text == "abcd"
 
 
-def test_an_id_is_in_flight_once() -> None:
-    with EchoEngine(delay_s=1e-3) as engine:
-        request = ask("abc")
-        stream = engine.submit(request)
-        with pytest.raises(RequestError, match="in flight"):
-            engine.submit(request)
-        stream.result(60)
-        assert engine.submit(request).result(60).text == "abc", "once it has ended, it may come again"
-
-
 def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
     key = AgentKey(Namespace(TenantId("t")), "c", RunId("r"), AgentId("a"))
     engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
     engine.forecast({key: None})
     assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]
     assert engine.submit(ask("abc")).result(60).text == "abc"
-
-
-def test_result_times_out() -> None:
-    with EchoEngine(delay_s=1e-3) as engine:
-        stream = engine.submit(ask("a", max_tokens=500, ignore_eos=True))
-        with pytest.raises(TimeoutError):
-            stream.result(0.01)
-        engine.cancel(stream.request_id)
-        assert stream.result(60).finish_reason is FinishReason.CANCELLED
-
-
-def test_close_ends_what_runs_and_what_waits() -> None:
-    engine = EchoEngine(delay_s=1e-3, capacity=100)
-    streams = [engine.submit(ask(text, max_tokens=90, ignore_eos=True)) for text in "ab"]
-    engine.close()
-    assert [stream.result(60).finish_reason for stream in streams] == [FinishReason.CANCELLED] * 2
-    assert engine.cache.stats().leased_blocks == 0
-    with pytest.raises(EngineClosed):
-        engine.submit(ask("c"))

@@ -19,12 +19,10 @@ from kedge.types import (
     Namespace,
     RequestId,
     RunId,
-    SampleId,
     SamplingParams,
     Segment,
     TenantId,
     TurnHints,
-    ValueKind,
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
@@ -101,21 +99,13 @@ def test_a_message_stays_short_whatever_the_value() -> None:
     assert len(str(refused(replace(GOOD, segments=(Segment(["a" * 10**6] * 9, "p0"),))))) < 300
 
 
-@pytest.mark.parametrize("part", ["tokens", "base_context", "placeholder_text", "trail"])
+@pytest.mark.parametrize("part", ["tokens", "base_context", "placeholder_text"])
 def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
     segments = (*GOOD.segments, Segment(**{"tokens": (1,), "name": "p1", part: (1, 100)}))
     error = refused(replace(GOOD, segments=segments), vocab_size=100)
     expected = f"segments[1].{part}=100: must be from 0 to 99, in the vocabulary of 100"
     assert isinstance(error, InvalidToken) and str(error) == expected
     require_sensible(replace(GOOD, segments=segments), vocab_size=101)
-
-
-def test_what_a_value_holds_stands_at_its_end() -> None:
-    value = Segment((1, 2, 3), "user_question", SampleId(ValueKind.INPUT, "user_question"), held=(2, 3))
-    require_sensible(replace(GOOD, segments=(value,)))
-    assert refused(replace(GOOD, segments=(replace(value, held=(1, 2)),))).key == "segments[0].held"
-    assert refused(replace(GOOD, segments=(replace(value, held=(1,) * 9),))).key == "segments[0].held"
-    require_sensible(replace(GOOD, segments=(*GOOD.segments, replace(value, tokens=()))))
 
 
 def test_an_id_is_new_unless_it_is_in_flight() -> None:

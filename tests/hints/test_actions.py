@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.hints import read_hints
-from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, ActionResult, Wishes, read_actions
-from kedge.hints.values import MAX_KEPT_SECONDS
+from kedge.hints.actions import ActionOutcome, ActionResult, Wishes, read_actions
+from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS
 
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=8),
@@ -97,8 +97,8 @@ def test_an_action_without_a_name_is_rejected_with_the_reason(action: Any) -> No
 
 
 def test_only_so_many_get_an_outcome() -> None:
-    wishes = read_actions(envelope(*["pin"] * (MAX_ACTIONS + 1)))
-    assert (len(wishes.outcomes), wishes.rejected) == (MAX_ACTIONS, 1)
+    wishes = read_actions(envelope(*["pin"] * (MAX_EXPECTED + 1)))
+    assert (len(wishes.outcomes), wishes.rejected) == (MAX_EXPECTED, 1)
 
 
 @given(JSON)

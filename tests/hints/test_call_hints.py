@@ -141,11 +141,6 @@ def test_what_is_ignored_is_counted(body: dict[str, Any], expected: dict[tuple[s
 @pytest.mark.parametrize(
     "said",
     [
-        {"fidelity": "best"},
-        {"fidelity": 0},
-        {"fidelity": True},
-        {"fidelity": [1]},
-        {"fidelity": math.nan},
         {"reuse": "fast"},
         {"guard": "maybe"},
         {"guard": False},
@@ -161,7 +156,7 @@ def test_what_changes_the_answer_must_be_right(said: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("said", "nats", "told"),
-    [("fast", 0.01, 0.01), (0.004, 0.004, 0.004), ("any", math.inf, "any"), (None, None, None)],
+    [("fast", 0.01, 0.01), ("fp8", 0.002, 0.002), (1, 1.0, 1.0), ("any", math.inf, "any"), (None, None, None)],
 )
 def test_a_budget_of_fidelity_has_a_name_or_is_a_number(said: object, nats: float | None, told: object) -> None:
     found = hints({"kedge": {"fidelity": said}})
@@ -169,22 +164,11 @@ def test_a_budget_of_fidelity_has_a_name_or_is_a_number(said: object, nats: floa
     assert not ignored({"kedge": {"fidelity": said}})
 
 
-def test_a_budget_of_fidelity_that_is_none_says_what_is_accepted() -> None:
-    accepted = "kedge.fidelity='best': must be one of strict, fp8, fast, any, or nats a token above 0"
-    with pytest.raises(RequestError, match=accepted):
-        hints({"kedge": {"fidelity": "best"}})
-
-
-@pytest.mark.parametrize(
-    ("said", "budget"), [("fp8", 0.002), ("strict", 0.0003), ("any", math.inf), (0.5, 0.5), (1, 1.0), (None, None)]
-)
-def test_a_budget_comes_by_name_or_number(said: Any, budget: float | None) -> None:
-    assert hints({"kedge": {"fidelity": said}}).fidelity == budget
-
-
 @pytest.mark.parametrize("said", ["exactly", 0, -1, True, math.nan, []])
 def test_no_other_budget_is_accepted(said: Any) -> None:
-    with pytest.raises(RequestError, match=r"kedge\.fidelity.*strict, fp8, fast, any"):
+    with pytest.raises(
+        RequestError, match=r"kedge\.fidelity=.*: must be one of strict, fp8, fast, any, or nats a token above 0"
+    ):
         hints({"kedge": {"fidelity": said}})
 
 

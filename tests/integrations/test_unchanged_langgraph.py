@@ -18,7 +18,7 @@ from kedge.settings import DiscoveryMode
 from kedge.types import Source, ValueKind
 from kedge.workflow import Agent
 from kedge.workloads.base import QUESTION, Question
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 pytest.importorskip("langchain_openai", reason="LangGraph's client is not installed")
 
@@ -28,7 +28,7 @@ from langgraph.graph import START, StateGraph  # noqa: E402
 from kedge.integrations import langgraph as adapter  # noqa: E402
 
 TASK = TASKS["math"]
-TEAM = workflow(TASK).agents
+TEAM = TASK.workflow().agents
 QUESTIONS = 9
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.cache import Copied, Copier, Copy, Direction
-from kedge.kv.copy import Clock, HostStorage, TorchCopier, block_runs
+from kedge.kv.copy import Clock, PoolCopier, Pools, block_runs, host_pools
 from kedge.kv.rotary import Rotary
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
@@ -20,14 +20,14 @@ ROTARY = Rotary(tiny_model("llama").model.rotary_emb, 512, torch.device("cpu"))
 BLOCKS, SIZE = 8, 4
 
 
-def storages(dtype: torch.dtype = torch.float32) -> tuple[PagedStorage, HostStorage]:
+def filled(dtype: torch.dtype = torch.float32) -> Pools:
     """Both tiers, filled so that no two values are alike."""
     spec = KVSpec(layers=3, kv_heads=2, head_dim=16, rotary_dim=16, dtype=dtype)
-    device = PagedStorage(spec, BLOCKS, SIZE, torch.device("cpu"), ROTARY)
-    host = HostStorage(device, BLOCKS)
-    for pool in (device.keys, device.values, host.keys, host.values):
-        pool.copy_(torch.randn(pool.shape))
-    return device, host
+    pools = host_pools(PagedStorage(spec, BLOCKS, SIZE, torch.device("cpu"), ROTARY), BLOCKS)
+    for host, device in pools:
+        host.copy_(torch.randn(host.shape))
+        device.copy_(torch.randn(device.shape))
+    return pools
 
 
 class VirtualClock(Clock):
@@ -49,7 +49,7 @@ class Hurrying(VirtualClock):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
-        self.copier: TorchCopier | None = None
+        self.copier: PoolCopier | None = None
 
     def wait(self, seconds: float, closed: threading.Event) -> None:
         if self.copier:
@@ -75,10 +75,10 @@ class Reports:
         assert all(self._ended.acquire(timeout=60) for _ in range(count))
 
 
-def copied(copy: Copy, device: PagedStorage, host: HostStorage) -> Copied:
+def copied(copy: Copy, pools: Pools) -> Copied:
     """How a copy ends on a copier of its own."""
     reports = Reports()
-    copier = TorchCopier(device, host, on_copied=reports)
+    copier = PoolCopier(pools, SIZE, on_copied=reports)
     copier.submit(copy)
     reports.wait(1)
     copier.close()
@@ -88,13 +88,13 @@ def copied(copy: Copy, device: PagedStorage, host: HostStorage) -> Copied:
 
 def test_what_changes_on_the_host_is_found_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kedge.kv.copy.PIECE", 1)
-    device, host = storages(torch.bfloat16)
+    pools = filled(torch.bfloat16)
     reports = Reports()
-    copier = TorchCopier(device, host, on_copied=reports)
+    copier = PoolCopier(pools, SIZE, on_copied=reports)
     copier.submit(Copy(0, Direction.OFFLOAD, (0, 1, 2, 5), (7, 1, 2, 4)))
     reports.wait(1)
     for block in (1, 4):
-        host.values[2, block * SIZE + 3].view(torch.uint8).view(-1)[17] ^= 4
+        pools[1][0][2, block * SIZE + 3].view(torch.uint8).view(-1)[17] ^= 4
     copier.submit(Copy(1, Direction.LOAD, (7, 1, 2, 4), (3, 4, 6, 7)))
     reports.wait(1)
     copier.close()
@@ -120,15 +120,14 @@ def naive(source: torch.Tensor, target: torch.Tensor, copy: Copy) -> torch.Tenso
 def test_exactly_the_blocks_of_the_order_move(
     sources: list[int], targets: list[int], count: int, direction: Direction, dtype: torch.dtype
 ) -> None:
-    device, host = storages(dtype)
-    here, there = (host, device) if direction is Direction.LOAD else (device, host)
+    pools, here = filled(dtype), 0 if direction is Direction.LOAD else 1
     copy = Copy(7, direction, tuple(sources[:count]), tuple(targets[:count]))
-    expected = [naive(getattr(here, name), getattr(there, name), copy) for name in ("keys", "values")]
-    untouched = here.keys.clone()
-    one = copied(copy, device, host)
+    expected = [naive(pair[here], pair[1 - here], copy) for pair in pools]
+    untouched = pools[0][here].clone()
+    one = copied(copy, pools)
     assert (one.copy_id, one.ok) == (7, True)
-    assert torch.equal(there.keys, expected[0]) and torch.equal(there.values, expected[1])
-    assert torch.equal(here.keys, untouched)
+    assert all(torch.equal(pair[1 - here], one) for pair, one in zip(pools, expected, strict=True))
+    assert torch.equal(pools[0][here], untouched)
 
 
 @given(st.permutations(range(BLOCKS)), st.permutations(range(BLOCKS)))
@@ -141,10 +140,10 @@ def test_runs_are_the_pairs_joined(sources: list[int], targets: list[int]) -> No
 
 def test_it_is_a_copier_and_reports_each_copy_once() -> None:
     reports = Reports()
-    copier: Copier = TorchCopier(*storages(), on_copied=reports)
+    copier: Copier = PoolCopier(filled(), SIZE, on_copied=reports)
     for number in range(20):
         copier.submit(Copy(number, Direction.LOAD, (number % BLOCKS,), (number % BLOCKS,)))
-    assert isinstance(copier, TorchCopier)
+    assert isinstance(copier, PoolCopier)
     reports.wait(20)
     assert sorted(one.copy_id for one in copier.drain()) == list(range(20))
     assert copier.drain() == []
@@ -153,7 +152,7 @@ def test_it_is_a_copier_and_reports_each_copy_once() -> None:
 
 def test_submit_does_not_wait_and_loads_go_before_offloads() -> None:
     reports = Reports(closed=True)
-    copier = TorchCopier(*storages(), throttle=0.05, on_copied=reports, clock=VirtualClock())
+    copier = PoolCopier(filled(), SIZE, throttle=0.05, on_copied=reports, clock=VirtualClock())
     copier.submit(Copy(0, Direction.OFFLOAD, (1, 2), (3, 4)))
     reports.wait(1)  # from now on its thread does nothing
     copier.submit(Copy(1, Direction.OFFLOAD, (1, 2), (3, 4)))
@@ -168,11 +167,11 @@ def test_submit_does_not_wait_and_loads_go_before_offloads() -> None:
 
 def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kedge.kv.copy.PIECE", 1)
-    device, host = storages()
-    expected = [naive(host.keys, device.keys, Copy(0, Direction.LOAD, tuple(range(6)), tuple(range(6))))]
+    pools = filled()
+    expected = naive(*pools[0], Copy(0, Direction.LOAD, tuple(range(6)), tuple(range(6))))
     reports = Reports()
     clock = Hurrying()
-    copier = TorchCopier(device, host, throttle=0.03, on_copied=reports, clock=clock)
+    copier = PoolCopier(pools, SIZE, throttle=0.03, on_copied=reports, clock=clock)
     clock.copier = copier
     for number, blocks in enumerate([(0, 1, 2), (3, 4), (5,)]):
         copier.submit(Copy(number, Direction.LOAD, blocks, blocks))
@@ -182,12 +181,12 @@ def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: py
     copier.close()
     assert [one.copy_id for one in done] == [2, 0, 1]
     assert [one.seconds for one in done] == pytest.approx([0.03, 0.09, 0.06]), "each without what went before it"
-    assert torch.equal(device.keys, expected[0])
+    assert torch.equal(pools[0][1], expected)
 
 
 def test_a_copy_that_raises_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports()
-    copier = TorchCopier(*storages(), on_copied=reports)
+    copier = PoolCopier(filled(), SIZE, on_copied=reports)
     with monkeypatch.context() as patch:
         patch.setattr("kedge.kv.copy.block_runs", raising)
         copier.submit(Copy(0, Direction.LOAD, (0,), (1,)))
@@ -205,7 +204,7 @@ def raising(*_: object) -> None:
 
 def test_close_does_not_wait_for_what_has_not_begun() -> None:
     before = copiers()
-    copier = TorchCopier(*storages(), throttle=1000)
+    copier = PoolCopier(filled(), SIZE, throttle=1000)
     for number in range(10):
         copier.submit(Copy(number, Direction.LOAD, (0,), (1,)))
     assert copiers() > before

@@ -163,13 +163,3 @@ def test_translation_of_a_long_segment(dtype: torch.dtype, most: float, record_p
     for name, translate in (("kernel", partial(in_one_pass, slots_of(storage))), ("twin", partial(in_chunks, storage))):
         spent = seconds(lambda translate=translate: translate(slots, [item]))  # type: ignore[misc]
         record_property(f"{name}_{dtype}_gb_per_s", round(moved / spent / 1e9, 1))
-
-
-def test_only_the_segments_slots_are_written() -> None:
-    storage, slots, item = translation(torch.bfloat16, 16)
-    in_one_pass(slots_of(storage), slots, [item])
-    mine = torch.zeros(storage.keys.shape[1], dtype=torch.bool, device=DEVICE)
-    mine[slots.slots[START : START + TOKENS].to(DEVICE)] = True
-    for pool in (storage.keys, storage.values):
-        assert pool[:, mine].isfinite().all()
-        assert pool[:, ~mine].isnan().all()

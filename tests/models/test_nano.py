@@ -17,7 +17,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.runner.run import run
 from kedge.settings import AnchorSettings, EngineSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 FOLDER = Path(kedge.models.nano.__path__[0])
 
@@ -78,7 +78,7 @@ ON_PUSH = [pytest.param(task, marks=[pytest.mark.slow] * (name != "math"), id=na
 def test_off_and_exact_answer_as_transformers_does(task: object, engine: Recorder, oracle: PreTrainedModel) -> None:
     for question in questions(task, 2, seed=5):
         for mode in (ReuseMode.OFF, ReuseMode.EXACT):
-            run(engine, workflow(task), {"user_question": question.text}, reuse=mode, on_tool_error="text")
+            run(engine, task.workflow(), {"user_question": question.text}, reuse=mode, on_tool_error="text")
             served = engine.taken()
             assert [done.tokens for _, done in served] == [greedy(oracle, request) for request, _ in served]
     request, _ = served[-1]
@@ -92,7 +92,7 @@ def test_a_team_learns_to_translate_and_still_answers() -> None:
     task = TASKS["math"]
     with LocalEngine(config=EngineSettings(device="cpu", anchors=AnchorSettings(min_anchors=4))) as engine:
         for question in questions(task, 8, seed=6):
-            result = run(engine, workflow(task), {"user_question": question.text}, on_tool_error="text")
+            result = run(engine, task.workflow(), {"user_question": question.text}, on_tool_error="text")
             engine.wait_idle()
     receipts = [said.completion.receipt for said in result.results]
     assert [receipt.translated > 0 for receipt in receipts] == [False, True, True, True, True]

@@ -1,159 +1,93 @@
-"""Where the fixed part of a prompt ends: declared, shrunk, grown, forgotten; and the trap of an early date."""
+"""Where the fixed part of a prompt ends: declared, or the last block from which prompts went on in three ways."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 import pytest
 
-from kedge.policies.fixed_prompts import FixedBoundary, FixedLengths
-from kedge.types import GenerateRequest, SampleId, Segment
+from kedge.policies.fixed_prompts import WAYS, FixedLengths, SharedHeads
+from kedge.structures.prefixes import chain_of
+from kedge.types import GenerateRequest, SampleId, Segment, TenantId
 
-FIXED = tuple(range(100))
+BLOCK = 4
+FIXED = tuple(range(40))
 fresh = itertools.count(1000)
 
 
-def suffix(size: int = 20) -> tuple[int, ...]:
+def test_the_last_block_with_three_continuations_is_the_end_of_the_fixed_prompt() -> None:
+    heads = SharedHeads()
+    for role in "xyz":
+        assert heads.find(["system", role]) == []
+        for question in range(WAYS):
+            heads.observe(["system", role, question], "end")
+    assert [heads.find(["system", role, 9]) for role in "xyz"] == [[1, 0]] * 3
+    assert heads.find(["system", "new"]) == [0]
+    assert heads.find(["other"]) == []
+
+
+def test_prompts_that_are_repeated_or_continued_have_no_fixed_part() -> None:
+    heads = SharedHeads()
+    for _ in range(9):
+        heads.observe(["a", "b"], "end")
+    for length in range(3, 9):
+        heads.observe([*"abcdefgh"[:length]], "end")
+    assert heads.find([*"abcdefgh"]) == []
+
+
+def test_a_prompt_that_ends_within_a_block_goes_on_in_its_own_way() -> None:
+    heads = SharedHeads()
+    for rest in range(WAYS):
+        heads.observe(["a"], rest)
+    assert heads.find(["a"]) == [0]
+
+
+def test_a_prompt_shorter_than_a_block_has_none() -> None:
+    assert [length(FixedLengths(BLOCK), own(BLOCK - 1)) for _ in range(WAYS + 1)] == [None] * (WAYS + 1)
+
+
+def test_memory_is_bounded() -> None:
+    heads = SharedHeads(100)
+    for prompt in range(1000):
+        heads.observe([prompt, -prompt], 0)
+    assert len(heads) == 100
+
+
+def length(lengths: FixedLengths, tokens: tuple[int, ...], tenant: str = "a", answer: int = 0) -> int | None:
+    request = GenerateRequest((Segment(tokens, "p0"),), tenant=TenantId(tenant))
+    return lengths.of(request, chain_of((*tokens, *range(answer)), BLOCK))
+
+
+def own(size: int = 7) -> tuple[int, ...]:
     """Tokens that no other prompt has."""
     return tuple(next(fresh) for _ in range(size))
 
 
-def prompts(*lengths: int) -> list[tuple[int, ...]]:
-    """Prompts that begin with so many tokens of `FIXED`."""
-    return [FIXED[:length] + suffix() for length in lengths]
-
-
-def observe(boundary: FixedBoundary, calls: Iterable[tuple[int, ...]], agent: str = "a") -> list[int | None]:
-    return [boundary.observe(agent, prompt, 0.0) for prompt in calls]
-
-
-def test_declared_after_m_confirmations() -> None:
-    assert observe(FixedBoundary(8, 3), prompts(*[50] * 5)) == [None, None, None, 50, 50]
-
-
-def test_a_suffix_that_begins_alike_by_chance_does_not_count() -> None:
-    calls = [FIXED[:50] + start + suffix() for start in ((7,), (7,), (8,), (9,), (9,), (3,))]
-    assert observe(FixedBoundary(8, 3), calls) == [None, None, None, None, None, 50]
-
-
-def test_shrinks_at_once() -> None:
-    boundary = FixedBoundary(8, 3)
-    assert observe(boundary, prompts(50, 50, 50, 50, 30)) == [None, None, None, 50, 30]
-
-
-def test_grows_after_m_confirmations() -> None:
-    boundary = FixedBoundary(8, 3)
-    observe(boundary, prompts(*[30] * 5))
-    # The first prompt that is longer has still 30 in common with the one before it.
-    assert observe(boundary, prompts(60, 60, 60, 60)) == [30, 30, 30, 60]
-
-
-def test_one_that_parts_earlier_leaves_the_others_as_they_were() -> None:
-    boundary = FixedBoundary(window=8, confirmations=3)
-    observe(boundary, prompts(*[60] * 4))
-    assert observe(boundary, prompts(30, 60, 60, 30, 60)) == [30, 60, 60, 30, 60]
-
-
-def test_something_new_is_believed_only_after_a_whole_window_without_contradiction() -> None:
-    boundary = FixedBoundary(window=8, confirmations=3)
-    observe(boundary, prompts(*[60] * 4))
-    new = [FIXED[:30] + tuple(range(500, 550)) + suffix() for _ in range(10)]
-    assert observe(boundary, new) == [30] * 8 + [80, 80]
-
-
-def test_a_date_in_the_first_line_ends_the_fixed_part() -> None:
-    """PEER's planner: `You are a planner. Today is {date}. <long instructions> {question}`, five calls a day."""
-    head, instructions = tuple(range(10)), tuple(range(100, 400))
-    boundary = FixedBoundary(window=8, confirmations=3)
-    seen = []
-    for day in range(40):
-        calls = [(*head, 5000 + day, *instructions, *suffix()) for _ in range(5)]
-        seen.append(observe(boundary, calls))
-    assert all(length == 10 for day in seen[2:] for length in day)
-
-
-@pytest.mark.parametrize("calls", [5, 20, 60])
-def test_a_date_that_often_changed_is_not_believed_again(calls: int) -> None:
-    """The more often a length was contradicted, the longer the next one is doubted."""
-    boundary = FixedBoundary(window=8, confirmations=3)
-    days = [[FIXED[:10] + (5000 + day,) + FIXED + suffix() for _ in range(calls)] for day in range(20)]
-    seen = [observe(boundary, day) for day in days]
-    assert seen[0] == [None] * 3 + [111] * (calls - 3)
-    assert {length for day in seen[8:] for length in day} == {10}
-
-
-def test_a_date_that_shares_its_beginning_is_cut_before_what_differs() -> None:
-    head, year, month = (1, 2, 3), (2025,), (7,)
-    boundary = FixedBoundary(window=4, confirmations=2)
-    calls = [(*head, *year, *month, 900 + day, *FIXED, *suffix()) for day in range(6)]
-    assert observe(boundary, calls)[-1] == 5
-    assert observe(boundary, [(*head, *year, 8, 901, *FIXED, *suffix())]) == [4]
-
-
-def test_a_template_that_begins_with_a_variable_has_no_fixed_part() -> None:
-    assert observe(FixedBoundary(), [suffix() + FIXED for _ in range(5)])[-1] == 0
-
-
-def test_agents_are_apart() -> None:
-    boundary = FixedBoundary(confirmations=1)
-    observe(boundary, prompts(50, 50), "a")
-    observe(boundary, prompts(30, 30), "b")
-    assert [observe(boundary, prompts(n), agent) for n, agent in ((50, "a"), (30, "b"), (50, "c"))] == [
-        [50],
-        [30],
-        [None],
-    ]
-
-
-def test_it_expires() -> None:
-    boundary = FixedBoundary(confirmations=1, ttl=10.0)
-    observe(boundary, prompts(50, 50))
-    assert boundary.observe("a", prompts(50)[0], 9.9) == 50
-    assert boundary.observe("a", prompts(50)[0], 19.9) is None
-    assert len(boundary) == 1
-
-
-def test_every_call_renews_it() -> None:
-    boundary = FixedBoundary(confirmations=1, ttl=10.0)
-    for now in range(0, 100, 9):
-        boundary.observe("a", prompts(50)[0], float(now))
-    assert boundary.observe("a", prompts(50)[0], 105.0) == 50
-
-
-def test_no_more_agents_than_its_capacity() -> None:
-    boundary = FixedBoundary(confirmations=1, capacity=3)
-    for agent in "abcad":
-        observe(boundary, prompts(50, 50), agent)
-    assert len(boundary) == 3
-    assert [observe(boundary, prompts(50), agent) for agent in "cadb"] == [[50], [50], [50], [None]]
-
-
-def test_no_more_tokens_than_its_bound() -> None:
-    boundary = FixedBoundary(confirmations=1, max_tokens=300)
-    for agent in "abcde":
-        observe(boundary, prompts(50, 50), agent)
-        assert boundary.tokens <= 300
-    assert len(boundary) == 3
-    assert [observe(boundary, prompts(50), agent) for agent in "cda"] == [[50], [50], [None]]
-    assert observe(boundary, [suffix(301)], "b") == [None]
-    assert (boundary.tokens, len(boundary)) == (0, 0)
-
-
-def test_forgotten_agents_give_their_tokens_back() -> None:
-    boundary = FixedBoundary(ttl=10.0, capacity=2)
-    for agent in "abc":
-        observe(boundary, prompts(50), agent)
-    assert boundary.tokens == 2 * 70
-    boundary.observe("d", prompts(50)[0], 10.0)
-    assert boundary.tokens == 70
-
-
-def test_a_length_comes_from_the_request_then_from_its_segments_then_from_history() -> None:
-    lengths = FixedLengths()
+def test_a_length_comes_from_the_request_then_from_its_segments_then_from_other_prompts() -> None:
+    lengths = FixedLengths(BLOCK)
     parts = (Segment(FIXED, "p0"), Segment((1, 2), "q", SampleId.parse("q@0")))
-    assert lengths.of(GenerateRequest(parts, fixed=7), 0.0) == 7
-    assert lengths.of(GenerateRequest(parts, fixed=len(FIXED) + 3), 0.0) == len(FIXED), "longer than the prompt"
-    assert lengths.of(GenerateRequest(parts), 0.0) == len(FIXED)
-    found = [lengths.of(GenerateRequest((Segment(FIXED + suffix(), "p0"),)), 0.0) for _ in range(5)]
-    assert found[0] is None and found[-1] == len(FIXED)
+    assert lengths.of(GenerateRequest(parts, fixed=7), ()) == 7
+    assert lengths.of(GenerateRequest(parts, fixed=len(FIXED) + 3), ()) == len(FIXED), "longer than the prompt"
+    assert lengths.of(GenerateRequest(parts), ()) == len(FIXED)
+    found = [length(lengths, FIXED + own()) for _ in range(5)]
+    assert found == [None, None, *[len(FIXED)] * 3]
+
+
+@pytest.mark.parametrize(("size", "found"), [(37, 36), (3, None), (0, None)])
+def test_it_ends_with_a_whole_block(size: int, found: int | None) -> None:
+    lengths = FixedLengths(BLOCK)
+    assert [length(lengths, FIXED[:size] + own()) for _ in range(4)][-1] == found
+
+
+def test_a_session_that_grows_has_no_fixed_part_and_answers_are_not_part_of_prompts() -> None:
+    lengths = FixedLengths(BLOCK)
+    assert [length(lengths, tuple(range(size)), answer=size % 5) for size in range(5, 95, 9)] == [None] * 10
+
+
+def test_versions_of_a_template_and_days_have_their_own_and_tenants_are_apart() -> None:
+    lengths = FixedLengths(BLOCK)
+    for day in range(4):
+        seen = [length(lengths, (*FIXED[:10], 500 + day, *FIXED[10:], *own())) for _ in range(4)]
+        assert seen[-2:] == [40, 40], "on one day"
+    assert length(lengths, (*FIXED[:10], 900, *FIXED[10:])) == 8, "what all days have in common"
+    assert length(lengths, (*FIXED[:10], 900, *FIXED[10:]), tenant="b") is None

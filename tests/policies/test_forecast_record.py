@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kedge.policies.sessions.ledger import ForecastRecord
-from kedge.policies.sessions.turns import MAX_CLASSES
+from kedge.structures.bounded import ENTRIES
 from kedge.types import AgentId, AgentKey, Namespace, RunId, TenantId
 
 SPACE = Namespace(TenantId("tests"))
@@ -101,9 +101,9 @@ def test_what_no_forecast_names_is_ignored() -> None:
 
 def test_memory_is_bounded() -> None:
     record = ForecastRecord()
-    for number in range(2 * MAX_CLASSES):
+    for number in range(2 * ENTRIES):
         client = str(number)
         record.on_forecast(cycle_from(0, client))
         record.called(key(AGENTS[5], client))
         record.on_forecast(dict.fromkeys(cycle_from(0, client)))
-    assert len(record) <= MAX_CLASSES
+    assert len(record) <= ENTRIES

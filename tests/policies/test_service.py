@@ -23,19 +23,6 @@ def order_of(missing: dict[str, float], tokens: int = 1) -> ServiceOrder[str]:
     return order
 
 
-def test_what_is_cached_goes_before_what_was_evicted() -> None:
-    assert order_of({"a": 1.0, "b": 0.9, "c": 0.0}).order(0, overloaded=True) == ["c", "b", "a"]
-
-
-def test_first_come_first_served_without_overload() -> None:
-    assert order_of({"a": 1.0, "b": 0.0, "c": 0.5}).order(0, overloaded=False) == ["a", "b", "c"]
-
-
-def test_first_come_first_served_where_all_cost_the_same_or_nearly() -> None:
-    assert order_of({"a": 1.0, "b": 1.0, "c": 1.0}).order(0, overloaded=True) == ["a", "b", "c"]
-    assert order_of({"a": 0.05, "b": 0.0, "c": 0.02}).order(0, overloaded=True) == ["a", "b", "c"]
-
-
 def test_who_has_waited_long_enough_goes_before_what_is_cached() -> None:
     missing = {"evicted": 1.0, "other": 1.0}
     order = order_of(missing)

@@ -46,13 +46,6 @@ def test_known_coefficients_are_recovered(true: tuple[float, ...]) -> None:
     assert linear.of((1.0, 700, 20)) == pytest.approx(cost(true, (1.0, 700, 20)), rel=1e-3), "beyond what was seen"
 
 
-def test_known_coefficients_are_recovered_from_noisy_observations() -> None:
-    rng, linear = random.Random(1), LinearCost(PRIOR)
-    for counts in passes(400):
-        linear.observe(counts, cost(TRUE, counts) * rng.uniform(0.8, 1.2))
-    assert linear.of((1.0, 250, 8)) == pytest.approx(cost(TRUE, (1.0, 250, 8)), rel=0.1)
-
-
 @pytest.mark.parametrize("many", [1, 2, 3, 7])
 def test_the_first_observations_count_at_once(many: int) -> None:
     linear = LinearCost(PRIOR)

@@ -14,7 +14,7 @@ from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan, Sentinel
 from kedge.reuse.planner import CHEAPER, SHORT_TEMPLATE, TRIED, UNLEARNED, UNPROVED, UNREAD, WITHHELD, Planner
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
 
 NOBODY = cast(Any, None)
@@ -28,7 +28,7 @@ LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 def plan_of(reuse: ReuseMode, refusal: str | None = None, leased: tuple[Span, ...] = LEASED) -> tuple[Span, ...]:
     segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId.parse("x@0")))
     return (
-        Planner(NOBODY, NOBODY, PlannerSettings(), refusal, ALWAYS)
+        Planner(NOBODY, NOBODY, PlannerConstants(), refusal, ALWAYS)
         .plan(GenerateRequest(segments, reuse=reuse), leased)
         .spans
     )
@@ -76,14 +76,14 @@ class Unknown(Known):
         )  # fmt: skip
 
 
-def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, held: int = 0, **policy: Any) -> ReusePlan:
-    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8, of which the last are `held`), p2 (4)."""
+def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, **policy: Any) -> ReusePlan:
+    """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8), p2 (4)."""
     segments = (
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "question", SampleId.parse("input_question@0")),
-        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"), held=(4,) * held),
+        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0")),
         Segment((5,) * 4, "p2"),
     )  # fmt: skip
-    planner = Planner(cast(Any, known), cast(Any, known), PlannerSettings(**policy), None, ALWAYS)
+    planner = Planner(cast(Any, known), cast(Any, known), PlannerConstants(**policy), None, ALWAYS)
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
     return planner.plan(request, (Span(0, 5, Source.DEVICE),))
 
@@ -118,7 +118,7 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
         answer = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
         segments = (Segment((1,) * 5, "p0"), answer, Segment((5,) * size, "p1"))
         planner = Planner(
-            cast(Any, known), cast(Any, known), PlannerSettings(move=move, min_translated=0), None, ALWAYS
+            cast(Any, known), cast(Any, known), PlannerConstants(move=move, min_translated=0), None, ALWAYS
         )
         plan = planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
         template = [*range(13, 13 + size)]
@@ -228,7 +228,7 @@ def plan_of_x(known: Known, guard: GuardOrders, cost: EngineCosts = ALWAYS, **po
         Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")
     )  # fmt: skip
     known = cast(Any, known)
-    planner = Planner(known, known, PlannerSettings(**policy), None, cost)
+    planner = Planner(known, known, PlannerConstants(**policy), None, cost)
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
     return planner.plan(request, (Span(0, 5, Source.DEVICE),))
 
@@ -268,7 +268,7 @@ def test_a_placeholder_whose_values_spare_too_little_is_not_matched_any_more() -
         cast(Any, Known(list(range(7)), [])),
         (Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x"))),
     )
-    planner = Planner(known, known, PlannerSettings(), None, Cost(2))
+    planner = Planner(known, known, PlannerConstants(), None, Cost(2))
     request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE)
     here = layout(request)[1]
     assert planner.pays(request, here) and planner.base_pays(request, here, 2)

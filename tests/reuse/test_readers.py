@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kedge.reuse.contracts import PoolKey
-from kedge.reuse.runtime import MAX_PLACEHOLDERS, MAX_VALUES, UNKNOWN, Readers
+from kedge.reuse.runtime import MAX_VALUES, UNKNOWN, Readers
+from kedge.structures.bounded import ENTRIES
 from kedge.types import Namespace, TenantId, WorkflowId
 
 
@@ -81,7 +82,7 @@ def test_the_placeholder_that_was_read_longest_ago_is_forgotten_first() -> None:
     readers, kept = Readers(), placeholder("kept")
     for of in (placeholder(), kept):
         read(readers, range(MAX_VALUES + 10), 4, of)
-    for at in range(MAX_PLACEHOLDERS - 1):
+    for at in range(ENTRIES - 1):
         readers.read(placeholder(f"another-{at}"), (1,))
         readers.read(kept, (0,))
     assert readers.expected(placeholder()) == UNKNOWN

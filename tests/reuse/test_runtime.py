@@ -11,12 +11,13 @@ import torch
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
+from kedge.guard import GuardOrders
 from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import MAX_VALUES, REFRESH, Runtime
-from kedge.settings import AnchorSettings, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -76,7 +77,7 @@ class Taught:
     def __init__(self, values: int, costs: EngineCosts | None = None, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, PlannerSettings(**policy), None, costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerConstants(**policy), None, costs or Above(0))
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(
@@ -121,6 +122,12 @@ def test_other_modes_teach_nothing_and_need_nothing(reuse: ReuseMode) -> None:
     runtime, asked = Taught(0).runtime, request(1, reuse)
     assert not runtime.wants_harvest(asked, runtime.plan(asked, ()))
     assert runtime.needs(asked) == []
+
+
+def test_checks_teach_nothing() -> None:
+    runtime, asked = Taught(0).runtime, request(1)
+    assert runtime.wants_harvest(asked, plan := runtime.plan(asked, ()))
+    assert not runtime.wants_harvest(replace(asked, guard=GuardOrders(held_out=True)), plan)
 
 
 @pytest.mark.parametrize(("above", "pays"), [(SIZE - 1, True), (SIZE, False)])
@@ -301,7 +308,7 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
 def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> None:
     stage, asked = Taught(0, move="unlearned"), with_answer("first")
     sample, tokens = asked.segments[3].sample, asked.segments[3].tokens
-    stage.bases.put_sample(asked.run_key, sample, tokens, random_kv(SIZE, 7), exact_lineage=True)
+    stage.bases.put_sample(asked.run_key, sample, tokens, random_kv(SIZE, 7))
     plan = stage.runtime.plan(asked, ())
     assert [one.blend.adds for one in plan.translations] == [False]
     stage.runtime.keep_base(asked, random_kv(asked.prompt_tokens, 1).slice, plan)
@@ -362,7 +369,7 @@ class Moving(Taught):
         asked = reading(seed)
         answer = asked.segments[1]
         assert answer.sample is not None
-        self.bases.put_sample(asked.run_key, answer.sample, answer.tokens, random_kv(SIZE, seed), exact_lineage=True)
+        self.bases.put_sample(asked.run_key, answer.sample, answer.tokens, random_kv(SIZE, seed))
         return asked
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kedge.reuse.contracts import PoolKey
-from kedge.reuse.planner import MAX_PLACEHOLDERS, TRIED, Savings
+from kedge.reuse.planner import TRIED, Savings
+from kedge.structures.bounded import ENTRIES
 from kedge.types import Namespace, TenantId, WorkflowId
 
 
@@ -50,7 +51,7 @@ def test_one_value_in_so_many_is_tried_whatever_is_known() -> None:
 
 def test_the_placeholder_that_was_translated_longest_ago_is_forgotten() -> None:
     savings, value = Savings(), values(tried=False)[0]
-    for at in range(MAX_PLACEHOLDERS + 1):
+    for at in range(ENTRIES + 1):
         savings.observe(placeholder(str(at)), 40, 0)
     assert savings.expected(placeholder("0"), value) == 2
     assert savings.expected(placeholder("1"), value) == 0

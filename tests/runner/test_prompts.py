@@ -64,7 +64,6 @@ def test_a_request_says_whose_it_is() -> None:
     assert (request.tenant, request.client, request.run, request.agent) == ("t", "c", "r", "b")
     assert (request.workflow, request.reuse, request.produces) == ("flow", ReuseMode.OFF, B0)
     assert (request.sampling.max_tokens, request.fixed) == (7, len(prompts["b"].prefixes[0]))
-    assert request.trail == prompts["b"].trail
 
 
 def test_fixed_prompts_are_those_of_agents_that_have_one() -> None:

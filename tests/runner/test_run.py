@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 
-from kedge.engine import base
-from kedge.engine.base import Stream
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.run import EventKind, RunEvent, run
@@ -18,7 +15,6 @@ from kedge.types import (
     FinishReason,
     GenerateRequest,
     Namespace,
-    RequestId,
     ReuseMode,
     RunId,
     RunKey,
@@ -106,16 +102,6 @@ def test_a_mode_may_be_given_as_its_value(engine: Engine) -> None:
         run(engine, flow(agent("a")), ASK, reuse="often")
 
 
-def test_requests_tell_what_comes_behind_their_answers(engine: Engine) -> None:
-    workflow = flow(Agent("a", "sys", "{user_question}"), Agent("b", "sys", "{agent_a_current}\n\nNow you."))
-    run(engine, workflow, ASK)
-    first, second = engine.requests
-    behind = engine.tokenizer.decode(first.trail)
-    assert behind.startswith("\n\nNow you.")
-    assert second.trail == ()
-    assert [segment.trail for segment in second.segments if segment.is_answer] == [first.trail]
-
-
 def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
     run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
     a, b = (AgentKey(Namespace(TenantId("t")), "c", RunId("r"), request.agent) for request in engine.requests)
@@ -138,12 +124,6 @@ def test_the_engine_is_told_what_every_prompt_begins_with(engine: Engine) -> Non
         assert prompts[request.agent_key] == first.tokens
         assert request.fixed == len(first.tokens)
     assert all(not more for _, more in others)
-
-
-def test_a_run_that_fails_is_forgotten_too(engine: Engine) -> None:
-    with pytest.raises(ToolError):
-        run(engine, flow(agent("a", tool=failing)), ASK, run_id="r")
-    assert set(engine.forecasts[-1][0].values()) == {None}
 
 
 def test_translation_is_the_default_and_run_ids_are_unique(engine: Engine) -> None:
@@ -324,21 +304,6 @@ def test_an_event_handler_that_raises_ends_the_run() -> None:
         assert not engine.cancel(engine.requests[0].request_id)
 
 
-def test_runs_in_threads_do_not_meet(engine: Engine) -> None:
-    texts: dict[int, str] = {}
-
-    def one(number: int) -> None:
-        workflow = flow(agent("a", tool=upper), agent("b", "condition_a_current"))
-        texts[number] = run(engine, workflow, {"user_question": f"q{number}"}).of("a").tool_result or ""
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {number: f"q{number} <A>" for number in range(8)}
-
-
 def test_answers_that_end_by_length_go_on() -> None:
     with EchoEngine({"a": "abcdef"}) as engine:
         result = run(engine, flow(agent("a", max_tokens=3), agent("b", "agent_a_current")), ASK)
@@ -371,32 +336,3 @@ def test_who_waits_for_several_is_told_more_with_every_answer() -> None:
         run(engine, workflow, ASK)
         known = [[text for _, text, _ in filled(engine, request)] for request in engine.prepared]
     assert known == [["why?", "", ""], ["why?", "f", ""]]
-
-
-def test_an_engine_that_cannot_prepare_is_told_nothing() -> None:
-    class Plain(base.Engine):
-        """An engine with what every one has to have and no more."""
-
-        failure = None
-
-        def __init__(self, inner: EchoEngine) -> None:
-            self.tokenizer, self._inner = inner.tokenizer, inner
-
-        def submit(self, request: GenerateRequest) -> Stream:
-            return self._inner.submit(request)
-
-        def cancel(self, request_id: RequestId) -> bool:
-            return self._inner.cancel(request_id)
-
-        def end_run(self, run: RunKey) -> None:
-            self._inner.end_run(run)
-
-        def forecast(self, *hints: Any) -> None:
-            self._inner.forecast(*hints)
-
-        def close(self) -> None:
-            self._inner.close()
-
-    with EchoEngine(says) as inner:
-        assert run(Plain(inner), CHAIN, ASK).text == "<b>"
-        assert inner.prepared == []

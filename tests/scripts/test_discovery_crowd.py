@@ -6,7 +6,8 @@ import tracemalloc
 
 import pytest
 
-from kedge.discovery import discovery, found_agents, known_texts, runs
+from kedge.discovery import discovery, known_texts, runs
+from kedge.policies.fixed_prompts import SharedHeads
 from scripts import discovery_crowd
 from scripts.discovery_crowd import crowd
 
@@ -24,7 +25,7 @@ def test_memory_does_not_grow_with_the_crowd(monkeypatch: pytest.MonkeyPatch) ->
         (discovery_crowd, "HEADS", 10),
     ):
         monkeypatch.setattr(module, name, limit)
-    monkeypatch.setattr(found_agents.SharedHeads.__init__, "__defaults__", (256,))
+    monkeypatch.setattr(SharedHeads.__init__, "__defaults__", (256,))
     sizes = []
     tracemalloc.start()
     try:

@@ -61,7 +61,7 @@ ROWS = [
 
 def test_a_table_fits_a_terminal_and_has_every_reason() -> None:
     text = table("vllm", ROWS[:2])
-    assert "| 0.31 | 0.31.0 | 300 | 0 | 4 | all | 2026-01-01 |" in text and "- 0.33: not tried: no wheel" in text
+    assert "| 0.31.0 | 300 | 0 | 4 | all |" in text and "- 0.33: not tried: no wheel" in text
     assert all(len(line) <= 80 for line in text.splitlines() if line.startswith("|"))
     page = written(f"# Head\n\n{BEGIN}\nold\n{END}\ntail\n", ROWS)
     assert page.startswith(f"# Head\n\n{BEGIN}\n") and page.endswith(f"{END}\ntail\n") and "old" not in page

@@ -19,7 +19,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.server.app import create_app
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
-from kedge.server.tracing import Tracing
+from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows.server_runs import Workflows
 from kedge.settings import ServerSettings
 
@@ -70,7 +70,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def serving(
-    engine: Engine, config: ServerSettings | None = None, keys: KeyRing | None = None, tracing: Tracing | None = None
+    engine: Engine,
+    config: ServerSettings | None = None,
+    keys: KeyRing | None = None,
+    tracing: OpenTelemetry | None = None,
 ) -> Iterator[Served]:
     app = create_app(engine, config, keys, tracing)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))

@@ -12,7 +12,7 @@ from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
-from kedge.guard import DecisionKind, GuardMode
+from kedge.guard import DecisionKind
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.server.metrics import guard_families
@@ -127,76 +127,34 @@ def test_an_engine_in_its_own_process_answers_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "asked", "expected"),
-    [(None, None, None), (None, "off", "off"), ("shadow", None, "shadow"), ("shadow", "on", "on")],
+    ("field", "own", "asked", "expected"),
+    [
+        ("guard", None, None, None),
+        ("guard", None, "off", "off"),
+        ("guard", "shadow", None, "shadow"),
+        ("guard", "shadow", "on", "on"),
+        ("fidelity", "any", None, math.inf),
+        ("fidelity", None, "strict", 0.0003),
+        ("fidelity", 0.5, "any", math.inf),
+        ("pick", None, None, ""),
+        ("pick", "Pick:", None, "Pick:"),
+        ("pick", "Pick:", "So:", "So:"),
+    ],
 )
-def test_the_mode_of_a_call_overrides_that_of_its_agent(own: str | None, asked: str | None, expected: str) -> None:
-    agents = [{**one, **({"guard": own} if own else {})} for one in FLOW["agents"]]
+def test_what_a_call_asks_for_overrides_what_its_agent_has(field: str, own: Any, asked: Any, expected: Any) -> None:
+    flow = {**FLOW, "agents": [{**one, field: own} if own else one for one in FLOW["agents"]]}
     with Guarded() as engine, serving(engine) as running, running.http() as http:
-        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
-        name = agents[0]["id"]
-        kedge = {"workflow": FLOW["name"], "agent": name, "bindings": {"user_question": "why?"}}
-        body = {"messages": [], "kedge": {**kedge, **({"guard": asked} if asked else {})}}
-        answer = http.post("/v1/chat/completions", json=body)
+        assert http.post("/v1/workflows", json=flow).status_code == 201
+        kedge = {"workflow": "pair", "agent": "first", "bindings": {"user_question": "why?"}, field: asked}
+        answer = http.post("/v1/chat/completions", json={"messages": [], "kedge": kedge})
         assert answer.status_code == 200, answer.text
-        assert answer.json()["kedge"]["receipts"][0]["guard"] == []
-        assert engine.asked[-1].guard.mode == (GuardMode(expected) if expected else None)
-        described = http.get(f"/v1/workflows/{FLOW['name']}").json()
-    assert [one["guard"] for one in described["agents"]] == [own] * len(agents)
-
-
-@pytest.mark.parametrize(
-    ("own", "asked", "expected"),
-    [(None, None, None), ("fast", None, 0.01), (None, "strict", 0.0003), (0.5, 0.25, 0.25)],
-)
-def test_the_budget_of_a_call_overrides_that_of_its_agent(own: Any, asked: Any, expected: float | None) -> None:
-    agents = [{**one, **({"fidelity": own} if own else {})} for one in FLOW["agents"]]
-    with Guarded() as engine, serving(engine) as running, running.http() as http:
-        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
-        kedge = {"workflow": FLOW["name"], "agent": agents[0]["id"], "bindings": {"user_question": "why?"}}
-        answer = http.post("/v1/chat/completions", json={"messages": [], "kedge": {**kedge, "fidelity": asked}})
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["kedge"]["receipts"][0]["fidelity"] is None, "this engine translates nothing"
-        assert engine.asked[-1].guard.fidelity == expected
-        refused = http.post("/v1/chat/completions", json={"messages": [], "kedge": {**kedge, "fidelity": "exactly"}})
-        assert refused.status_code == 400 and "kedge.fidelity" in refused.text
-
-
-@pytest.mark.parametrize(
-    ("own", "asked", "expected"), [("", None, ""), ("Pick:", None, "Pick:"), ("Pick:", "So:", "So:")]
-)
-def test_what_stands_before_a_pick_comes_with_a_call_or_its_agent(own: str, asked: str | None, expected: str) -> None:
-    agents = [{**one, "pick": own} if own else one for one in FLOW["agents"]]
-    with Guarded() as engine, serving(engine) as running, running.http() as http:
-        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
-        kedge = {"workflow": FLOW["name"], "agent": agents[0]["id"], "bindings": {"user_question": "why?"}}
-        body = {"messages": [], "kedge": {**kedge, **({"pick": asked} if asked else {})}}
-        assert http.post("/v1/chat/completions", json=body).status_code == 200
-        assert engine.asked[-1].guard.pick == expected
-        http.post(
-            f"/v1/workflows/{FLOW['name']}/runs", json={"inputs": {"user_question": "why?"}, "stream": True}
-        ).read()
-        assert {one.guard.pick for one in engine.asked[1:]} == {own}
-
-
-@pytest.mark.parametrize(
-    ("own", "asked", "nats"), [(None, "fast", 0.01), ("strict", None, 0.0003), ("strict", "any", math.inf)]
-)
-def test_a_calls_budget_of_fidelity_overrides_that_of_its_agent(
-    own: str | None, asked: str | None, nats: float
-) -> None:
-    agents = [{**one, "fidelity": own} for one in FLOW["agents"]]
-    with Guarded() as engine, serving(engine) as running, running.http() as http:
-        assert http.post("/v1/workflows", json={**FLOW, "agents": agents}).status_code == 201
-        kedge = {"workflow": FLOW["name"], "agent": agents[0]["id"], "bindings": {"user_question": "why?"}}
-        body = {"messages": [], "kedge": {**kedge, **({"fidelity": asked} if asked else {})}}
-        answer = http.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        assert engine.asked[-1].guard.fidelity == nats
-        assert answer.json()["kedge"]["receipts"][0]["fidelity"] is None
-        assert http.post("/v1/workflows", json={**FLOW, "fidelity": "any"}).status_code in (200, 201)
-        described = http.get(f"/v1/workflows/{FLOW['name']}").json()
-    assert [one["fidelity"] for one in described["agents"]] == ["any", "any"]
+        receipt = answer.json()["kedge"]["receipts"][0]
+        assert (receipt["guard"], receipt["fidelity"]) == ([], None), "this engine translates nothing"
+        assert getattr(engine.asked[-1].guard, "mode" if field == "guard" else field) == expected
+        http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "why?"}, "stream": True}).read()
+        assert field != "pick" or {one.guard.pick for one in engine.asked[1:]} == {own or ""}
+        unset = "" if field == "pick" else None
+        assert [one[field] for one in http.get("/v1/workflows/pair").json()["agents"]] == [own or unset] * 2
 
 
 def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:
@@ -211,8 +169,9 @@ def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:
     assert modes == {first["id"]: "on", **{one["id"]: "off" for one in others}}
 
 
-def test_a_call_with_an_unknown_mode_is_refused() -> None:
+@pytest.mark.parametrize(("field", "bad"), [("guard", "maybe"), ("fidelity", "exactly")])
+def test_a_call_with_an_unknown_mode_or_budget_is_refused(field: str, bad: str) -> None:
     with Guarded() as engine, serving(engine) as running, running.http() as http:
-        body = {"messages": [{"role": "user", "content": "hi"}], "kedge": {"guard": "maybe"}}
+        body = {"messages": [{"role": "user", "content": "hi"}], "kedge": {field: bad}}
         refused = http.post("/v1/chat/completions", json=body)
-    assert refused.status_code == 400 and "kedge.guard" in refused.text and not engine.asked
+    assert refused.status_code == 400 and f"kedge.{field}" in refused.text and not engine.asked

@@ -205,7 +205,7 @@ def test_forecasts_that_are_ignored_are_counted(http: httpx.Client, served: Serv
     for seq in (5, 5, -1):
         said = {"run": "f", "client": "c", "seq": seq, "steps": {"a": 0, "b": 1}}
         assert http.post("/v1/hints", json={"kedge": said}).status_code == 200
-    forecasts = {key.run_id: one.forecast for key, one in served.workflows.client_runs.board._runs.items()}
+    forecasts = {key.run_id: one for key, one in served.workflows.client_runs.board._runs.items()}
     assert forecasts["f"].seq == 5
     text = http.get("/metrics").text
     assert 'kedge:ignored_forecasts_total{reason="stale"} 1.0' in text

@@ -11,11 +11,10 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.errors import RequestError
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import ChatMessage
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
-from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
+from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import PATIENCE, Served, serving
 
 MODEL = "kedge-nano"
@@ -72,19 +71,6 @@ def test_a_conversation_goes_on_where_its_kv_is(client: openai.OpenAI, served: S
     template, eos = served.engine.tokenizer.inner, served.engine.tokenizer.eos_token_id
     assert template.decode(tokens) == template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokens.count(eos) == len(messages), "the end of a turn that a user spells out ends none"
-
-
-def test_a_conversation_that_the_template_cannot_render() -> None:
-    tokenizer = tiny_tokenizer()
-    turns = [ChatMessage(role=role, content="hello") for role in ("user", "assistant", "user")]
-    with pytest.raises(RequestError, match="no chat template"):
-        prompts.of_conversation(tokenizer, turns)
-    tokenizer.inner.chat_template = "{{ raise_exception('roles must take turns') }}"
-    with pytest.raises(RequestError, match="roles must take turns"):
-        prompts.of_conversation(tokenizer, turns)
-    tokenizer.inner.chat_template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(RequestError, match="loses or repeats"):
-        prompts.of_conversation(tokenizer, turns)
 
 
 def test_the_models_own_bounds(client: openai.OpenAI) -> None:

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from kedge.engine.base import Engine
 from kedge.engine.echo import EchoEngine
 from kedge.server import app
+from kedge.server.service import Service
+from kedge.server.tenancy import KeyRing
 from kedge.settings import LimitSettings, ServerSettings
 from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
 
@@ -22,15 +25,27 @@ LONG = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True}
 class Ending:
     """A server that can be told to end, as SIGTERM tells it."""
 
-    def __init__(self, engine: EchoEngine, grace: float, on_failure: Callable[[], None] | None = None) -> None:
-        application = app.create_app(engine, ServerSettings(grace=grace))
-        self.service = application.state.service
+    def __init__(
+        self,
+        engine: Engine,
+        grace: float = 1.0,
+        on_failure: Callable[[], None] | None = None,
+        keys: KeyRing | None = None,
+        key: str = "",
+    ) -> None:
+        application = app.create_app(engine, ServerSettings(grace=grace), keys)
+        self.service: Service = application.state.service
         self.server = app.GracefulServer(application, on_failure, port=0, log_level="warning")
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         wait_until(lambda: self.server.started)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.key = key
+        self.http = self.client()
+
+    def client(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=PATIENCE)
 
     def end(self) -> None:
         self.server.handle_exit(15, None)
@@ -102,13 +117,21 @@ def test_a_run_without_a_listener_has_the_grace_too() -> None:
         assert mine[run].status == "finished"
 
 
-def test_nothing_new_is_taken() -> None:
-    with ending(grace=5, delay_s=0) as running:
-        running.service.is_ending = True
-        refused = running.http.post("/v1/completions", json=LONG)
+def test_new_calls_are_told_while_the_server_drains() -> None:
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with (
+        ending(grace=30, delay_s=0.01) as running,
+        running.client() as other,
+        running.http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        running.end()
+        wait_until(lambda: running.service.is_ending)
+        assert (other.get("/ready").status_code, other.get("/health").status_code) == (503, 200)
+        refused = other.post("/v1/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert running.http.get("/ready").status_code == 503
-        assert running.http.get("/health").status_code == 200
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
 
 
 def test_an_idle_server_ends_at_once() -> None:

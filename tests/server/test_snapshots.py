@@ -7,32 +7,33 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Timer
 
 import httpx
 import pytest
 
-from kedge.engine.common.state.files import MANIFEST, PREVIOUS
+from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
+from kedge.server import app
 from kedge.server.app import Snapshots, create_app
 from kedge.settings import ServerSettings
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
 from tests.engine.common.state_helpers import change, damage, record_files
 from tests.engine.local.conftest import tiny_model
-from tests.server.conftest import YAML, serving, wait_until
+from tests.server.conftest import YAML, Served, serving, wait_until
+from tests.server.test_failure import process
 
-ROOT = Path(__file__).parents[2]
 
-
-def served(built: LocalEngine, folder: Path, interval: float = 60.0):  # noqa: ANN201
-    return serving(built, ServerSettings(state=folder, snapshot_interval=interval))
+@contextmanager
+def served(built: LocalEngine, folder: Path, interval: float = 60.0) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(app, "SNAPSHOT_SECONDS", interval)
+        with serving(built, ServerSettings(state=folder)) as running:
+            yield running
 
 
 def test_what_one_server_learns_another_knows(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_one_damaged_file_costs_a_server_one_pool(tmp_path: Path, caplog: pytest
 def test_a_server_starts_whatever_is_damaged(tmp_path: Path) -> None:
     with engine() as first, served(first, tmp_path):
         ask(first, 50)
-    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
+    for file in [*record_files(tmp_path), tmp_path / MANIFEST]:
         damage(file, "random")
     with engine() as second, served(second, tmp_path) as running:
         assert second.inspect()["anchors"]["pools"] == 0
@@ -88,8 +89,7 @@ def test_state_of_another_model_is_refused_and_moved(tmp_path: Path, caplog: pyt
     with engine() as first, served(first, tmp_path):
         ask(first, 50)
     kept = {file.name for file in record_files(tmp_path)}
-    for manifest in (MANIFEST, PREVIOUS):
-        change(tmp_path / manifest, identity="another model")
+    change(tmp_path / MANIFEST, identity="another model")
     with engine() as second, served(second, tmp_path) as running:
         assert second.inspect()["anchors"]["pools"] == 0
         assert snapshots_of(running.http().get("/metrics").text, "refused") == 1
@@ -113,13 +113,13 @@ def test_a_disk_that_fails_ends_no_server(
 
 def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EchoEngine has no state"):
-        Snapshots(EchoEngine(), tmp_path, 1.0, lambda _: None)
+        Snapshots(EchoEngine(), tmp_path, lambda _: None)
 
 
 def test_a_folder_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with engine() as built:
-        snapshots = Snapshots(built, tmp_path / "file" / "below", 1.0, lambda _: None)
+        snapshots = Snapshots(built, tmp_path / "file" / "below", lambda _: None)
         with pytest.raises(ConfigError, match=r"server\.state"):
             snapshots.load()
 
@@ -139,15 +139,15 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
     from kedge.settings import LimitSettings
 
     file = tmp_path / "keys.toml"
-    file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchors = 3\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
+    file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
     with engine() as built:
-        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchors=7)))
-        limits = built.query(lambda parts: parts.learned[0].table.limits)
-        assert [(name, one.anchors, one.nbytes) for name, one in limits.items()] == [("a", 3, 1 << 20), ("b", 7, None)]
+        create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
+        limits = built.query(lambda parts: parts.learned[0].limits)
+        assert limits == {"a": 1 << 20, "b": 7}
         block = built.kv_spec.bytes_per_token * 16
         assert built.query(lambda parts: parts.cache.tiers.backups.limits) == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
-        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchors=7)))
+        create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
 
 
 # real processes -------------------------------------------------------------------------------------------------------
@@ -160,54 +160,7 @@ agents:
 """
 
 
-LIMIT = 300.0
-"""Seconds that a process may run"""
-
-
-class Process:
-    """`kedge serve` of a tiny model, as its log tells of it."""
-
-    def __init__(self, model: Path, state: Path) -> None:
-        code = "from kedge.cli.main import app; app()"
-        command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", "--log-format", "json"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT / "src"),
-            "KEDGE_SERVER__SNAPSHOT_INTERVAL": "0.2",
-            "KEDGE_API_KEYS": "",
-            "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # on a model as small as this one, computing is cheaper
-            "KEDGE_ENGINE__PLANNER__MOVE": "never",  # so that there is something to be learned
-        }
-        self.popen = subprocess.Popen(
-            [*command, "--state", str(state)], stderr=subprocess.PIPE, text=True, env=environment, cwd=state.parent
-        )
-        self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever
-        self.watchdog.start()
-        self.lines: list[dict[str, object]] = []
-        url = re.search(r"http://\S+", self.until(r"running on (http://\S+)"))
-        assert url
-        self.http = httpx.Client(base_url=url[0], timeout=60)
-
-    def until(self, pattern: str) -> str:
-        """Reads the log up to a message that fits."""
-        assert self.popen.stderr
-        for line in self.popen.stderr:
-            if line.startswith("{"):
-                self.lines.append(json.loads(line))
-                if re.search(pattern, str(self.lines[-1]["message"])):
-                    return str(self.lines[-1]["message"])
-        raise AssertionError(f"it ended without {pattern}: {self.lines}")
-
-
-@contextmanager
-def process(model: Path, state: Path) -> Iterator[Process]:
-    running = Process(model, state)
-    try:
-        yield running
-    finally:
-        running.watchdog.cancel()
-        running.popen.kill()
-        running.popen.communicate()
+SERVE = "from kedge.cli.main import app; app()"
 
 
 def run_flow(http: httpx.Client, question: str) -> list[dict[str, object]]:
@@ -230,7 +183,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with process(model_folder, state) as running:
+    args = (str(model_folder), "--state", str(state))
+    with process(SERVE, *args, folder=tmp_path) as running:
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         for question in ("one and two", "three and four"):
             run_flow(running.http, question)
@@ -238,8 +192,8 @@ def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path,
         running.popen.send_signal(signal.SIGKILL)
         assert running.popen.wait(60) == -signal.SIGKILL
     shutil.copytree(state, tmp_path / "copy")
-    with process(model_folder, state) as running:
-        assert any("loaded 2 pools" in str(line["message"]) for line in running.lines)
+    with process(SERVE, *args, folder=tmp_path) as running:
+        assert any("loaded 2 pools" in line for line in running.lines)
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         with running.http.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}

@@ -35,22 +35,21 @@ def test_defaults() -> None:
     settings = Settings.load()
     assert settings == Settings()
     assert settings.engine == EngineSettings()
-    assert settings.reuse is ReuseMode.TRANSLATE
 
 
 def test_later_layers_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    toml("reuse = 'off'\n[engine]\nblock_size = 1\nmax_running = 1\nmax_batch_tokens = 1\n")
+    toml("[server]\nreuse = 'off'\n[engine]\nblock_size = 1\nmax_running = 1\nmax_batch_tokens = 1\n")
     monkeypatch.setenv("KEDGE_ENGINE__MAX_RUNNING", "2")
     monkeypatch.setenv("KEDGE_ENGINE__MAX_BATCH_TOKENS", "2")
     settings = Settings.load(engine={"max_batch_tokens": 3})
-    assert settings.reuse is ReuseMode.OFF
+    assert settings.server.reuse is ReuseMode.OFF
     assert (settings.engine.block_size, settings.engine.max_running, settings.engine.max_batch_tokens) == (1, 2, 3)
 
 
 def test_a_flag_that_was_not_given_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEDGE_REUSE", "exact")
-    settings = Settings.load(reuse=None, engine={"model": None, "device": "cpu"})
-    assert (settings.reuse, settings.engine.model, settings.engine.device) == (ReuseMode.EXACT, None, "cpu")
+    monkeypatch.setenv("KEDGE_SERVER__REUSE", "exact")
+    settings = Settings.load(server={"reuse": None}, engine={"model": None, "device": "cpu"})
+    assert (settings.server.reuse, settings.engine.model, settings.engine.device) == (ReuseMode.EXACT, None, "cpu")
 
 
 def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +58,9 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_named_file_replaces_the_default_one() -> None:
-    toml("reuse = 'off'")
+    toml("[server]\nreuse = 'off'")
     assert Settings.load(toml("[engine.anchors]\ncapacity = 7", "other.toml")).engine.anchors.capacity == 7
-    assert Settings.load(Path("other.toml")).reuse is ReuseMode.TRANSLATE
+    assert Settings.load(Path("other.toml")).server.reuse is None
 
 
 def test_anchors_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,19 +87,19 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"guard": {"fidelity": "best"}}}, "engine.guard.fidelity", "best"),
         ({"engine": {"guard": {"fidelity": -1}}}, "engine.guard.fidelity", -1),
         ({"engine": {"anchors": {"noise": 0}}}, "engine.anchors.noise", 0),  # a setting once
-        ({"engine": {"planner": {"min_translated": 2}}}, "engine.planner.min_translated", 2),
+        ({"engine": {"planner": {"min_translated": 0.2}}}, "engine.planner.min_translated", 0.2),  # likewise
         ({"engine": {"tiers": {"host_memory": -1}}}, "engine.tiers.host_memory", -1),
         ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
         ({"engine": {"tiers": {"policy": "fifo"}}}, "engine.tiers.policy", "fifo"),
-        ({"engine": {"tiers": {"throttle": "nan"}}}, "engine.tiers.throttle", "nan"),
+        ({"server": {"grace": "nan"}}, "server.grace", "nan"),
         ({"server": {"port": 65536}}, "server.port", 65536),
-        ({"server": {"snapshot_interval": 0}}, "server.snapshot_interval", 0),
+        ({"server": {"port": -1}}, "server.port", -1),
         ({"server": {"grace": -1}}, "server.grace", -1),
         ({"server": {"log_format": "xml"}}, "server.log_format", "xml"),
-        ({"server": {"limits": {"anchors": 0}}}, "server.limits.anchors", 0),
+        ({"server": {"limits": {"requests_in_flight": 0}}}, "server.limits.requests_in_flight", 0),
         ({"server": {"limits": {"host_memory": "much"}}}, "server.limits.host_memory", "much"),
         ({"engine": {"anchors": {"capacity": True}}}, "engine.anchors.capacity", True),
-        ({"engine": {"planner": {"min_translated": False}}}, "engine.planner.min_translated", False),
+        ({"engine": {"guard": {"share": False}}}, "engine.guard.share", False),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
         ({"colour": "red"}, "colour", "red"),
@@ -126,7 +125,7 @@ def test_all_bad_keys_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "key"),
     [
-        ("KEDGE_REUSE", "no", "reuse"),
+        ("KEDGE_SERVER__REUSE", "no", "server.reuse"),
         ("KEDGE_ENGINE__BLOCK_SIZE", "x", "engine.block_size"),
         ("KEDGE_ENGINE__NOTHING", "1", "engine.nothing"),
         ("KEDGE_ENGINE", "{'block_size': 3}", "engine"),
@@ -177,7 +176,7 @@ def test_a_value_where_a_section_belongs_is_not_hidden_by_a_flag() -> None:
         ({"allowed_hosts": "kedge, kedge:8000"}, r"server.allowed_hosts.1='kedge:8000': must be a host name"),
         ({"tool_call_parser": "pythonic"}, r"server.tool_call_parser='pythonic': .*'hermes' or 'llama3_json'"),
         ({"max_in_flight": 0}, r"server.max_in_flight=0: .*greater than 0"),
-        ({"limits": {"anchors": True}}, r"server.limits.anchors=True: .*true and false"),
+        ({"limits": {"hints_per_minute": True}}, r"server.limits.hints_per_minute=True: .*true and false"),
     ],
 )
 def test_a_server_setting_that_cannot_work_is_refused(settings: dict[str, object], message: str) -> None:
@@ -189,11 +188,11 @@ def test_a_server_in_the_file_and_the_environment(monkeypatch: pytest.MonkeyPatc
     toml("[server]\nport = 9\nlog_format = 'json'\n[server.limits]\nanchor_bytes = '2MiB'\n")
     monkeypatch.setenv("KEDGE_SERVER__STATE", "state")
     monkeypatch.setenv("KEDGE_SERVER__ALLOWED_HOSTS", "kedge, kedge.example 10.0.0.1")
-    monkeypatch.setenv("KEDGE_SERVER__LIMITS__ANCHORS", "5")
+    monkeypatch.setenv("KEDGE_SERVER__LIMITS__REQUESTS_IN_FLIGHT", "5")
     server = Settings.load(server={"port": 10, "host": None}).server
     assert (server.host, server.port, server.log_format, server.state) == ("127.0.0.1", 10, "json", Path("state"))
     assert server.allowed_hosts == ("kedge", "kedge.example", "10.0.0.1")
-    assert (server.limits.anchors, server.limits.anchor_bytes) == (5, 2 << 20)
+    assert (server.limits.requests_in_flight, server.limits.anchor_bytes) == (5, 2 << 20)
 
 
 def test_a_host_tier_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

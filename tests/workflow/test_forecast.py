@@ -53,15 +53,6 @@ def test_a_probability_alone_is_a_change() -> None:
     assert board.update(RUN, 1, {A: NextRun(1, 0.6)}, 0.0) == {key("a"): (1, 0.6)}
 
 
-@pytest.mark.parametrize("other", [run_key("r2"), run_key(client="c2"), run_key(tenant="t2")])
-def test_one_update_never_erases_another_ones(other: RunKey) -> None:
-    board = ForecastBoard()
-    board.update(RUN, 5, steps(a=1), 0.0)
-    board.update(other, 0, steps(a=7), 0.0)
-    board.done(other, 0.0)
-    assert board.steps == {key("a"): 1}
-
-
 @pytest.mark.parametrize(
     ("seq", "reason"), [(3, Ignored.STALE), (2, Ignored.STALE), (0, Ignored.STALE), (-1, Ignored.NEGATIVE)]
 )
@@ -71,13 +62,6 @@ def test_stale_and_negative_sequence_numbers_are_ignored_and_counted(seq: int, r
     assert board.update(RUN, seq, steps(a=9, b=9), 0.0) == {}
     assert board.steps == {key("a"): 1}
     assert board.ignored == {reason: 1}
-
-
-def test_an_ignored_hint_does_not_renew_the_forecast() -> None:
-    board = ForecastBoard(ttl=10)
-    board.update(RUN, 3, steps(a=1), 0.0)
-    board.update(RUN, 3, steps(a=1), 9.0)
-    assert board.expire(10.0) == {key("a"): None}
 
 
 def test_unknown_agents_are_ignored_and_counted() -> None:
@@ -94,37 +78,6 @@ def test_what_cannot_be_meant_is_ignored_and_counted(bad: NextRun) -> None:
     board = ForecastBoard()
     assert board.update(RUN, 0, {A: bad, B: NextRun(UNKNOWN, 0.0)}, 0.0) == {key("b"): (UNKNOWN, 0)}
     assert board.ignored == {Ignored.BAD_VALUE: 1}
-
-
-def test_a_forecast_expires_and_may_come_again() -> None:
-    board = ForecastBoard(ttl=10)
-    board.update(RUN, 7, steps(a=1), 0.0)
-    assert board.expire(9.9) == {}
-    assert board.update(run_key("other"), 0, {}, 10.0) == {key("a"): None}
-    assert board.forecast(RUN) is None
-    assert board.update(RUN, 0, steps(a=1), 11.0) == {key("a"): (1, 1)}
-
-
-def test_a_run_that_was_renewed_does_not_keep_another_one_from_expiring() -> None:
-    board = ForecastBoard(ttl=10)
-    board.update(RUN, 0, steps(a=1), 0.0)
-    board.update(run_key("other"), 0, steps(a=1), 1.0)
-    board.update(RUN, 1, steps(a=2), 8.0)
-    assert board.expire(11.0) == {key("a", run_key("other")): None}
-
-
-def test_a_run_that_is_done_is_not_brought_back_by_a_late_hint() -> None:
-    board = ForecastBoard(ttl=10)
-    board.update(RUN, 0, steps(a=1), 0.0)
-    assert board.done(RUN, 1.0) == {key("a"): None}
-    assert board.update(RUN, 1, steps(a=1), 2.0) == {}
-    assert board.ignored == {Ignored.ENDED: 1}
-    board.expire(11.0)
-    assert board.update(RUN, 1, steps(a=1), 11.0) == {key("a"): (1, 1)}
-
-
-def test_the_end_of_a_run_that_nobody_knows_is_fine() -> None:
-    assert ForecastBoard().done(RUN, 0.0) == {}
 
 
 def test_a_forecast_never_changes() -> None:

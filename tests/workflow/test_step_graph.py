@@ -45,10 +45,6 @@ REVIEW = graph(
 # exact cases ----------------------------------------------------------------------------------------------------
 
 
-def test_peer_when_the_planner_is_done() -> None:
-    assert PEER.steps((), {"planner"}) == {"planner": 3, "executor": 0, "expresser": 1, "reviewer": 2}
-
-
 def test_all_of_a_set_is_the_maximum_and_any_of_several_is_the_minimum() -> None:
     nodes = (Node("p"), Node("e1", after=["p"]), Node("e2", after=["e1"]))
     upper = graph(*nodes, Node("x", after=[{"e1", "e2"}]))
@@ -83,17 +79,6 @@ def test_an_agent_may_repeat_itself() -> None:
     assert alone.started(state, alone.ids[0]) == (frozenset({"a"}), frozenset())
 
 
-def test_what_could_run_at_once_waits_one_step_while_something_runs() -> None:
-    two = graph(Node("a"), Node("b"), Node("c", after=[{"a", "b"}]))
-    assert two.steps((), ()) == {"a": 0, "b": 0, "c": 1}
-    assert two.steps({"a"}, ()) == {"a": 0, "b": 1, "c": 2}
-    assert two.steps({"b"}, {"a"}) == {"a": UNKNOWN, "b": 0, "c": 1}
-
-
-def test_when_a_run_is_over_nothing_is_known() -> None:
-    assert set(graph(Node("a"), Node("b", after=["a"])).steps((), {"a", "b"}).values()) == {UNKNOWN}
-
-
 def test_candidates_of_a_branch_have_the_same_step_and_their_own_probability() -> None:
     next_runs = REVIEW.next_runs(RunState(frozenset({"reviewer"}), frozenset({"planner", "writer"})))
     assert next_runs["planner"] == (1, 0.3)
@@ -107,17 +92,6 @@ def test_a_branch_that_was_taken_rules_out_the_others(running: bool) -> None:
     state = RunState(chosen, before) if running else RunState(done=chosen | before)
     assert {steps for node, steps in REVIEW.steps(*state).items() if node != "publisher"} == {UNKNOWN}
     assert ready(REVIEW, state) == []
-
-
-def test_branches_that_meet_again_add_up() -> None:
-    meet = graph(
-        Node("a", then={"b": 0.6, "c": 0.3}),
-        Node("b", after=["a"]),
-        Node("c", after=["a"]),
-        Node("d", after=["b", "c"]),
-    )
-    assert meet.next_runs(RunState())["d"] == (2, pytest.approx(0.9))
-    assert meet.next_runs(RunState(done=frozenset({"a", "b"})))["d"] == (0, 1.0)
 
 
 def test_an_agent_with_several_nodes_has_the_soonest() -> None:

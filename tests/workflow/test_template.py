@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -174,29 +173,6 @@ def test_base_context_is_the_beginning_of_a_prompt_or_the_last_line_before_the_f
     assert [one.name for one in both["b"].fill(filled) if one.in_context] == ["q"]
     assert base_context(both["b"].fill(filled), "agent_a_current") == "[Solver:\n\n"
     assert base_context(both["b"].fill(filled), "x") == "["
-
-
-def test_a_trail_is_what_follows_a_value_in_every_agent() -> None:
-    agents = [
-        Prompt("a", "", "{q}\n\nSolve it."),
-        Prompt("b", "", "Read {q}\n\nSolver: {agent_a_current}\n\nand again {q}\n\n{condition_a_current}\n."),
-    ]
-    both = compile_agents(agents, Characters())
-    assert texts(both["a"].trails) == ["\n\n"]
-    assert texts(both["b"].trails) == ["\n\n", "\n\nand again ", "\n\n", "\n.]"]
-    assert texts([both["a"].trail, both["b"].trail]) == ["\n\nand again ", ""]
-    filled = values(q="?", agent_a_current="!", condition_a_current="3")
-    segments = both["b"].fill(filled)
-    for value, behind in pairwise(segments):
-        assert not value.is_placeholder or (value.trail and behind.tokens[: len(value.trail)] == value.trail)
-    assert texts(compile_agents([Prompt("a", "", "{q}{x} end")], Characters())["a"].trails) == ["", " end]"]
-
-
-def test_an_answer_has_one_trail_in_all_turns() -> None:
-    agents = [Prompt("a", "", "{q}"), Prompt("b", "", "{agent_a_history_1}, then {agent_a_current}, now {q}")]
-    compiled = compile_agents(agents, Characters())
-    assert texts(compiled["b"].trails) == [", ", ", ", "]"]
-    assert texts([compiled["a"].trail]) == [", "]
 
 
 def test_stand_in_is_the_name_in_braces() -> None:

@@ -14,7 +14,7 @@ from kedge.models import default_model
 from kedge.types import AgentId
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION, Question
-from kedge.workloads.miniature import MATH, MiniatureTeam
+from kedge.workloads.miniature import MATH
 from kedge.workloads.reading import PICKS, READING, questions
 
 DATA = Path(real.__file__).with_name("data")
@@ -93,7 +93,7 @@ def test_only_readers_and_editors_pick() -> None:
     assert PICKS.grammar(CHECKER, asked) == ""
     assert PICKS.grammar(READER, asked) == PICKS.grammar(FINAL, asked) != ""
     assert READING.grammar(FINAL, asked) == ""
-    assert MiniatureTeam(MATH).grammar(FINAL, asked) == ""
+    assert MATH.grammar(FINAL, asked) == ""
 
 
 def accepted(grammars: Grammars, tokenizer: HFTokenizer, grammar: str, text: str) -> bool:

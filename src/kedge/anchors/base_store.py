@@ -64,8 +64,6 @@ class KnownBase:
     """Unique for this base KV in this process"""
     tokens: Tokens
     kv: KVSegment
-    exact_lineage: bool
-    """Whether it was computed exactly: False where the producer itself read translated KV."""
     reader: str = ""
     """The agent, with its template's wording, in whose prompt it was read; empty: it is the producer's"""
 
@@ -86,7 +84,6 @@ class _Stored:
     serial: int
     parts: dict[int, KVSegment]
     tokens: Tokens = ()
-    exact_lineage: bool = True
     reader: str = ""
 
     @property
@@ -119,26 +116,26 @@ class BaseStore:
         """Who has left KV of a text, in order"""
         self._serials = count()
 
-    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment, *, exact_lineage: bool) -> None:
+    def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment) -> None:
         """Keep the base KV that a producer's decoding left. It may lack the last tokens, which were never run through
         the model.
         """
-        self._put(_SampleKey(run, sample), 0, kv, tokens, exact_lineage)
+        self._put(_SampleKey(run, sample), 0, kv, tokens)
 
     def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
         """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value."""
-        self._put(ContentKey(namespace, tokens, base_context), 0, kv, tokens, True)
+        self._put(ContentKey(namespace, tokens, base_context), 0, kv, tokens)
 
     def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KVSegment) -> None:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
-        self._put(PrefixKey(namespace, template), index, kv, (), True)
+        self._put(PrefixKey(namespace, template), index, kv, ())
 
     def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment, reader: str) -> None:
         """Keep the KV that the prompt of `reader` has of the last tokens of `text`, which it reads from its first value
         on: of another value, or of the template behind one.
         """
         key = _SharedTextKey(run, text, reader)
-        self._put(key, 0, kv, text[len(text) - kv.tokens :], False)
+        self._put(key, 0, kv, text[len(text) - kv.tokens :])
         if stored := self._entries.get(key):
             stored.reader = reader
             self._readers.setdefault((run, text), {})[reader] = key
@@ -206,11 +203,11 @@ class BaseStore:
         if real > self._max_bytes:
             raise PlanError("nbytes", real, f"{self._max_bytes} are allowed")
 
-    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, exact_lineage: bool) -> None:
+    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens) -> None:
         parts = {index: kv.owned()}
         if isinstance(key, PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
             parts = {**known, **parts}
-        self._add(key, _Stored(next(self._serials), parts, tokens, exact_lineage))
+        self._add(key, _Stored(next(self._serials), parts, tokens))
 
     def _add(self, key: _Key, stored: _Stored) -> None:
         self._drop(key)
@@ -239,4 +236,4 @@ class BaseStore:
 
 def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:
     kv = stored.parts[0].slice(0, len(tokens))
-    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.exact_lineage, stored.reader)
+    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.reader)

@@ -40,10 +40,6 @@ class Verdict:
 class Criterion(Protocol):
     """A rule that judges a value by the anchors that have offsets for the site in question."""
 
-    @property
-    def calibrates(self) -> bool:
-        """Whether it needs the site's calibration."""
-
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:
         """Return why no value of `tokens` tokens can be shareable now, or the empty text."""
 
@@ -60,7 +56,6 @@ class Entropy:
 
     gamma: float
     temperature: float = SHARP
-    calibrates: bool = False
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
         match len(block.long_enough(tokens)):
@@ -101,7 +96,6 @@ class Error:
     """How much an error of the template counts, compared with one of an agent's answer: most of it is read last"""
     still: int = 64
     """One unshareable value in this many still teaches a site that has seen enough of them"""
-    calibrates: bool = True
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
         if len(block.ids) < self.min_anchors:

@@ -6,6 +6,7 @@ anchors have offsets for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kedge.anchors.anchor import KeyBlock, Neighbours, Query
+from kedge.settings.sections import EstimatorName
 
 TOP_K, NOISE = 8, 0.1
 """Anchor tokens that a token's offset is blended from, and the share of the variance of an offset that key vectors do
@@ -56,7 +58,7 @@ class Estimator(Protocol):
 
     @property
     def aligned(self) -> bool:
-        """Whether only anchors at least as long as the value can serve it."""
+        """Whether only anchors at least as long as the value can serve it; then its criterion is the paper's."""
 
     def propose(self, query: Query, block: KeyBlock, same: int | None) -> Proposal:
         """Return the blend for a value. `same` is the index of the anchor that equals the value, which alone is used
@@ -148,6 +150,9 @@ class Token:
         solved = torch.linalg.solve(among, torch.stack([near, torch.ones_like(near)], dim=2))
         weights, equal = solved.unbind(2)
         return weights + equal * ((1 - weights.sum(1)) / equal.sum(1))[:, None]
+
+
+ESTIMATORS: Mapping[EstimatorName, Callable[[], Estimator]] = {"token": Token, "interpolate": Interpolate}
 
 
 def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:

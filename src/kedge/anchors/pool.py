@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,12 +13,12 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey
+from kedge.reuse.contracts import PlaceholderSite
 from kedge.structures.bounded import BoundedDict
-from kedge.types import Namespace, TenantId, WorkflowId
+from kedge.types import WorkflowId
 
-MAX_POOLS, MAX_SITES = 256, 64
-"""Pools at once, and sites of one: bounds for safety; the least recently used goes first"""
+MAX_SITES = 64
+"""Sites of one pool, a bound for safety; the least recently used goes first"""
 WINDOW = 5
 """A full pool drops the least used of this many anchors added earliest."""
 
@@ -128,23 +127,6 @@ class AnchorPool:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLimit:
-    """The most anchors and bytes that a tenant may hold; None is no limit."""
-
-    anchors: int | None
-    nbytes: int | None
-
-    def excess(self, pools: list[AnchorPool]) -> float:
-        """Return the bytes beyond the limit: infinite where there are too many anchors, 0 where it is kept."""
-        if self.anchors is not None and sum(len(pool.anchors) for pool in pools) > self.anchors:
-            return math.inf
-        return 0 if self.nbytes is None else max(0, sum(pool.nbytes for pool in pools) - self.nbytes)
-
-
-NO_LIMIT = TenantLimit(None, None)
-
-
-@dataclass(frozen=True, slots=True)
 class PoolStats:
     """One placeholder's pool as it is now."""
 
@@ -155,96 +137,3 @@ class PoolStats:
     uses: int
     """Number of uses of its present anchors."""
     nbytes: int
-
-
-class PoolTable:
-    """All pools by key, least recently used first. What exceeds a bound is dropped, least used anchors first."""
-
-    def __init__(self, max_bytes: int, max_pools: int = MAX_POOLS) -> None:
-        self._max_bytes, self._max_pools = max_bytes, max_pools
-        self.pools: dict[PoolKey, AnchorPool] = {}
-        self.limits: dict[TenantId, TenantLimit] = {}
-        self._others = NO_LIMIT
-        """The limit of tenants without one of their own"""
-        self.over_limit = 0
-        """Anchors dropped because their tenant held more than it may."""
-
-    def nbytes(self) -> int:
-        """Return the bytes of all anchors."""
-        return sum(pool.nbytes for pool in self.pools.values())
-
-    def touch(self, key: PoolKey, pool: AnchorPool) -> None:
-        """Mark a pool as most recently used; add it if it is new."""
-        self.pools.pop(key, None)
-        self.pools[key] = pool
-
-    def limit(self, tenant: TenantId, anchors: int | None, nbytes: int | None) -> None:
-        """Limit what a tenant may hold in all its namespaces together, from now on."""
-        self.limits[tenant] = TenantLimit(anchors, nbytes)
-        self.bound_tenant(tenant)
-
-    def limit_others(self, anchors: int | None, nbytes: int | None) -> None:
-        """Limit what each tenant without a limit of its own may hold, from now on."""
-        self._others = TenantLimit(anchors, nbytes)
-        self._bound_tenants()
-
-    def bound(self, keep: AnchorId) -> None:
-        """Drop pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
-        while len(self.pools) > self._max_pools:
-            del self.pools[next(iter(self.pools))]
-        self._fit(lambda: list(self.pools.values()), lambda _: self.nbytes() - self._max_bytes, keep)
-
-    def bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
-        """Drop anchors of a tenant until it is within its limit, and none of others."""
-
-        def own() -> list[AnchorPool]:
-            return [pool for key, pool in self.pools.items() if key.namespace.tenant == tenant]
-
-        limit = self.limits.get(tenant, self._others)
-        if limit != NO_LIMIT:
-            before = sum(len(pool.anchors) for pool in own())
-            self._fit(own, limit.excess, keep)
-            self.over_limit += before - sum(len(pool.anchors) for pool in own())
-
-    def _bound_tenants(self) -> None:
-        for tenant in {key.namespace.tenant for key in self.pools}:
-            self.bound_tenant(tenant)
-
-    def replace(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
-        """Replace all pools by these, in the order of their last use, within all bounds."""
-        self.pools = {key: pool for key, pool in pools.items() if pool.anchors}
-        self._bound_tenants()
-        if self.pools:
-            self.bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
-
-    def clear(self, namespace: Namespace | None) -> None:
-        """Forget the pools of a namespace; of all of them if None."""
-        self.pools = {key: pool for key, pool in self.pools.items() if namespace not in (None, key.namespace)}
-
-    def stats(self, owns: Callable[[Namespace], bool]) -> Iterator[PoolStats]:
-        """Iterate over figures of the pools of the tenants that `owns` picks, least recently used first."""
-        for key, pool in self.pools.items():
-            if owns(key.namespace):
-                uses = sum(anchor.hits for anchor in pool.anchors.values())
-                counts = len(pool.anchors), len(pool.sites), uses
-                yield PoolStats(key.workflow, key.placeholder, *counts, pool.nbytes)
-
-    def _fit(
-        self,
-        chosen: Callable[[], list[AnchorPool]],
-        excess: Callable[[list[AnchorPool]], float],
-        keep: AnchorId | None,
-    ) -> None:
-        """Until nothing is in excess, trim slack, then drop the least used of the anchors that each chosen pool would
-        drop next.
-        """
-        while (pools := chosen()) and (over := excess(pools)) > 0:
-            tables = [table for pool in pools for table in pool.tables]
-            if sum(table.slack_bytes for table in tables) >= over:
-                max(tables, key=lambda table: table.slack_bytes).trim()
-            else:
-                candidates = ((pool, pool.anchors[pool.victim(keep)]) for pool in pools)
-                pool, anchor = min(candidates, key=lambda c: (c[1].id == keep, c[1].hits, c[1].id))
-                pool.drop(anchor.id)
-                if not pool.anchors:
-                    self.pools = {key: other for key, other in self.pools.items() if other is not pool}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +46,6 @@ def _offset(base: KVSegment, real: Tensor) -> Tensor:
     if base.tokens != len(real):
         raise PlanError("tokens", base.tokens, f"of base KV, {len(real)} of real KV")
     return real - rows_of(base).float()
-
-
-class Offsets(NamedTuple):
-    """Estimated offsets: a blend of a table's rows."""
-
-    blend: Blend
-    table: OffsetTable
 
 
 class SiteOffsets:
@@ -120,14 +112,6 @@ class SiteOffsets:
         if anchor in self.holders:
             self.holders.remove(anchor)
 
-    def value_offsets(self, match: Match) -> Offsets:
-        """Return the offsets of a value."""
-        return Offsets(self.value_blend(match), self.value)
-
-    def prefix_offsets(self, match: Match) -> Offsets:
-        """Return the offsets of the prefix segment after the value."""
-        return Offsets(self.prefix_blend(match), self.prefix)
-
     def value_blend(self, match: Match) -> Blend:
         """Return the proposal as a blend of rows of `phi`."""
         rows = self.value.rows_of_anchors(match.block.ids)
@@ -142,15 +126,14 @@ class SiteOffsets:
 
     def error(self, match: Match, observed: Observation) -> Tensor:
         """Return float32 [tokens]: the relative error of the estimate, mean over keys and values."""
-        return self._error(self.value_offsets(match), observed.value, observed.real)
+        return self._error(self.value, self.value_blend(match), observed.value, observed.real)
 
     def prefix_error(self, match: Match, observed: Observation) -> Tensor:
         """Return the relative error of the estimate for the prefix segment after the value."""
-        return self._error(self.prefix_offsets(match), observed.prefix, observed.real_prefix)
+        return self._error(self.prefix, self.prefix_blend(match), observed.prefix, observed.real_prefix)
 
-    def _error(self, estimated: Offsets, offsets: Tensor, real: Tensor) -> Tensor:
-        estimate = estimated.table.blend(estimated.blend).float()
-        wrong, size = self._norms(estimate - offsets), self._norms(real)
+    def _error(self, table: OffsetTable, blend: Blend, offsets: Tensor, real: Tensor) -> Tensor:
+        wrong, size = self._norms(table.blend(blend).float() - offsets), self._norms(real)
         return (wrong / size.clamp_min(1e-12)).mean(1)
 
     def _norms(self, rows: Tensor) -> Tensor:
@@ -199,7 +182,6 @@ def shared(
     """Return the estimate of a value that the criterion judged shareable. The heaviest anchors that carry the share
     `used` of its offsets together count as used.
     """
-    value, prefix = offsets.value_offsets(match), offsets.prefix_offsets(match)
     mass = match.proposal.mass
     heaviest = torch.argsort(mass, descending=True, stable=True)
     before = mass[heaviest].cumsum(0) - mass[heaviest]
@@ -207,12 +189,12 @@ def shared(
         shareable=True,
         reason="",
         learnable=match.same is None,
-        value=value.blend,
-        prefix=prefix.blend,
+        value=offsets.value_blend(match),
+        prefix=offsets.prefix_blend(match),
         weak=verdict.weak,
         weak_prefix=verdict.weak_prefix,
-        value_table=value.table,
-        prefix_table=prefix.table,
+        value_table=offsets.value,
+        prefix_table=offsets.prefix,
         pool=sample.pool,
         used=tuple(match.block.ids[i] for i in heaviest[before < used].tolist()),
     )

@@ -9,8 +9,8 @@ from itertools import count
 from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
-from kedge.anchors.estimators import Estimator, Interpolate, Match, Proposal, Token
-from kedge.anchors.pool import AnchorPool, PoolStats, PoolTable
+from kedge.anchors.estimators import ESTIMATORS, Estimator, Match, Proposal
+from kedge.anchors.pool import AnchorPool, PoolStats
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
 from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
@@ -35,18 +35,22 @@ class AnchorStats:
 
 def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
     """Return the estimator that the settings name, with its criterion."""
-    if config.estimator == "interpolate":
-        return Interpolate(), Entropy(GAMMA if config.max_error is None else config.max_error)
-    most = MAX_ERROR if config.max_error is None else config.max_error
-    return Token(), Error(config.min_anchors, most, config.weak_error)
+    estimator, most = ESTIMATORS[config.estimator](), config.max_error
+    if estimator.aligned:
+        return estimator, Entropy(GAMMA if most is None else most)
+    return estimator, Error(config.min_anchors, MAX_ERROR if most is None else most, config.weak_error)
+
+
+MAX_POOLS = 256
+"""Pools at once, a bound for safety; the least recently used goes first"""
 
 
 class AnchorStore:
-    """All pools of one model."""
+    """All pools of one model. What exceeds a bound is dropped, least used anchors first."""
 
     without_offsets = staticmethod(rotated)
 
-    def __init__(self, config: AnchorSettings, remembered: int = 64) -> None:
+    def __init__(self, config: AnchorSettings, remembered: int = 64, max_pools: int = MAX_POOLS) -> None:
         """Create an empty store, which keeps the matches of so many values."""
         self.config = config
         self.reader = KeyReader()
@@ -54,7 +58,14 @@ class AnchorStore:
         self._queries: BoundedDict[Hashable, Query] = BoundedDict(remembered)
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
-        self.table = PoolTable(config.max_bytes)
+        self.pools: dict[PoolKey, AnchorPool] = {}
+        """Least recently used first"""
+        self._max_pools = max_pools
+        self.limits: dict[TenantId, int | None] = {}
+        """The most bytes that a tenant may hold; None is no limit"""
+        self._others: int | None = None
+        """The limit of tenants without one of their own"""
+        self._over_limit = 0
         self._ids = count()
         self._observed = self._used = 0
 
@@ -150,7 +161,7 @@ class AnchorStore:
         pool = self.pools.get(estimate.pool) if estimate.pool else None
         if pool and estimate.pool:
             pool.hit(estimate.used)
-            self.table.touch(estimate.pool, pool)
+            self._touch(estimate.pool, pool)
             self._used += 1
 
     def observe(
@@ -181,30 +192,81 @@ class AnchorStore:
         if has_room or not (known and self._judge(pool, known, sample).shareable):
             pool.add(site, offsets, anchor, observed)
         pool.sites[site].calibration = calibration
-        self.table.touch(sample.pool, pool)
+        self._touch(sample.pool, pool)
         self._observed += 1
-        self.table.bound_tenant(sample.pool.namespace.tenant, anchor.id)
-        self.table.bound(anchor.id)
+        self._bound_tenant(sample.pool.namespace.tenant, anchor.id)
+        self._bound(anchor.id)
 
     def _calibrated(
         self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
     ) -> Calibration:
         """Return the site's calibration, updated with the error of its estimate from all other anchors."""
         others = tuple(i for i in offsets.anchors if i != anchor.id)
-        if not self._criterion.calibrates or self._lacks(pool, others, len(sample.tokens)):
+        if self._estimator.aligned or self._lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
         match = self._match(pool, others, sample)
         error, after = offsets.error(match, observed), offsets.prefix_error(match, observed)
         return offsets.calibration.updated(match.proposal.distance, sample.tokens, error, after)
 
-    @property
-    def pools(self) -> Mapping[PoolKey, AnchorPool]:
-        """All pools, least recently used first; read-only."""
-        return self.table.pools
+    # bounds ---------------------------------------------------------------------------------------------------
 
-    def limit(self, tenant: TenantId, anchors: int | None = None, nbytes: int | None = None) -> None:
-        """Limit what a tenant may hold in all its namespaces together, from now on; None is no limit."""
-        self.table.limit(tenant, anchors, nbytes)
+    def limit(self, tenant: TenantId, nbytes: int | None) -> None:
+        """Limit the bytes that a tenant may hold in all its namespaces together, from now on; None is no limit."""
+        self.limits[tenant] = nbytes
+        self._bound_tenant(tenant)
+
+    def limit_others(self, nbytes: int | None) -> None:
+        """Limit what each tenant without a limit of its own may hold, from now on."""
+        self._others = nbytes
+        self._bound_tenants()
+
+    def nbytes(self) -> int:
+        """Return the bytes of all anchors."""
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    def _touch(self, key: PoolKey, pool: AnchorPool) -> None:
+        """Mark a pool as most recently used; add it if it is new."""
+        self.pools.pop(key, None)
+        self.pools[key] = pool
+
+    def _bound(self, keep: AnchorId) -> None:
+        """Drop pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
+        while len(self.pools) > self._max_pools:
+            del self.pools[next(iter(self.pools))]
+        self._fit(lambda: list(self.pools.values()), self.config.max_bytes, keep)
+
+    def _bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
+        """Drop anchors of a tenant until it is within its limit, and none of others."""
+
+        def own() -> list[AnchorPool]:
+            return [pool for key, pool in self.pools.items() if key.namespace.tenant == tenant]
+
+        limit = self.limits.get(tenant, self._others)
+        if limit is not None:
+            before = sum(len(pool.anchors) for pool in own())
+            self._fit(own, limit, keep)
+            self._over_limit += before - sum(len(pool.anchors) for pool in own())
+
+    def _bound_tenants(self) -> None:
+        for tenant in {key.namespace.tenant for key in self.pools}:
+            self._bound_tenant(tenant)
+
+    def _fit(self, chosen: Callable[[], list[AnchorPool]], most: int, keep: AnchorId | None) -> None:
+        """Until the chosen pools hold at most so many bytes, trim slack, then drop the least used of the anchors that
+        each would drop next.
+        """
+        while (pools := chosen()) and (over := sum(pool.nbytes for pool in pools) - most) > 0:
+            tables = [table for pool in pools for table in pool.tables]
+            if sum(table.slack_bytes for table in tables) >= over:
+                max(tables, key=lambda table: table.slack_bytes).trim()
+            else:
+                candidates = ((pool, pool.anchors[pool.victim(keep)]) for pool in pools)
+                pool, anchor = min(candidates, key=lambda c: (c[1].id == keep, c[1].hits, c[1].id))
+                pool.drop(anchor.id)
+                if not pool.anchors:
+                    self.pools = {key: other for key, other in self.pools.items() if other is not pool}
+
+    # all of it ------------------------------------------------------------------------------------------------
 
     def empty_pool(self) -> AnchorPool:
         """Return a pool with this store's bounds that is not part of it."""
@@ -214,11 +276,14 @@ class AnchorStore:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""
         self._forget_matches()
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
-        self.table.replace(pools)
+        self.pools = {key: pool for key, pool in pools.items() if pool.anchors}
+        self._bound_tenants()
+        if self.pools:
+            self._bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
 
     def clear(self, namespace: Namespace | None = None) -> None:
         """Forget the anchors of a namespace; of all of them if None."""
-        self.table.clear(namespace)
+        self.pools = {key: pool for key, pool in self.pools.items() if namespace not in (None, key.namespace)}
         self._forget_matches()
 
     def stats(self) -> AnchorStats:
@@ -228,15 +293,26 @@ class AnchorStore:
             pools=len(pools),
             sites=sum(len(pool.sites) for pool in pools),
             anchors=sum(len(pool.anchors) for pool in pools),
-            nbytes=self.table.nbytes(),
+            nbytes=self.nbytes(),
             observed=self._observed,
             used=self._used,
-            over_limit=self.table.over_limit,
+            over_limit=self._over_limit,
         )
 
     def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[PoolStats]:
         """Return figures of the pools of the tenants that `owns` picks, least recently used first."""
-        return list(self.table.stats(owns))
+        return [
+            PoolStats(
+                key.workflow,
+                key.placeholder,
+                len(pool.anchors),
+                len(pool.sites),
+                sum(anchor.hits for anchor in pool.anchors.values()),
+                pool.nbytes,
+            )
+            for key, pool in self.pools.items()
+            if owns(key.namespace)
+        ]
 
     def check_integrity(self) -> None:
         """Raise `PlanError` if a pool is inconsistent."""

@@ -12,8 +12,8 @@ from kedge.runner.run import RunResult, run
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workloads import real
-from kedge.workloads.base import QUESTION, Question, Workload
-from kedge.workloads.miniature import TASKS, MiniatureTeam, Task
+from kedge.workloads.base import QUESTION, Question, Team
+from kedge.workloads.miniature import TASKS, Task
 
 
 @dataclass
@@ -71,7 +71,7 @@ class TeamScore:
         """Return a score without answers."""
         return cls({AgentId(agent.id): AgentScore(AgentId(agent.id)) for agent in flow.agents})
 
-    def add(self, workload: Workload, question: Question, result: RunResult) -> None:
+    def add(self, workload: Team, question: Question, result: RunResult) -> None:
         """Count one run of the team."""
         self.runs.append(result)
         for one in result.results:
@@ -156,20 +156,20 @@ def questions(task: Task, count: int, seed: int) -> list[Question]:
 DEMO_TASKS = (*TASKS, *real.TEAMS)
 
 
-def team(task: str, count: int, seed: int) -> tuple[Workload, list[Question]]:
+def team(task: str, count: int, seed: int) -> tuple[Team, list[Question]]:
     """Return a team and its first questions: of a miniature task, or of one of `kedge.workloads.real`.
 
     Raises `ConfigError` for an unknown task.
     """
     if task in TASKS:
-        return MiniatureTeam(TASKS[task]), questions(TASKS[task], count, seed)
+        return TASKS[task], questions(TASKS[task], count, seed)
     workload, asked = real.load(task, None, seed)
     return workload, asked[:count]
 
 
 def answer(
     engine: Engine,
-    workload: Workload,
+    workload: Team,
     questions: Iterable[Question],
     reuse: ReuseMode,
     settle: Callable[[], object],

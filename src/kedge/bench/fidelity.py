@@ -28,8 +28,8 @@ from torch import Tensor
 from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits, constrained
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
-from kedge.engine.local.model.passes import PromptPiece, one_pass, storage_for
-from kedge.engine.local.model.passes import run as run_pass
+from kedge.engine.local.model.probe import PromptPiece, one_pass, storage_for
+from kedge.engine.local.model.probe import run as run_pass
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, TranslationRefused
 from kedge.guard import GuardOrders
@@ -48,7 +48,7 @@ from kedge.types import (
     new_request_id,
 )
 from kedge.workflow.graph import Workflow
-from kedge.workloads.base import QUESTION, Question, Workload
+from kedge.workloads.base import QUESTION, Question, Team
 
 TENANT = TenantId("fidelity")
 Note = Callable[[str], None]
@@ -94,8 +94,6 @@ class FidelitySettings:
     """Questions side by side after these"""
     cold: int = 10
     """First questions of a method that proves what it serves, without which its figures are given too"""
-    curve: tuple[int, ...] = ()
-    """Also measure methods with anchors after so many samples, in place of after `taught`"""
     engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_memory": 512 << 20})
     """Settings of all engines, of which there is one for each method: little memory will do for so few requests"""
 
@@ -164,8 +162,8 @@ class Asked:
 class MethodServer:
     """One method's engine. It is taught, and then serves questions from which it learns nothing."""
 
-    def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings, taught: int) -> None:
-        self.method, self.taught = method, taught
+    def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings) -> None:
+        self.method = method
         self.probe = Probe(method.components, settings.tokens)
         self.engine = method.open(loaded, components=self.probe.components, **settings.engine)
         self.seen: list[Seen] = []
@@ -176,7 +174,7 @@ class MethodServer:
         """Prefill questions densely and learn from them, agent by agent. A method without anchors gets the last one
         only, which leaves the KV of its templates; one that proves what it serves gets none.
         """
-        chosen = asked[: self.taught] if self.method.learns else asked[-1:]
+        chosen = asked if self.method.learns else asked[-1:]
         if self.method.guard is not None:
             return
         self.probe.teaching = True
@@ -235,7 +233,7 @@ class MethodServer:
 class DenseTeam:
     """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
 
-    def __init__(self, workload: Workload, loaded: Loaded, settings: FidelitySettings) -> None:
+    def __init__(self, workload: Team, loaded: Loaded, settings: FidelitySettings) -> None:
         self._workload, self._runner = workload, loaded[0]
         flow = workload.workflow()
         shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
@@ -289,7 +287,7 @@ def over_rounded(
 
 
 def measure(
-    workload: Workload,
+    workload: Team,
     questions: Sequence[Question],
     methods: Mapping[str, Method],
     settings: FidelitySettings,
@@ -299,7 +297,7 @@ def measure(
 
     Raises `ConfigError` for too few questions, and `TranslationRefused` for a model whose KV cannot be translated.
     """
-    lessons = max((settings.taught, *settings.curve))
+    lessons = settings.taught
     if len(questions) < lessons + settings.questions:
         why = f"with those learned from before it takes {lessons + settings.questions}, and there are {len(questions)}"
         raise ConfigError("questions", settings.questions, why)
@@ -311,9 +309,7 @@ def measure(
         pool = stack.enter_context(ThreadPoolExecutor(settings.at_once, "kedge-fidelity"))
         team = DenseTeam(workload, loaded, settings)
         stack.enter_context(team.engine)
-        served = {
-            name: MethodServer(method, loaded, settings, count) for name, method, count in _expanded(methods, settings)
-        }
+        served = {name: MethodServer(method, loaded, settings) for name, method in methods.items()}
         for one in served.values():
             stack.enter_context(one.engine)
         note(f"{lessons} questions to learn from")
@@ -342,12 +338,3 @@ def measure(
             "yardsticks": {name: summary(seen) for name, seen in team.seen.items()},
             "methods": {name: one.as_json() for name, one in served.items()},
         }
-
-
-def _expanded(methods: Mapping[str, Method], settings: FidelitySettings) -> Iterator[tuple[str, Method, int]]:
-    """Yield each method with the number of samples that it learns from; on a curve one for every number."""
-    for name, method in methods.items():
-        if method.learns and settings.curve:
-            yield from ((f"{name} after {count}", method, count) for count in settings.curve)
-        else:
-            yield name, method, settings.taught

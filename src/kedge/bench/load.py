@@ -48,19 +48,18 @@ from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads import reading, real
 from kedge.workloads.base import QUESTION, Team
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 NANO = "nano"
 LONG = "-long"
 COLD, WARM = "cold", "warm"
 PREFIX, LEAD, TAIL = 512, 24, 16
 """Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
-LEAD_IN, TRAIL = 4, 2
-"""Tokens of the line before the question, and those with which everything behind a value begins."""
+LEAD_IN = 4
+"""Tokens of the line before the question."""
 AGENTS = 5
-SHARE_ALL = {"max_error": 1e9}
+OPEN = {"max_error": 1e9, "weak_error": 1e9}
 """Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
-OPEN = AnchorSettings(**SHARE_ALL, weak_error=1e9)
 OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0}
 """Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
 
@@ -115,7 +114,7 @@ def team(case: str, settings: LoadSettings) -> LoadTeam:
 def nano_team(device: str, seed: int) -> LoadTeam:
     """Return the math team of the bundled model, on one thread: the model is too small for two."""
     runner, tokenizer = load_model(None, EngineSettings(device=device))
-    return LoadTeam(runner, tokenizer, workflow(TASKS["math"]), nano_questions(seed), threads=1)
+    return LoadTeam(runner, tokenizer, TASKS["math"].workflow(), nano_questions(seed), threads=1)
 
 
 def nano_questions(seed: int) -> Questions:
@@ -141,7 +140,8 @@ def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> Lo
     (runner, _), vocab = random_runner(model_size, device), SHAPES[model_size]["vocab_size"]
     runner.eos_token_ids = frozenset()
     flow, questions = random_flow(vocab, shape.answer), random_questions(vocab, shape, seed)
-    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, OPEN, GuardSettings(**OPEN_GUARD))
+    settings = AnchorSettings(**OPEN), GuardSettings(**OPEN_GUARD)
+    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, *settings)
 
 
 def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
@@ -170,12 +170,12 @@ def word_tokenizer(vocab: int) -> HFTokenizer:
 def random_flow(vocab: int, answer: int) -> Workflow:
     """Return a workflow in which every agent reads the question and all answers before its own."""
     rng = Random("load/templates")
-    trail, base_context = _text(rng, vocab, TRAIL), _text(rng, vocab, LEAD_IN)
+    base_context = _text(rng, vocab, LEAD_IN)
     wording = Wording(
         header=f"{base_context} {{user_question}} ",
         intro="",
-        speaker=f" {trail} {_text(rng, vocab, LEAD - TRAIL - 1)} {{title}} ",
-        footer=f" {trail} {_text(rng, vocab, TAIL - TRAIL - 1)} {{title}}",
+        speaker=f" {_text(rng, vocab, LEAD - 1)} {{title}} ",
+        footer=f" {_text(rng, vocab, TAIL - 1)} {{title}}",
     )
     agents = [
         Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD_IN), "", title=_text(rng, vocab, 1), max_tokens=answer)

@@ -14,22 +14,22 @@ from torch import Tensor
 from kedge.bench.shapes import Loaded
 from kedge.engine.base import Engine, Stream
 from kedge.engine.common.grammars import Grammars
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.local.components import Assembler, EngineComponents
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
-from kedge.engine.local.sequence import LocalStream
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import ReusePlan, spans_of
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerConstants
 from kedge.settings.sections import EstimatorName
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Source, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.graph import Workflow
-from kedge.workloads.base import Question, Workload
+from kedge.workloads.base import Question, Team
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Method:
         """
         return EngineSettings(
             anchors=AnchorSettings(**{**self.anchors, **anchors}),
-            planner=PlannerSettings(**{"by_cost": False, **self.planner, **planner}),
+            planner=PlannerConstants(**{"by_cost": False, **self.planner, **planner}),
             **{"guard": GuardSettings(**({"mode": GuardMode.OFF} if self.guard is None else self.guard)), **engine},
         )
 
@@ -102,7 +102,7 @@ wherever they are learned."""
 
 
 def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
-    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25:trail=4`.
+    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25`.
 
     Raises `ConfigError` for an unknown one, or a setting that neither anchors nor the planner have.
     """
@@ -114,7 +114,7 @@ def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
         key, _, value = one.partition("=")
         if key in AnchorSettings.model_fields:
             method = replace(method, anchors={**method.anchors, key: value})
-        elif key in PlannerSettings.model_fields:
+        elif key in PlannerConstants.model_fields:
             method = replace(method, planner={**method.planner, key: value})
         elif key in GuardSettings.model_fields:
             method = replace(method, guard={**(method.guard or {}), key: value})
@@ -226,7 +226,7 @@ class ProbedRequest:
     """A submitted request under observation."""
 
     request: GenerateRequest
-    stream: LocalStream
+    stream: TokenStream
     _probe: _Drawn | _Forced
     _close: Callable[[], object]
 
@@ -242,7 +242,7 @@ class ProbedRequest:
         return ProbeResult(self.request, completion, logits, self._probe.watched.kv)
 
 
-def constrained(workload: Workload, question: Question, request: GenerateRequest) -> GenerateRequest:
+def constrained(workload: Team, question: Question, request: GenerateRequest) -> GenerateRequest:
     """Return a request whose answer has to conform to what its workload says of the question."""
     grammar = workload.grammar(request.agent, question)
     return replace(request, sampling=replace(request.sampling, grammar=grammar))
@@ -286,7 +286,7 @@ class Recorder(ChangingEngine):
         self.pending: list[ProbedRequest] = []
         """In the order of submission."""
 
-    def submit(self, request: GenerateRequest) -> LocalStream:
+    def submit(self, request: GenerateRequest) -> TokenStream:
         self.pending.append(self._observe(self._prepare(request)))
         return self.pending[-1].stream
 

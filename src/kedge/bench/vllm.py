@@ -36,7 +36,6 @@ from kedge.bench.load import (
     NANO,
     OPEN,
     OPEN_GUARD,
-    SHARE_ALL,
     USUAL,
     Questions,
     drive,
@@ -53,7 +52,7 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Tokens
 from kedge.workflow.graph import Workflow
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 
 BLOCK = 32
 """Tokens of a block on every machine; vLLM's CPU attention wants a multiple of 32."""
@@ -65,8 +64,6 @@ STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
 MODES = {STOCK: ReuseMode.EXACT, KEDGE: ReuseMode.TRANSLATE}
 """Engine -> the mode of its requests under load."""
 QUICK_SIZES = Sizes(1024, 32, 8)
-SHARED = {**SHARE_ALL, "weak_error": OPEN.weak_error}
-"""Thresholds that share everything: random weights have no meaning to keep."""
 Progress = Callable[[str], None]
 Figures = Mapping[str, Any]
 """What a case has measured, as written to a file of results."""
@@ -179,7 +176,7 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         """Start the engine, for which a prompt is one chunk. Engines differ in these two alone: `plugin`, the plug-in's
         settings (None is stock vLLM), and `arguments`, the engine's own.
         """
-        from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
+        from kedge.integrations.vllm.engine.options import prepare_environment, transfer_config
 
         prepare_environment()
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -404,13 +401,13 @@ def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
     a reading team of a real one.
     """
     if name == NANO:
-        return ServedTeam(None, workflow(TASKS["math"]), nano_questions(seed))
+        return ServedTeam(None, TASKS["math"].workflow(), nano_questions(seed))
     if name not in SHAPES:
         return ServedTeam(Path(name), *reading_team(seed))
     vocab = SHAPES[name]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
     flow, questions = random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed)
-    return ServedTeam(folder, flow, questions, SHARED, OPEN_GUARD)
+    return ServedTeam(folder, flow, questions, OPEN, OPEN_GUARD)
 
 
 def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progress) -> Figures:

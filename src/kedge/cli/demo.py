@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kedge.cli.options import Json, Model
-from kedge.cli.preflight import require_model, require_outputs
+from kedge.cli.preflight import require_model, require_parent
 from kedge.cli.questions import progress_bar
 from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
-from kedge.models import bundled
+from kedge.models import is_bundled
 
 if TYPE_CHECKING:
     from kedge.bench.demo import AgentScore, Comparison, TeamScore
@@ -39,7 +39,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="math, choice or code, the bundled models' tasks, default math; or reading or gsm8k, default reading.",
+            help="math, choice or code, the bundled model's tasks, default math; or reading or gsm8k, default reading.",
         ),
     ] = None,
     model: Model = None,
@@ -48,10 +48,10 @@ def demo(
 ) -> None:
     """Run a team on many questions, with dense prefill and with translated KV; pools fill from empty."""
     require_model(model)
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     from kedge.bench.demo import DEMO_TASKS
 
-    is_toy = model is None or bundled(model) is not None
+    is_toy = is_bundled(model)
     task = task or ("math" if is_toy else "reading")
     if task not in DEMO_TASKS:
         raise ConfigError("--task", task, f"must be one of {', '.join(DEMO_TASKS)}")
@@ -74,8 +74,8 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
     from kedge.errors import TranslationRefused
     from kedge.types import ReuseMode
 
-    if model is None or bundled(model):
-        torch.set_num_threads(1)  # bundled models are too small for two: they would mostly wait for each other
+    if is_bundled(model):
+        torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
     workload, asked = team(task, count, seed)
     with progress_bar(console, 8) as progress, LocalEngine(model) as engine:
         if engine.translation_refusal:

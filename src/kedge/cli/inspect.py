@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kedge.cli.inspect_flow import Counts, GraphOutput, show_flow
+from kedge.cli.inspect_flow import Counts, show_flow
 from kedge.cli.tables import FittingTable
 from kedge.discovery.report import line
 from kedge.errors import ConfigError, UnsupportedModel
@@ -53,15 +52,9 @@ def inspect(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the step graph too: .mmd for Mermaid, .dot for Graphviz.")
-    ] = None,
     graph: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
     ] = None,
-    architectures: Annotated[
-        bool, typer.Option("--architectures", help="Try a small random model of every known architecture.")
-    ] = False,
     from_traffic: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A running server, Kedge's or vLLM's: what was found in its plain requests."),
@@ -75,14 +68,11 @@ def inspect(
     """
     if from_traffic is not None:
         show_traffic(Console(), from_traffic, api_key)
-    elif architectures:
-        show_architectures(Console())
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
-        show_flow(Console(), target, counts, GraphOutput(picture, graph), show_all=show_all)
-    elif picture is not None or graph is not None:
-        key, value = ("--graph", graph) if picture is None else ("--picture", str(picture))
-        raise ConfigError(key, value, "only a workflow has a graph; name its file")
+        show_flow(Console(), target, counts, graph, show_all=show_all)
+    elif graph is not None:
+        raise ConfigError("--graph", graph, "only a workflow has a graph; name its file")
     else:
         _show_model(Console(), target, show_all=show_all)
 
@@ -157,26 +147,6 @@ def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
     kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
     share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
     return "; ".join(dict.fromkeys(kinds)) + share if kinds else "none"
-
-
-def show_architectures(console: Console) -> None:
-    """Try a small random model of every architecture, and print what Kedge does with it."""
-    from kedge.engine.local.model.replica import ARCHITECTURES, verdict
-
-    with console.status("trying small models") as status, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about their random weights and unusual sizes
-        rows = []
-        for one in ARCHITECTURES:
-            status.update(f"trying {one.name}")
-            found = verdict(one)
-            exact = "no" if found.refusal else "yes"
-            why = found.refusal or found.translation_refusal
-            rows.append((one.name, exact, f"no: {why}" if why else "yes"))
-    table = Table("architecture", "exact reuse", "translation", title="small models with random weights")
-    table.columns[2].overflow = "fold"
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 KEY = "--from-traffic"

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from kedge.workflow.step_graph import Node, StepGraph
 
 
-FORMAT_OF = {".mmd": "mermaid", ".dot": "dot"}
-"""Ending of a file -> the format of the graph in it"""
-
-
 @dataclass(frozen=True)
 class Counts:
     """The token counts to assume: a model's tokenizer for texts, and the lengths of values."""
@@ -57,45 +53,20 @@ class Counts:
         return ValueLengths(self.input, self.answer, self.tool, named)
 
 
-@dataclass(frozen=True)
-class GraphOutput:
-    """Where a step graph goes besides the tables: a file, whose ending is the format, and standard output.
-
-    Raises `ConfigError` for an ending, a folder or a format that there is none of.
+def show_flow(console: Console, path: Path, counts: Counts, form: str | None, *, show_all: bool) -> None:
+    """Print what is known of the workflow in `path`, or its step graph alone where a format of that is given. Raises
+    `ConfigError` for a format that there is none of.
     """
-
-    file: Path | None
-    printed: str | None
-
-    def __post_init__(self) -> None:
-        if self.file is not None and self.file.suffix.lower() not in FORMAT_OF:
-            why = "must end in .mmd (Mermaid) or .dot (Graphviz: dot -Tsvg makes a picture of it)"
-            raise ConfigError("--picture", str(self.file), why)
-        if self.file is not None and not self.file.parent.is_dir():
-            raise ConfigError("--picture", str(self.file), "its folder does not exist")
-        if self.printed is not None and self.printed not in FORMAT_OF.values():
-            raise ConfigError("--graph", self.printed, "must be mermaid or dot")
-
-    def write(self, graph: StepGraph) -> None:
-        """Write and print the graph in the formats that are asked for."""
-        from kedge.workflow.export import export
-
-        if self.file is not None:
-            self.file.write_text(export(graph, FORMAT_OF[self.file.suffix.lower()]), encoding="utf-8")
-        if self.printed is not None:
-            typer.echo(export(graph, self.printed), nl=False)
-
-
-def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput, *, show_all: bool) -> None:
-    """Print what is known of the workflow in `path`, or its step graph only where that is asked for."""
+    from kedge.workflow.export import export
     from kedge.workflow.spec import load_flow
     from kedge.workflow.step_graph import StepGraph
 
+    if form not in (None, "mermaid", "dot"):
+        raise ConfigError("--graph", form, "must be mermaid or dot")
     flow = load_flow(path)
     graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
-    output.write(graph)
-    if output.printed is not None:
-        return
+    if form is not None:
+        return typer.echo(export(graph, form), nl=False)
     if isinstance(flow, StepGraph):
         console.print(lanes_text(graph), nodes_table(graph))
     else:
@@ -109,8 +80,7 @@ def show_flow(console: Console, path: Path, counts: Counts, output: GraphOutput,
             console.print(calls_table(savings), _agents(flow), nodes_table(graph))
         else:
             console.print("--all shows every call, agent and step.", style="dim")
-    if output.file:
-        console.print(f"picture: {output.file}", markup=False, highlight=False, soft_wrap=True)
+    return None
 
 
 def _savings(flow: Workflow, counts: Counts) -> RunSavings:

@@ -10,7 +10,7 @@ import typer
 
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="MODEL", help="A folder, a GGUF file, or nano, nano-both or smollm2. Default: nano."),
+    typer.Option(metavar="MODEL", help="A folder, a GGUF file, nano or smollm2. Default: nano."),
 ]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings; default: kedge.toml, if there is one here.")
@@ -20,9 +20,6 @@ ModelSize = Annotated[
     str, typer.Option(metavar="NAME", help="tiny, 32m, 100m or 8b: a Llama of that size with random weights.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture to this file (extra `plot`).")
-]
 
 number = partial(typer.Option, metavar="N", min=1)
 real = partial(typer.Option, metavar="X")

@@ -29,14 +29,6 @@ def require_parent(option: str, file: Path | None) -> None:
         raise ConfigError(option, str(file), "is a folder, not a file")
 
 
-def require_outputs(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Raise `ConfigError` if the results cannot be written, or a picture cannot be drawn for lack of matplotlib."""
-    require_parent("--json", json_file)
-    require_parent("--plot", plot_file)
-    if plot_file is not None:
-        require_packages("--plot", ("matplotlib",), "plot")
-
-
 def require_model(model: Path | None) -> None:
     """Raise `ModelNotFound` where there is no such model, `UnsupportedModel` for a part of a GGUF file, and
     `ConfigError` where a package is missing to convert one. None is the bundled model.

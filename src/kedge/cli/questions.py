@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,42 +58,15 @@ def read_questions(file: Path, common: Inputs, flow: Workflow) -> list[Inputs]:
     return questions
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """The sources of the prompt tokens of some questions, and the times to first token of all their calls."""
-
-    exact: int
-    translated: int
-    computed: int
-    ttft_ms: Sequence[float]
-
-    @classmethod
-    def of(cls, results: Sequence[RunResult]) -> Reuse:
-        """Sum up the receipts of all agents in `results`."""
-        calls = [one.completion for result in results for one in result.results]
-        receipts = [call.receipt for call in calls]
-        return cls(
-            sum(receipt.exact for receipt in receipts),
-            sum(receipt.translated for receipt in receipts),
-            sum(receipt.computed for receipt in receipts),
-            [call.ttft_ms for call in calls],
-        )
-
-    @property
-    def prompt(self) -> int:
-        """Return the number of prompt tokens."""
-        return self.exact + self.translated + self.computed
-
-    def cells(self) -> list[str]:
-        """Return the cells of the row after its name."""
-        counts = (self.exact, self.translated, self.computed)
-        share = f"{self.translated / self.prompt:.0%}"
-        return [
-            f"{self.prompt:,}",
-            *(f"{count:,}" for count in counts),
-            share,
-            f"{statistics.median(self.ttft_ms):.1f}",
-        ]
+def reuse_cells(results: Sequence[RunResult]) -> list[str]:
+    """Return the prompt tokens of all calls in `results`, in total and by source, the share of those translated, and
+    the median time to first token.
+    """
+    calls = [one.completion for result in results for one in result.results]
+    sources = ("prompt_tokens", "exact", "translated", "computed")
+    prompt, exact, translated, computed = (sum(getattr(call.receipt, name) for call in calls) for name in sources)
+    counts = (f"{count:,}" for count in (prompt, exact, translated, computed))
+    return [*counts, f"{translated / prompt:.0%}", f"{statistics.median(call.ttft_ms for call in calls):.1f}"]
 
 
 def run_all(
@@ -112,9 +84,9 @@ def run_all(
             except KedgeError as error:
                 error.add_note(f"question {number} of {len(questions)}")
                 raise
-            reuse = Reuse.of(results[-1:])
+            *_, share, _ = reuse_cells(results[-1:])
             progress.console.print(f"{number}  {results[-1].text}", markup=False, highlight=False)
-            progress.update(bar, advance=1, note=f"{reuse.translated / reuse.prompt:.0%} translated")
+            progress.update(bar, advance=1, note=f"{share} translated")
 
 
 def progress_bar(console: Console, width: int = 20) -> Progress:
@@ -125,8 +97,8 @@ def progress_bar(console: Console, width: int = 20) -> Progress:
 
 def reuse_table(results: Sequence[RunResult]) -> FittingTable:
     """Return the table of tokens by source, in the order of the questions, which shows how the pools fill."""
-    rows = [[name, *Reuse.of(some).cells()] for name, some in portions(results)]
-    rows.append(["all", *Reuse.of(results).cells()])
+    rows = [[name, *reuse_cells(some)] for name, some in portions(results)]
+    rows.append(["all", *reuse_cells(results)])
     headings = ("question", "prompt tokens", "exact", "translated", "computed", "translated share", "TTFT p50 ms")
     return FittingTable("where the prompt tokens of all agents came from, question by question", headings, rows)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kedge.cli import questions
 from kedge.cli.options import Config, Device, Model
-from kedge.cli.preflight import require_file, require_model, require_outputs, require_packages
+from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
 from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError, RequestError
 from kedge.types import ReuseMode
@@ -52,13 +52,13 @@ def run(
 ) -> None:
     """Run a workflow on one or many questions, and show answers and the sources of the prompts' tokens."""
     require_file("--inputs", inputs_file)
-    require_outputs(json_file)
+    require_parent("--json", json_file)
     values = parse_inputs(inputs or [])
     from kedge.runner.run import check_inputs
     from kedge.settings import Settings
     from kedge.workflow.spec import load_workflow
 
-    settings = Settings.load(config, reuse=reuse, engine={"model": model, "device": device})
+    settings = Settings.load(config, server={"reuse": reuse}, engine={"model": model, "device": device})
     workflow = load_workflow(flow)
     console = Console()
     if inputs_file is not None:
@@ -74,9 +74,9 @@ def _run_one(
 ) -> None:
     from kedge.runner import run as running
 
-    show = partial(show_event, console)
+    show, reuse = partial(show_event, console), settings.server.reuse or ReuseMode.TRANSLATE
     with open_engine(settings) as engine:
-        result = running.run(engine, workflow, values, reuse=settings.reuse, on_event=show)
+        result = running.run(engine, workflow, values, reuse=reuse, on_event=show)
     console.print(receipts(result))
     for reason, segments in misses_by_reason(result).items():
         console.print(f"· {reason}: {', '.join(segments)}", markup=False, highlight=False)
@@ -97,7 +97,7 @@ def _run_many(
     with open_engine(settings) as engine:
 
         def answer(inputs: Mapping[str, str]) -> RunResult:
-            result = running.run(engine, workflow, inputs, reuse=settings.reuse)
+            result = running.run(engine, workflow, inputs, reuse=settings.server.reuse or ReuseMode.TRANSLATE)
             engine.wait_idle()  # for what is compared in idle time, of which there is none between two questions
             return result
 
@@ -113,7 +113,7 @@ def _write(
     console: Console, file: Path | None, settings: Settings, workflow: Workflow, results: Mapping[str, Any]
 ) -> None:
     if file:
-        data = {"workflow": workflow.name, "reuse": settings.reuse, **results}
+        data = {"workflow": workflow.name, "reuse": settings.server.reuse or ReuseMode.TRANSLATE, **results}
         file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         console.print(f"results: {file}", markup=False)
 

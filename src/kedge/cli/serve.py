@@ -216,7 +216,7 @@ def _open_vllm(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engi
 
     server = settings.server
     quotas = {tenant.id: tenant.quota for tenant in keys.tenants if tenant.quota != Quota()}
-    keeping = KeepingOptions(server.state, server.snapshot_interval, quotas)
+    keeping = KeepingOptions(server.state, quotas=quotas)
     return VLLMEngine(config=settings.engine, keeping=keeping)
 
 

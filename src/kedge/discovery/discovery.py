@@ -9,13 +9,12 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BLOCKS, MAX_LOOKED_AT, MAX_VALUES, SHORT
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_LOOKED_AT, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
     FoundAgent,
     FoundAgents,
-    SharedHeads,
     grouped,
 )
 from kedge.discovery.known_texts import KnownText, KnownTexts
@@ -31,8 +30,9 @@ from kedge.discovery.templates import (
     learn,
 )
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
+from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
-from kedge.structures.prefixes import chain_of, common_prefix
+from kedge.structures.prefixes import chain_of
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 FIRST = 4
@@ -87,8 +87,7 @@ MAX_EXAMPLE_BYTES = 1 << 23
 learned only while `EXAMPLES` prompts of each are among them.
 """
 CONTEXT_START, CONTEXT_END = 4, 12
-"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed; as many
-as the first are looked at behind a value, whether they follow it everywhere"""
+"""Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +103,13 @@ class Found:
     """The prompt, cut into fixed text and values"""
     produces: SampleId | None
     """The answer, where other agents of the team read such answers"""
-    trail: Tokens
-    """Tokens that follow the answer in all prompts of its readers"""
     shared: int
     """Tokens of values that others had or read before"""
 
 
 @dataclass(eq=False, slots=True)
 class _Label:
-    """What all values with one label have in common. It is decided when the label is first seen, but for its trail."""
+    """What all values with one label have in common. It is decided when the label is first seen."""
 
     context: Tokens
     """Tokens before a value in its base KV"""
@@ -120,8 +117,6 @@ class _Label:
     """Whether a template begins with them, and goes on with the value"""
     stand_in: Tokens
     """Tokens that stand for a value in the template itself"""
-    trail: Tokens
-    """Tokens that follow a value in all templates"""
 
 
 @dataclass(eq=False, slots=True)
@@ -317,14 +312,10 @@ class Discovery:
         agent.add([template])
         head, before = token_bytes.unpack(template.head), template.head
         for slot in template.slots:
-            # An answer's last tokens may be joined with what follows: then nothing follows it as its agent had it.
-            is_whole = not is_answer(slot.label) or self.texts.is_whole(slot.first)
-            after = token_bytes.unpack(slot.after)[:CONTEXT_START] if is_whole else ()
             first = before is template.head
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
             stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]
-            label = self._labels.use(slot.label, lambda: _Label(context, first, stand_in, after))  # noqa: B023
-            label.trail = common_prefix((label.trail, after))
+            self._labels.use(slot.label, lambda: _Label(context, first, stand_in))  # noqa: B023
             before = slot.after
 
     # what it says ---------------------------------------------------------------------------------------------
@@ -345,8 +336,7 @@ class Discovery:
         asked.run = self.runs.arrive(agent.id, now, read_from)
         self._texts_of_runs.read(agent.id, asked.run.id, segments)
         self._ends.belongs(asked.chain[-1], asked.run.id)
-        trail = self._labels[self._answers_of(agent)].trail if asked.produces else ()
-        return Found(agent.id, agent.team, asked.run, segments, asked.produces, trail, shared)
+        return Found(agent.id, agent.team, asked.run, segments, asked.produces, shared)
 
     def _quoted(self, asked: _Asker, filled: Sequence[Filled]) -> Iterator[SampleId]:
         """Yield the answers inside of a prompt's values, the last one first, then those in the part of its fixed prompt
@@ -380,8 +370,8 @@ class Discovery:
             if sample is None:
                 sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
             label = self._labels[one.slot.label]
-            around = label.context, label.stand_in, label.trail
-            segments.append(Segment(token_bytes.unpack(value), name, sample, *around, in_context=label.in_context))
+            around = label.context, label.stand_in, label.in_context
+            segments.append(Segment(token_bytes.unpack(value), name, sample, *around))
             at = one.stop
         if at < token_bytes.size(prompt):
             segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))

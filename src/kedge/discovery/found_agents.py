@@ -7,52 +7,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BLOCKS, MAX_OF_ONE
+from kedge.discovery.bounds import MAX_AGENTS, MAX_OF_ONE
 from kedge.discovery.templates import Filled, PromptTemplate, agent_of
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
 
 BLOCK_TOKENS = 16
 """Tokens of a block, and the least that an agent is known by"""
-MAX_LENGTH = 2048
-"""Blocks of a prompt that are looked at"""
-
-
-class SharedHeads:
-    """The blocks that prompts begin with, each with the blocks that came after it. One thread owns it.
-
-    Beginnings are hashed block by block. A block is the end of an agent's fixed prompt as soon as new prompts went on
-    from it in `EXAMPLES` ways; of several such blocks in a prompt the last one counts. A session's next turn goes on
-    from its last one in one way, so long histories make no agents.
-    """
-
-    def __init__(self, capacity: int = MAX_BLOCKS) -> None:
-        self._after: BoundedDict[Hashable, set[Hashable]] = BoundedDict(capacity)
-
-    def __len__(self) -> int:
-        """Return how many blocks are remembered."""
-        return len(self._after)
-
-    def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
-        """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
-        chain = chain[:MAX_LENGTH]
-        for block, after in zip(chain, (*chain[1:], rest), strict=True):
-            known = self._after.use(block, set)
-            if len(known) < EXAMPLES:
-                known.add(after)
-
-    def find(self, chain: Sequence[Hashable]) -> list[int]:
-        """Return the numbers, from 0 on, of the blocks of a prompt that are ends of fixed prompts, the last one first.
-
-        Those before the last one are mostly what agents have in common.
-        """
-        return [at for at in range(min(len(chain), MAX_LENGTH) - 1, -1, -1) if self.is_head(chain[at])]
-
-    def is_head(self, block: Hashable) -> bool:
-        """Return whether a block is the end of a fixed prompt."""
-        return len(self._after.get(block, ())) >= EXAMPLES
-
-
 MAX_TEMPLATES = 4
 """Templates of an agent that are remembered"""
 LEAST_SHARE = 1 / 16

@@ -152,10 +152,6 @@ class KnownTexts:
         """Yield the answers in a packed text, the last one first."""
         return self._index.find(text)
 
-    def is_whole(self, tokens: bytes) -> bool:
-        """Return whether these tokens are all of a text that is known."""
-        return tokens in self._texts
-
     def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
         """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
+from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
 from kedge.discovery.report import find_waste, line
 from kedge.discovery.runs import FoundRun
@@ -67,8 +68,6 @@ MAX_NAMESPACES = 64
 """Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
 LOG_SECONDS = 300.0
 """Seconds between two lines of the log, at least"""
-MAX_REPORTED = 100
-"""Agents, successions and findings in a report"""
 
 
 class PlainRequests:
@@ -150,10 +149,10 @@ class PlainRequests:
             "namespaces": [str(namespace) for namespace in owned],
             **asdict(sum((one.totals for one in known), PlainTotals())),
             "runs": sum(len(one.runs) for one in known),
-            "agents": [one.to_dict() for one in agents[:MAX_REPORTED]],
-            "follows": [edge for one in known for edge in one.runs.successors.edges()][:MAX_REPORTED],
+            "agents": [one.to_dict() for one in agents[:MAX_LOOKED_AT]],
+            "follows": [edge for one in known for edge in one.runs.successors.edges()][:MAX_LOOKED_AT],
             "why_not": WhyNot.most_common(one.why_not for one in known),
-            "findings": [one.to_dict() for one in find_waste(agents)][:MAX_REPORTED],
+            "findings": [one.to_dict() for one in find_waste(agents)][:MAX_LOOKED_AT],
         }
 
     @property
@@ -172,5 +171,5 @@ class PlainRequests:
         )
         if self._mode is DiscoveryMode.EXACT:
             return named
-        produces, trail = request.produces or found.produces, request.trail or found.trail
-        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=produces, trail=trail)
+        produces = request.produces or found.produces
+        return replace(named, segments=found.segments, reuse=ReuseMode.TRANSLATE, produces=produces)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +12,15 @@ from html import escape
 from typing import Any
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import LEAST_TOKENS, MAX_LOOKED_AT, SHORT
+from kedge.discovery.bounds import MAX_LOOKED_AT, SHORT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
 from kedge.types import AgentId
 
 ALIKE = 0.9
-"""Share of their tokens that two fixed prompts have in common if they are the same in another order"""
+"""Share of their tokens that two fixed prompts have in common if one could share most of the other"""
 SAMPLE = 64
 """Tokens of a text that tell whether comparing all of them is worth the time"""
-SPREAD = 2_654_435_761
-"""Knuth's multiplier: a sample is of all tokens, not of those with low numbers"""
 
 
 class FindingKind(StrEnum):
@@ -31,15 +28,13 @@ class FindingKind(StrEnum):
 
     EARLY_VALUE = "a value in the middle of fixed text"
     ROLE_FIRST = "a role before shared text"
-    ANOTHER_ORDER = "the same fixed text in another order"
-    COMMON_BEHIND = "fixed text that another agent has too, behind another beginning"
+    COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"
 
 
 ADVICE = {
     FindingKind.EARLY_VALUE: "put what changes, such as a time or a name, behind all that stays",
     FindingKind.ROLE_FIRST: "where the model allows it, put the shared text first and the role behind it",
-    FindingKind.ANOTHER_ORDER: "keep tools and rules in one order, for instance by name",
-    FindingKind.COMMON_BEHIND: "put what agents have in common first, and behind it what tells them apart",
+    FindingKind.COMMON_TEXT: "put what agents have in common first, tools in one order, and what tells them apart last",
 }
 
 
@@ -84,35 +79,23 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
         likely = (heads[one] for one in range(at) if 2 * len(samples[one] & samples[at]) >= len(samples[at]))
         if other := next((one for one in likely if _alike(one, head)), None):
             lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
-            kind = FindingKind.ANOTHER_ORDER if _is_reordered(other, head) else FindingKind.COMMON_BEHIND
-            found.append(Finding(kind, agent.id, lost, agent.calls))
+            found.append(Finding(FindingKind.COMMON_TEXT, agent.id, lost, agent.calls))
     worth = [one for one in found if one.tokens >= SHORT]
     return sorted(worth, key=lambda one: one.tokens * one.calls, reverse=True)
 
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
 def _sample(text: bytes) -> frozenset[int]:
-    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch)."""
-    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: token * SPREAD % (1 << 32)))
+    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch). By their hashes:
+    a sample is of all tokens, not of those with low numbers.
+    """
+    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
 
 
 def _alike(one: bytes, other: bytes) -> bool:
     """Return whether two texts have nearly all of their tokens in common, in whatever order."""
     counts = [Counter(token_bytes.unpack(text)) for text in (one, other)]
     return (counts[0] & counts[1]).total() >= ALIKE * max(map(token_bytes.size, (one, other)))
-
-
-@lru_cache(MAX_LOOKED_AT)
-def _is_reordered(one: bytes, other: bytes) -> bool:
-    """Return whether some tokens that two texts have once each do not follow each other in both as the rest do."""
-    tokens = [token_bytes.unpack(text) for text in (one, other)]
-    counts, place = [Counter(each) for each in tokens], {token: at for at, token in enumerate(tokens[1])}
-    places = [place[token] for token in tokens[0] if counts[0][token] == counts[1][token] == 1]
-    chain: list[int] = []  # the least ends of rising chains of each length: the longest one is what is in order
-    for at in places:
-        end = bisect_left(chain, at)
-        chain[end : end + 1] = [at]
-    return len(places) - len(chain) >= LEAST_TOKENS
 
 
 def _is_own(slot: Slot, agent: FoundAgent) -> bool:

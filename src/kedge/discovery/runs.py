@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from kedge.discovery.bounds import LEAST_TOKENS, MAX_AGENTS, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES
+from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS, MAX_AGENTS, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 from kedge.workflow.steps import NextRun
@@ -245,8 +245,8 @@ class Successors:
 
 MAX_READERS = 32
 """Agents that read a text, of which more tell nothing"""
-LEAST_VALUES, MOST_SHARED = 3, 0.25
-"""Values of a kind, and share of them that were read in several runs, with which one tells which run it is of"""
+MOST_SHARED = 0.25
+"""Share of the values of a kind that were read in several runs, up to which one tells which run it is of"""
 
 
 @dataclass(eq=False, slots=True)
@@ -269,7 +269,7 @@ class _ValueKind:
 
     @property
     def tells(self) -> bool:
-        return self.values >= LEAST_VALUES and self.shared <= MOST_SHARED * self.values
+        return self.values >= EXAMPLES and self.shared <= MOST_SHARED * self.values
 
 
 class TextsOfRuns:

@@ -111,7 +111,6 @@ class Tokenizer(Protocol):
 class Quota:
     """The limits of what one tenant may hold, in all its namespaces together; None is no limit."""
 
-    anchors: int | None = None
     anchor_bytes: int | None = None
     host_bytes: int | None = None
     """Of the host tier"""

@@ -6,7 +6,6 @@ same exact reuse that a model's engine would give.
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import math
 import re
@@ -18,7 +17,7 @@ from types import MappingProxyType
 
 from kedge.cache import CacheManager, Lease
 from kedge.engine.base import Engine
-from kedge.engine.common.stream import TokenStream
+from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.reuse.plan import ALL_COMPUTED
@@ -86,44 +85,22 @@ class ByteTokenizer:
         """Return the byte itself; specials are spelled out."""
         return bytes([token]) if token < 256 else self._spelled[token]
 
+    def is_certain(self, token: int) -> bool:
+        """Return whether a token has text."""
+        return token < 256
+
     def chat(self, system: str | None, user: str) -> str:
         """Return `<|bos|>`, the messages separated by `<|turn|>`, and the beginning of the answer's turn."""
         opening = "" if system is None else f"<|turn|>system\n{system}"
         return f"<|bos|>{opening}<|turn|>user\n{user}<|turn|>assistant\n"
 
 
-EchoStream = TokenStream
-
-
-class _Text:
-    """A growing answer that withholds what may yet become a character or a stop string."""
-
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self.certain, self.stopped = "", False
-        self._stop, self._held = stop, ""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, data: bytes, *, last: bool = False) -> str:
-        """Return the text that became certain with `data`."""
-        self._held += "" if self.stopped else self._utf8.decode(data, last)
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        self.stopped = self.stopped or bool(found)
-        size = min(found) if found else len(self._held) - (0 if last else self._maybe_stop())
-        certain, self._held = self._held[:size], "" if found else self._held[size:]
-        self.certain += certain
-        return certain
-
-    def _maybe_stop(self) -> int:
-        sizes = (size for stop in self._stop for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
-        return max(sizes, default=0)
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     request: GenerateRequest
-    stream: EchoStream
+    stream: TokenStream
     answer: Iterator[int]
-    text: _Text
+    text: TextStream
     arrived: float
     lease: Lease | None = None
     admitted: float = 0.0
@@ -182,15 +159,19 @@ class EchoEngine(Engine):
         with self._changed:
             return frozenset(self._jobs)
 
-    def submit(self, request: GenerateRequest) -> EchoStream:
+    def submit(self, request: GenerateRequest) -> TokenStream:
         """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `RequestError` (bad sampling, an
         id in flight) or `EngineClosed`.
         """
         self._check_open()
-        self._validate(request)
+        require_sensible(request, self.tokenizer.vocab_size, self._max_prompt)
+        prompt, more = request.prompt_tokens, request.sampling.max_tokens
+        if prompt + more > self.cache.num_blocks:
+            why = f"with {more} more it exceeds the cache"
+            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more, why)
         answer = itertools.cycle((*self._answer(request), 257))
-        text = _Text(request.sampling.stop)
-        job = _Job(request, EchoStream(request.request_id), answer, text, time.perf_counter())
+        text = TextStream(ByteTokenizer(), request.sampling.stop)  # answers are bytes, also with another tokenizer
+        job = _Job(request, TokenStream(request.request_id), answer, text, time.perf_counter())
         with self._changed:
             self._check_open()
             require_new_id(request.request_id, self._jobs)
@@ -233,15 +214,6 @@ class EchoEngine(Engine):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("engine", self.failure or "echo", "was closed, or has failed")
-
-    def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self.tokenizer.vocab_size)
-        prompt, more = request.prompt_tokens, request.sampling.max_tokens
-        if prompt > self._max_prompt:
-            raise PromptTooLong.of("prompt_tokens", prompt, self._max_prompt)
-        if prompt + more > self.cache.num_blocks:
-            why = f"with {more} more it exceeds the cache"
-            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more, why)
 
     def _answer(self, request: GenerateRequest) -> Tokens:
         if callable(self._script):
@@ -298,7 +270,7 @@ class EchoEngine(Engine):
             self._end(job, FinishReason.STOP)
             return
         job.generated.append(token)
-        text = job.text.push(bytes([token] if token < 256 else []))
+        text = job.text.push(token)
         if job.text.stopped:
             self._end(job, FinishReason.STOP, text, (token,))
         elif len(job.generated) == job.request.sampling.max_tokens:
@@ -307,7 +279,7 @@ class EchoEngine(Engine):
             job.stream.put(_delta(job, text, (token,)))
 
     def _end(self, job: _Job, reason: FinishReason, text: str = "", tokens: Tokens = ()) -> None:
-        text += job.text.push(b"", last=True)
+        text += job.text.flush()
         if job.lease is not None:
             # Others may reuse all but the last token, which was drawn and never read.
             kept = () if job.request.reuse is ReuseMode.OFF else (*job.request.tokens, *job.generated[:-1])
@@ -335,7 +307,7 @@ def _completion(job: _Job, reason: FinishReason) -> Completion:
     ttft_ms = 1e3 * ((job.first_token or now) - job.arrived)
     return Completion(
         request_id=job.request.request_id,
-        text=job.text.certain,
+        text=job.text.text,
         tokens=tuple(job.generated),
         finish_reason=reason,
         receipt=_receipt(job, ttft_ms),

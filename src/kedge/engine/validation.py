@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Final
 
 from kedge.checks import MAX_COUNT, brief, is_number, is_unicode, require_integer, require_sampling, require_text
-from kedge.errors import EmptyPrompt, InvalidToken, RequestError
+from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
 from kedge.hints.values import MAX_EXPECTED
 from kedge.types import (
     GenerateRequest,
@@ -31,14 +31,21 @@ _NAMES: Final = ("request_id", "tenant", "partition", "client", "workflow", "run
 _MAY_NOT_BE_EMPTY: Final = ("request_id", "tenant")
 
 
-def require_sensible(request: GenerateRequest, vocab_size: int | None = None) -> None:
+def require_sensible(request: GenerateRequest, vocab_size: int | None = None, most: int | None = None) -> None:
     """Raise a `RequestError` that names key, value and what is accepted where no engine could serve `request`.
 
-    With `vocab_size`, all its token ids must be smaller, also those that only its hints hold.
+    With `vocab_size`, all its token ids must be smaller, also those that only its hints hold. Its prompt
+    may have `most` tokens.
     """
     if not isinstance(request, GenerateRequest):
         raise RequestError("request", brief(request), "must be a GenerateRequest")
-    _require_names(request)
+    for key in _NAMES:
+        require_text(key, getattr(request, key), may_be_empty=key not in _MAY_NOT_BE_EMPTY)
+    if "/" in request.tenant:
+        raise RequestError("tenant", brief(request.tenant), "must have no '/': `partition` names a part of its data")
+    _require_sample("produces", request.produces)
+    if not isinstance(request.reuse, ReuseMode):
+        raise RequestError("reuse", brief(request.reuse), f"must be one of {', '.join(ReuseMode)}")
     require_sampling(request.sampling)
     for key in ("logprobs", "prompt_logprobs"):
         if getattr(request, key) is not None:
@@ -47,9 +54,10 @@ def require_sensible(request: GenerateRequest, vocab_size: int | None = None) ->
         raise RequestError("fixed", brief(request.fixed), "must be an integer or None")
     _require_turn(request.turn)
     _require_segments(request.segments, vocab_size)
-    _require_tokens("trail", request.trail, vocab_size)
     if not any(segment.tokens for segment in request.segments):
         raise EmptyPrompt("prompt", "", "it has no tokens")
+    if most is not None and request.prompt_tokens > most:
+        raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, most)
 
 
 def require_advice(namespace: Namespace, hints: TurnHints) -> None:
@@ -105,16 +113,6 @@ def _require_turn(turn: TurnHints) -> None:
 # requests -------------------------------------------------------------------------------------------------------------
 
 
-def _require_names(request: GenerateRequest) -> None:
-    for key in _NAMES:
-        require_text(key, getattr(request, key), may_be_empty=key not in _MAY_NOT_BE_EMPTY)
-    if "/" in request.tenant:
-        raise RequestError("tenant", brief(request.tenant), "must have no '/': `partition` names a part of its data")
-    _require_sample("produces", request.produces)
-    if not isinstance(request.reuse, ReuseMode):
-        raise RequestError("reuse", brief(request.reuse), f"must be one of {', '.join(ReuseMode)}")
-
-
 def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> None:
     if not isinstance(segments, tuple):
         raise RequestError("segments", brief(segments), "must be a tuple of Segment")
@@ -124,13 +122,10 @@ def _require_segments(segments: tuple[Segment, ...], vocab_size: int | None) -> 
         key = f"segments[{at}]"
         require_text(f"{key}.name", segment.name)
         _require_sample(f"{key}.sample", segment.sample)
-        for part in ("tokens", "base_context", "placeholder_text", "trail", "held"):
+        for part in ("tokens", "base_context", "placeholder_text"):
             _require_tokens(f"{key}.{part}", getattr(segment, part), vocab_size)
         if not isinstance(segment.in_context, bool):
             raise RequestError(f"{key}.in_context", brief(segment.in_context), "must be True or False")
-        held, tokens = segment.held, segment.tokens
-        if held and tokens and tokens[-len(held) :] != held:
-            raise RequestError(f"{key}.held", brief(held), "must be what the segment's tokens end with")
 
 
 def _require_sample(key: str, sample: SampleId | None) -> None:

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kedge.hints.values import MAX_KEPT_SECONDS, read_seconds, read_text, without_infinity
+from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS, read_seconds, read_text, without_infinity
 
-MAX_ACTIONS = 64
-"""Actions of a call that get an outcome"""
 Payload = Mapping[str, Any]
 
 
@@ -91,12 +89,12 @@ NAMELESS = _Answer(ActionResult.REJECTED, "needs a session_id: what the request 
 
 
 def read_actions(envelope: Any) -> Wishes:
-    """Return what the first `MAX_ACTIONS` actions in `kv_hints` ask for, with the outcome of each."""
+    """Return what the first `MAX_EXPECTED` actions in `kv_hints` ask for, with the outcome of each."""
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
     if not isinstance(actions, list):
         return Wishes(rejected=1)
-    wishes = Wishes(rejected=max(0, len(actions) - MAX_ACTIONS))
-    for action in actions[:MAX_ACTIONS]:
+    wishes = Wishes(rejected=max(0, len(actions) - MAX_EXPECTED))
+    for action in actions[:MAX_EXPECTED]:
         outcome = _outcome(action, wishes)
         wishes.outcomes.append(outcome)
         wishes.rejected += outcome.outcome is ActionResult.REJECTED

@@ -29,8 +29,13 @@ class Follower:
         self._head = {"workflow": workflow, "run": run or uuid.uuid4().hex, **_nonempty(client=client)}
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
-        self._progress = None if graph is None else _Progress(graph)
         self._seq = 0
+        self._key, self._board = RunKey(Namespace(TenantId("")), "", RunId("")), ForecastBoard(ttl=math.inf)
+        self._progress: RunProgress | None = None
+        if graph is not None:
+            self._progress = RunProgress(graph, self._key, self._board)
+            self._progress.state = RunState(done=frozenset(node for node in graph.ids if node == START))
+            self._progress.begin(0.0)
 
     @property
     def run(self) -> str:
@@ -42,14 +47,14 @@ class Follower:
         with self._lock:
             self._running[agent] += 1
             if self._progress is not None and self._running[agent] == 1:
-                self._progress.run.started(AgentId(agent), 0.0)
+                self._progress.started(AgentId(agent), 0.0)
 
     def finished(self, agent: str) -> None:
         """Note that `agent` has finished; it is done once all its starts have finished."""
         with self._lock:
             self._running[agent] -= 1
             if self._progress is not None and not self._running[agent]:
-                self._progress.run.finished(AgentId(agent), 0.0)
+                self._progress.finished(AgentId(agent), 0.0)
 
     @contextmanager
     def calling(self, agent: str) -> Iterator[dict[str, Any]]:
@@ -66,7 +71,7 @@ class Follower:
     def hints(self, agent: str = "") -> dict[str, Any]:
         """Return the `kedge` field of a call by `agent` (empty: of no agent) with the present forecast."""
         with self._lock:
-            forecast = {} if self._progress is None else self._forecast(self._progress.steps)
+            forecast = {} if self._progress is None else self._forecast(self._steps())
         return {**self._head, **_nonempty(agent=agent), **forecast}
 
     def final_hints(self) -> dict[str, Any] | None:
@@ -79,30 +84,18 @@ class Follower:
         with self._lock:
             return None if self._progress is None else {**self._head, **self._forecast({})}
 
+    def _steps(self) -> dict[str, float | None]:
+        """Return the steps-to-execution of every agent, None for one that is never reached."""
+        forecast = self._board.forecast(self._key)
+        known = {} if forecast is None else forecast.next_runs
+        return {
+            agent: one.steps if math.isfinite(one.steps) else None for agent, one in known.items() if agent != START
+        }
+
     def _forecast(self, steps: dict[str, float | None]) -> dict[str, Any]:
         """Return a forecast with a number that grows, also across processes that take turns in the same run."""
         self._seq = max(self._seq + 1, time.time_ns())
         return {"seq": self._seq, "steps": steps}
-
-
-class _Progress:
-    """A run's progress with its forecast, which never expires."""
-
-    def __init__(self, graph: StepGraph) -> None:
-        self._board = ForecastBoard(ttl=math.inf)
-        self._key = RunKey(Namespace(TenantId("")), "", RunId(""))
-        self.run = RunProgress(graph, self._key, self._board)
-        self.run.state = RunState(done=frozenset(node for node in graph.ids if node == START))
-        self.run.begin(0.0)
-
-    @property
-    def steps(self) -> dict[str, float | None]:
-        """The steps-to-execution of every agent, None for one that is never reached."""
-        forecast = self._board.forecast(self._key)
-        next_runs = {} if forecast is None else forecast.next_runs
-        return {
-            agent: one.steps if math.isfinite(one.steps) else None for agent, one in next_runs.items() if agent != START
-        }
 
 
 def _nonempty(**fields: str) -> dict[str, str]:

@@ -118,14 +118,18 @@ class _RunWatcher(BaseCallbackHandler):
         """By LangChain's id of the task"""
         self._callers: set[str] = set()
         """Agents that have called a model"""
-        self._sender = _HintSender()
+        self._client: OpenAI | None = None
+        """The client of the last call. Before the first call the server is unknown, and has no KV to keep."""
+        self._thread = ThreadPoolExecutor(1, "kedge-hints")
+        """Sends hints without a prompt, so that no node waits for them"""
+        self._pending: list[Future[None]] = []
 
     def call(self, place: str, client: OpenAI | None) -> dict[str, Any] | None:
         """Return the hints for a model call of the node at this place; None where it is not in this graph."""
         task = self._tasks.get(place)
         if task is None:
             return None
-        self._sender.client = client
+        self._client = client
         self._callers.add(task.agent)
         return task.run.follower.hints(task.agent)
 
@@ -157,7 +161,7 @@ class _RunWatcher(BaseCallbackHandler):
             self._tasks[place], self._places[run_id] = task, place
             run.follower.started(task.agent)
             if task.agent not in self._callers:  # it is not known to call a model: its start is sent by itself
-                self._sender.send(run.follower.hints())
+                self._send(run.follower.hints())
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
         """Note that a graph, a node, or something in a node has ended."""
@@ -165,27 +169,17 @@ class _RunWatcher(BaseCallbackHandler):
             task = self._tasks.pop(place)
             task.run.follower.finished(task.agent)
         elif run := self._runs.pop(run_id, None):
-            self._sender.send(run.follower.final_hints(), required=True)
+            self._send(run.follower.final_hints(), required=True)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
         """Note the end, as `on_chain_end` does."""
         self.on_chain_end(None, run_id=run_id)
 
-
-class _HintSender:
-    """A thread that sends hints without a prompt, so that no node waits for them."""
-
-    def __init__(self) -> None:
-        self.client: OpenAI | None = None
-        """The client of the last call. Before the first call the server is unknown, and has no KV to keep."""
-        self._thread = ThreadPoolExecutor(1, "kedge-hints")
-        self._pending: list[Future[None]] = []
-
-    def send(self, hints: Mapping[str, Any] | None, required: bool = False) -> None:
+    def _send(self, hints: Mapping[str, Any] | None, required: bool = False) -> None:
         """Send hints later. Those that are not `required` are dropped while too many are pending."""
         self._pending = [one for one in self._pending if not one.done()]
-        if self.client is not None and hints and (required or len(self._pending) < MAX_PENDING_HINTS):
-            self._pending.append(self._thread.submit(send_hints, self.client, hints))
+        if self._client is not None and hints and (required or len(self._pending) < MAX_PENDING_HINTS):
+            self._pending.append(self._thread.submit(send_hints, self._client, hints))
 
 
 # its edges ------------------------------------------------------------------------------------------------------------

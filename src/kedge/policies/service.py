@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kedge.errors import PlanError
-from kedge.policies.sessions.turns import MAX_SESSIONS
+from kedge.policies.sessions.turns import MAX_SESSIONS, RECENT
 from kedge.structures.bounded import BoundedDict
 
 PATIENCE = 4.0
@@ -205,8 +205,6 @@ WAIT_SHARE = 0.5
 """Most time to write an answer, over that of computing the prompt that waits for it."""
 GROWTH = 1.02
 """Growth of a shortest time with every observation, so that it follows what changes."""
-WEIGHT = 0.05
-"""Share of a new answer in the mean length."""
 
 
 class StepTimes:
@@ -232,7 +230,7 @@ class StepTimes:
 
     def answered(self, tokens: int) -> None:
         """Take the length of an answer."""
-        self.answer += (tokens - self.answer) * (WEIGHT if self.answer else 1.0)
+        self.answer += (tokens - self.answer) * (RECENT if self.answer else 1.0)
 
     def wait_pays(self, tokens: int) -> bool:
         """Return whether answers take little time against computing `tokens` tokens; not before all is known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from kedge.types import GenerateRequest, ReuseMode, Segment, Tokens
@@ -56,25 +56,6 @@ def shared_text(placed: Sequence[Placed], last: Placed) -> Tokens:
     first = next(one.index for one in placed if one.segment.is_placeholder)
     parts = (one.segment.tokens for one in placed[first : last.index + 1])
     return tuple(chain.from_iterable(parts))
-
-
-def with_trails(request: GenerateRequest, most: int, *, of_answers: bool = True) -> GenerateRequest:
-    """Let up to `most` tokens of each placeholder's `trail` belong to its value: the same prompt, cut otherwise. Not of
-    agents' answers, unless `of_answers`: their agents have to compute KV of the trail.
-
-    A model sums a text up in the tokens right behind it. Their KV depends on the text more than on all before it, and
-    no other text's offset says what it is; base KV in which they have read the text does. A value that is yet to come
-    gets them when it comes.
-    """
-    segments = list(request.segments)
-    for at, here in enumerate(request.segments[:-1]):
-        if own := () if here.is_answer and not of_answers else here.trail[:most]:
-            after = segments[at + 1]
-            tokens, text = here.tokens + own if here.tokens else (), here.placeholder_text + own
-            segments[at] = replace(here, tokens=tokens, placeholder_text=text, trail=(), held=own)
-            segments[at + 1] = replace(after, tokens=after.tokens[len(own) :])
-    kept = tuple(one for one in segments if one.tokens or one.is_placeholder)
-    return replace(request, segments=kept, trail=request.trail[:most] if of_answers else ())
 
 
 def known_segments(request: GenerateRequest) -> int:

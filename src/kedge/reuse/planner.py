@@ -30,7 +30,7 @@ from kedge.reuse.layout import (
     template_key,
 )
 from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
 
@@ -44,7 +44,6 @@ WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
 UNREAD = "no other agent of the run has read it before"
 UNLEARNED = "nothing is known yet of the template behind this value"
-MAX_PLACEHOLDERS = 1024
 TRIED = 16
 """One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
 
@@ -61,7 +60,7 @@ class Savings:
     def __init__(self, forget: float = 0.95) -> None:
         """Begin with nothing. `forget` is the factor on a translation's weight at every later one."""
         self._forget = forget
-        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict(MAX_PLACEHOLDERS)
+        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict()
 
     def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
         """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""
@@ -153,7 +152,8 @@ class Planner:
         weights: tuple[float, float] = (0.7, 1.4),
     ) -> None:
         """Create a planner. `weights` are those of errors in inputs, and in what readers before have left."""
-        self._anchors, self._bases, self._policy, self._refusal = anchors, bases, policy, refusal
+        self._anchors, self._bases, self._refusal = anchors, bases, refusal
+        self._policy, self._constants = policy, PlannerConstants.of(policy)
         self._costs, self._savings = costs, Savings()
         self._of_inputs, self._of_readers = weights
 
@@ -203,7 +203,7 @@ class Planner:
             last = draft.placed[-1]
             self._compute(draft, last.stop - 1)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
-            if share < self._policy.min_translated and (draft.translations or not draft.misses):
+            if share < self._constants.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 
@@ -346,7 +346,7 @@ class Planner:
     @property
     def short(self) -> int:
         """Segments of at most so many tokens are computed."""
-        return self._policy.recompute_short
+        return self._constants.recompute_short
 
     @property
     def rotates(self) -> bool:
@@ -361,7 +361,7 @@ class Planner:
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
         draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
-        first = 0 if rung_of(draft.request) else self._policy.recompute_head
+        first = 0 if rung_of(draft.request) else self._constants.recompute_head
         head = range(start, min(placed.start + first, placed.stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)

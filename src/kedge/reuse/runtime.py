@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 REFRESH = 8
 """Of the dense prompts of an agent that has seen enough values, one in so many is learned from"""
-MAX_PLACEHOLDERS = 1024
 MAX_VALUES = 256
 """Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
 UNKNOWN = 2.0
@@ -69,7 +68,7 @@ class Readers:
     """Counts how often a placeholder's values are read, which is what base KV of a new one is worth. Bounded."""
 
     def __init__(self) -> None:
-        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict(MAX_PLACEHOLDERS)
+        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict()
 
     def read(self, placeholder: PoolKey, value: Tokens) -> None:
         """Count that a request reads this value."""
@@ -194,13 +193,11 @@ class Runtime:
         paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
-    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV, *, exact: bool) -> None:
-        """Keep an answer's own KV, with that of what follows it everywhere, as the base KV of the placeholder that it
-        fills.
-        """
+    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV) -> None:
+        """Keep an answer's own KV as the base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
-            self._bases.put_sample(run, sample, tokens, kv, exact_lineage=exact)
+            self._bases.put_sample(run, sample, tokens, kv)
 
     def leaves_base(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
         """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""
@@ -230,7 +227,7 @@ class Runtime:
         Dense prompts of an agent that has seen enough values are, once in `REFRESH` times, so that they follow what
         changes.
         """
-        if request.guard.left_out:
+        if request.guard.held_out:
             return False
         if plan.translates or not self.learns(request):
             return plan.teaches and self.learns(request)

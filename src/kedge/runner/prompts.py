@@ -98,5 +98,4 @@ class RunPrompts:
             agent=step.agent,
             fixed=len(prompt.prefixes[0]),
             produces=produces,
-            trail=prompt.trail,
         )

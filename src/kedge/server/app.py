@@ -36,7 +36,7 @@ from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.tenancy import KeyRing, apply_quotas
 from kedge.server.threads import in_own_thread
-from kedge.server.tracing import Tracing
+from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
@@ -44,21 +44,19 @@ from kedge.settings import ServerSettings
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState
 
-READY_SECONDS = 5.0
-
 
 def create_app(
     engine: Engine,
     settings: ServerSettings | None = None,
     keys: KeyRing | None = None,
-    tracing: Tracing | None = None,
+    tracing: OpenTelemetry | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application around an engine, which the caller closes.
 
     Without keys everyone may call. Loads the engine's saved state if the settings name a folder. Raises `ConfigError`
     if the engine, or the folder, cannot do what the settings ask for.
     """
-    settings, tracing = settings or ServerSettings(), tracing or Tracing()
+    settings = settings or ServerSettings()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
     watching = Dashboard(engine, text_policy(settings, keys))
@@ -68,7 +66,7 @@ def create_app(
     app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
     app.state.snapshots = None
     if settings.state is not None and engine.state != settings.state:
-        app.state.snapshots = Snapshots(engine, settings.state, settings.snapshot_interval, service.metrics.snapshot)
+        app.state.snapshots = Snapshots(engine, settings.state, service.metrics.snapshot)
         app.state.snapshots.load()
     for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
         app.include_router(api.router)
@@ -112,7 +110,7 @@ async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
     service.require_engine()
-    await service.require_answer(READY_SECONDS)
+    await service.require_answer(MARGIN_SECONDS)
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
@@ -138,24 +136,22 @@ class Saving(Protocol):
 
 
 class Snapshots:
-    """Thread that saves an engine to a folder every `interval` seconds.
+    """Thread that saves an engine to a folder every `SNAPSHOT_SECONDS`.
 
     A failure is logged and counted and does not end the server; the last complete snapshot is kept.
     """
 
-    def __init__(self, engine: Engine, folder: Path, interval: float, count: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, folder: Path, count: Callable[[str], None]) -> None:
         """`count` counts outcomes by name. Raises `ConfigError` for an engine that cannot be saved."""
         if not isinstance(engine, Saving):
             raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
-        self._engine, self._folder, self._interval = engine, folder, interval
-        self._count = count
-        self._ending = threading.Event()
+        self._engine, self._folder, self._count, self._ending = engine, folder, count, threading.Event()
         self._thread = threading.Thread(target=self._every, name="kedge-snapshots", daemon=True)
 
     def load(self) -> None:
         """Load the saved state, if any. Raises `ConfigError` if the folder is not usable or in use by another process.
 
-        Damaged files are moved aside, counted and logged, and the rest is loaded. State of another model or format is
+        Damaged files are counted and logged, and the rest is loaded. State of another model or format is
         refused and logged; the server then starts with nothing learned, and the first snapshot moves that state away.
         """
         try:
@@ -181,7 +177,7 @@ class Snapshots:
             self._save()
 
     def _every(self) -> None:
-        while not self._ending.wait(self._interval):
+        while not self._ending.wait(SNAPSHOT_SECONDS):
             self._save()
 
     def _save(self) -> None:
@@ -202,9 +198,10 @@ def _summary(saved: SavedState, folder: Path) -> str:
     return f"{saved.pools} pools and {saved.templates} templates, {size:.1f} MiB in {took:.0f} ms ({folder})"
 
 
+SNAPSHOT_SECONDS = 60.0
+"""Time between two snapshots: what a crash loses is learned again within as much."""
 MARGIN_SECONDS = 5
-"""Time after the grace in which failed answers are still sent; then connections are cut."""
-POLL_SECONDS = 0.05
+"""How long the engine's answer is waited for; after the grace, failed answers are sent for as long."""
 
 
 class GracefulServer(uvicorn.Server):
@@ -249,7 +246,7 @@ class GracefulServer(uvicorn.Server):
         failing = asyncio.create_task(fail_after_grace())
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
         while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
-            await asyncio.sleep(POLL_SECONDS)  # new calls are still answered, with 503
+            await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True
             logger.critical("the engine does not answer, so nothing of it is saved")

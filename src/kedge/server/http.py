@@ -50,8 +50,6 @@ from kedge.hints import Hints
 from kedge.server.threads import Threads
 from kedge.types import Completion, Source
 
-MAX_REASON = 300
-"""Characters of a reason: what was wrong may be as long as a body."""
 OVERLOADED = "overloaded"
 
 
@@ -77,22 +75,9 @@ class CallFailure:
 
     @property
     def kind(self) -> FailureKind:
-        """Refused before it cost anything, or failed."""
+        """Whether it was refused before it cost anything, or failed."""
         refused = self.status < 500 or self.code == OVERLOADED
         return FailureKind.REFUSED if refused else FailureKind.FAILED
-
-    def is_like(self, other: CallFailure) -> bool:
-        """Whether both are listed in one line: they differ in their reasons' figures at most."""
-        return (self.status, self.code, *self._place()) == (other.status, other.code, *other._place())
-
-    def _place(self) -> tuple[str, ...]:
-        return self.route, self.workflow, self.agent, self.run
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the page."""
-        reason = self.reason if len(self.reason) <= MAX_REASON else f"{self.reason[:MAX_REASON]}…"
-        place = {"route": self.route, "workflow": self.workflow, "agent": self.agent, "run": self.run}
-        return {"kind": self.kind, "status": self.status, "code": self.code, "reason": reason, **place}
 
 
 DONE = b"data: [DONE]\n\n"

@@ -7,13 +7,14 @@ import logging
 import logging.config
 import time
 import uuid
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.server.tracing import Tracing
+from kedge.server.tracing import OpenTelemetry
 from kedge.structures.bounded import BoundedDict
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -90,21 +91,21 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
 logger = logging.getLogger("kedge.access")
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 """Paths that machines poll; their calls are logged at level DEBUG."""
-ABANDONED = 499
-"""Status that is logged if an answer never began, as in nginx."""
+CLIENT_GONE = 499
+"""Status of a call whose client has disconnected before an answer, as in nginx."""
 
 
 class AccessLogMiddleware:
     """Outermost middleware: it logs each call and names it in the answer's `X-Request-Id`."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: OpenTelemetry | None) -> None:
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), ABANDONED
+        began, status = time.monotonic(), CLIENT_GONE
         name = f"req_{uuid.uuid4().hex}"
         token = request_id.set(name)
 
@@ -116,7 +117,8 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            with self._tracing.called(scope["path"], Headers(scope=scope)):
+            tracing = self._tracing.called(scope["path"], Headers(scope=scope)) if self._tracing else nullcontext()
+            with tracing:
                 await self._app(scope, receive, send_named)
         finally:
             method, ms = scope["method"], round((time.monotonic() - began) * 1e3, 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ from kedge.errors import EngineClosed
 from kedge.guard import GuardState
 from kedge.hints import IgnoredHints
 from kedge.server.threads import Threads
-from kedge.types import Completion, ReuseMode, Source, TenantId
+from kedge.types import Completion, RequestId, ReuseMode, Source, TenantId
 from kedge.workflow.forecast import Ignored
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
@@ -34,6 +34,8 @@ class ServerMetrics:
     def __init__(self, model_name: str) -> None:
         self._registry, self._model_name = CollectorRegistry(auto_describe=False), model_name
         self._ignored_forecasts: Mapping[Ignored, int] = {}
+        self._stages: dict[RequestId, Gauge] = {}
+        """The gauge that counts a generation"""
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         self.running = gauge("num_requests_running", "Generations whose first token has come.")
         self.waiting = gauge("num_requests_waiting", "Generations that wait for their first token.")
@@ -79,6 +81,14 @@ class ServerMetrics:
         if tokens > 1:
             between = (completion.total_ms - completion.ttft_ms) / 1e3 / (tokens - 1)
             self._per_token.labels(tenant).observe(between)
+
+    def moved(self, tenant: TenantId, request: RequestId, to: Gauge | None) -> None:
+        """Count a generation as waiting or as running from now on, or for None no longer. Belongs to the event loop."""
+        if left := self._stages.pop(request, None):
+            left.labels(tenant).dec()
+        if to is not None:
+            self._stages[request] = to
+            to.labels(tenant).inc()
 
     def failed(self, tenant: TenantId | str, status: int) -> None:
         """Count a call that was answered with an error, for `NO_TENANT` if its key is unknown."""
@@ -143,39 +153,6 @@ class _IgnoredForecasts(Collector):
         for reason, count in self._by_reason.items():
             family.add_metric([reason], count)
         yield family
-
-
-class InFlight:
-    """Generations of one call or run that wait for or have their first token. Belongs to the event loop."""
-
-    def __init__(self, metrics: ServerMetrics, tenant: TenantId) -> None:
-        self._metrics, self._tenant = metrics, tenant
-        self._stages: dict[Hashable, Gauge] = {}
-
-    def submitted(self, name: Hashable) -> None:
-        """Count a generation as waiting."""
-        self._move(name, self._metrics.waiting)
-
-    def begun(self, name: Hashable) -> None:
-        """Count a generation as running from its first token on; later ones change nothing."""
-        if name in self._stages:
-            self._move(name, self._metrics.running)
-
-    def ended(self, name: Hashable) -> None:
-        """Stop counting a generation; an unknown one changes nothing."""
-        self._move(name, None)
-
-    def clear(self) -> None:
-        """Stop counting all of them."""
-        for name in list(self._stages):
-            self.ended(name)
-
-    def _move(self, name: Hashable, to: Gauge | None) -> None:
-        if left := self._stages.pop(name, None):
-            left.labels(self._tenant).dec()
-        if to is not None:
-            self._stages[name] = to
-            to.labels(self._tenant).inc()
 
 
 PATIENCE = 0.5

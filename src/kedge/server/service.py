@@ -15,10 +15,10 @@ from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import ActionOutcome, Hints, read_hints
 from kedge.server.http import CallFailure
-from kedge.server.metrics import CacheMetrics, InFlight, ServerMetrics
+from kedge.server.metrics import CacheMetrics, ServerMetrics
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
 from kedge.server.threads import Threads, in_own_thread
-from kedge.server.tracing import CallSpan, Tracing
+from kedge.server.tracing import GenerationSpan, OpenTelemetry
 from kedge.settings import ServerSettings
 from kedge.types import (
     Completion,
@@ -45,7 +45,7 @@ class Service:
         engine: WatchedEngine,
         settings: ServerSettings,
         keys: KeyRing,
-        tracing: Tracing,
+        tracing: OpenTelemetry | None = None,
         on_failure: Callable[[TenantId, CallFailure], None] = lambda *_: None,
     ) -> None:
         """`on_failure` is called with every refused or failed call and run of a known tenant."""
@@ -180,9 +180,11 @@ class Service:
         `admit`, `build` and the engine raise.
         """
         ticket = self.admit(tenant, count)
-        span = self.tracing.generation(tenant.id)
+        span = self.tracing.generation(tenant.id) if self.tracing else None
         try:
-            built = await self.threads.work(lambda: span.submitting(build()))
+            built = await self.threads.work(build)
+            if span:
+                span.submitting(built)
             submit = partial(submit_all, self.engine, built)
             if any(request.sampling.grammar for request in built):  # which may wait for others of its tenant to be read
                 requests, streams = await asyncio.wrap_future(self.threads.wait(submit))
@@ -190,7 +192,8 @@ class Service:
                 requests, streams = await self.threads.work(submit)
         except BaseException as error:  # cancellation too must free the room
             ticket.release()
-            span.failed(error)
+            if span:
+                span.failed(error)
             raise
         call = GenerationCall(self, tenant, ticket, span, requests, streams, on_over)
         self.calls.add(call)
@@ -224,7 +227,7 @@ class GenerationCall:
         service: Service,
         tenant: Tenant,
         ticket: Ticket,
-        span: CallSpan,
+        span: GenerationSpan | None,
         requests: Sequence[GenerateRequest],
         streams: Sequence[Stream],
         on_over: Callable[[GenerationCall], None],
@@ -237,9 +240,8 @@ class GenerationCall:
         self._following, self._ended = len(streams), False
         self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
         self._has_news = asyncio.Event()
-        self._in_flight = InFlight(service.metrics, tenant.id)
-        for at in range(len(streams)):
-            self._in_flight.submitted(at)
+        for name in self._ids:
+            service.metrics.moved(tenant.id, name, service.metrics.waiting)
         for at, stream in enumerate(streams):
             service.threads.follow(stream, partial(self._take, at))
 
@@ -250,13 +252,14 @@ class GenerationCall:
         else:
             if at not in self._begun and item.tokens:
                 self._begun.add(at)
-                self._span.begun()
-                self._in_flight.begun(at)
+                if self._span:
+                    self._span.begun()
+                self._service.metrics.moved(self._tenant.id, self._ids[at], self._service.metrics.running)
             if item.completion:
                 self.completions[at] = item.completion
                 # Before the client gets the completion: if it calls again at once, the room is free.
                 self._ticket.give_back_one()
-                self._in_flight.ended(at)
+                self._service.metrics.moved(self._tenant.id, self._ids[at], None)
                 self._service.finished(self._tenant, item.completion)
             self.arrive((at, item))
             if not item.completion:
@@ -264,8 +267,10 @@ class GenerationCall:
         self._following -= 1
         if not self._following:
             self._ticket.release()
-            self._in_flight.clear()
-            self._span.ended([one for one in self.completions if one])
+            for name in self._ids:
+                self._service.metrics.moved(self._tenant.id, name, None)
+            if self._span:
+                self._span.ended([one for one in self.completions if one])
             self._on_over(self)
             self._service.calls.discard(self)
 

@@ -7,7 +7,7 @@ A tenant is what the server authenticated, never what a client claims. Without k
     requests_in_flight = 8
     tokens_per_minute = 100000
     hints_per_minute = 12000
-    anchors = 200
+    anchor_bytes = "256MiB"
     anchor_bytes = "64MiB"
     host_memory = "1GiB"
     keep_texts = true                           # the dashboard may keep its prompts and answers for a while
@@ -54,7 +54,7 @@ class Tenant:
     @property
     def quota(self) -> Quota:
         """The limits that the engine enforces."""
-        return Quota(self.limits.anchors, self.limits.anchor_bytes, self.limits.host_memory)
+        return Quota(self.limits.anchor_bytes, self.limits.host_memory)
 
     def namespace(self, salt: str) -> Namespace:
         """Return the namespace of calls with this salt: each salt has a partition of the tenant's data."""
@@ -192,9 +192,6 @@ def apply_quotas(engine: Engine, tenants: Iterable[Tenant]) -> None:
         engine.limit(tenant.id, tenant.quota)
 
 
-MINUTE = 60.0
-
-
 @dataclass
 class Bucket:
     """Token bucket: `rate` per minute, of which a minute's worth may be used at once."""
@@ -217,7 +214,7 @@ class Bucket:
         self._refill()
         if self.rate is not None and self.level <= 0:
             error = LimitReached(self.key, self.rate, "are used up for now")
-            error.retry_after = (1 - self.level) * MINUTE / self.rate
+            error.retry_after = (1 - self.level) * 60 / self.rate
             raise error
 
     def use(self, count: int) -> None:
@@ -228,7 +225,7 @@ class Bucket:
     def _refill(self) -> None:
         now = self.clock()
         if self.rate is not None:
-            self.level = min(float(self.rate), self.level + (now - self.filled_at) * self.rate / MINUTE)
+            self.level = min(float(self.rate), self.level + (now - self.filled_at) * self.rate / 60)
         self.filled_at = now
 
 

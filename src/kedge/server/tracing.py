@@ -1,4 +1,4 @@
-"""Tracing of generations and runs, with OpenTelemetry or not at all.
+"""Tracing of generations and runs with OpenTelemetry.
 
 A span is a child of the one in the caller's `traceparent` header. Attributes are those of OpenTelemetry's conventions
 for generative AI. No span contains text of prompts, answers or tools. The extra `otel` is needed only where tracing is
@@ -8,7 +8,7 @@ on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kedge.errors import ConfigError
@@ -26,51 +26,8 @@ PROVIDER = {"gen_ai.provider.name": "kedge"}
 FIRST_TOKEN = "gen_ai.first_token"
 
 
-class CallSpan:
-    """Span of one call's generations, from their submission to their end. This one records nothing."""
-
-    def submitting(self, requests: Sequence[GenerateRequest]) -> Sequence[GenerateRequest]:
-        """Record the attributes of the requests and return them unchanged."""
-        return requests
-
-    def begun(self) -> None:
-        """Record the first token of a generation."""
-
-    def ended(self, completions: Sequence[Completion]) -> None:
-        """End the span: nothing of the call is left in the engine."""
-
-    def failed(self, error: BaseException) -> None:
-        """End the span with the error that kept the call from beginning."""
-
-
-class RunSpan:
-    """Span of one run that the server drives. Only one thread at a time calls it. This one records nothing."""
-
-    def record(self, event: RunEvent) -> None:
-        """Record an event of the run."""
-
-    def ended(self, status: str, error: BaseException | None) -> None:
-        """End the span and those of unfinished calls, with the error if one ended the run."""
-
-
-class Tracing:
-    """Factory of spans. This one makes spans that record nothing."""
-
-    def called(self, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context in which new spans are children of the caller's; `path` is the route's."""
-        return nullcontext()
-
-    def generation(self, tenant: str) -> CallSpan:  # noqa: ARG002
-        """Begin the span of a call's generations, before they are submitted."""
-        return CallSpan()
-
-    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:  # noqa: ARG002
-        """Begin the span of a workflow run."""
-        return RunSpan()
-
-
-class OpenTelemetry(Tracing):
-    """Tracing with a tracer provider of OpenTelemetry."""
+class OpenTelemetry:
+    """Factory of spans, with a tracer provider of OpenTelemetry."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         from opentelemetry.propagate import extract
@@ -80,6 +37,7 @@ class OpenTelemetry(Tracing):
 
     @contextmanager
     def called(self, path: str, headers: Mapping[str, str]) -> Iterator[None]:
+        """Let new spans be children of the caller's; `path` is the route's."""
         from opentelemetry import context
 
         operation = "chat" if path == CHAT else "text_completion"
@@ -89,7 +47,8 @@ class OpenTelemetry(Tracing):
         finally:
             context.detach(token)
 
-    def generation(self, tenant: str) -> CallSpan:
+    def generation(self, tenant: str) -> GenerationSpan:
+        """Begin the span of a call's generations, before they are submitted."""
         from opentelemetry import context
         from opentelemetry.trace import SpanKind
 
@@ -103,7 +62,8 @@ class OpenTelemetry(Tracing):
         span = self._tracer.start_span(f"{operation} {self._model_name}", kind=SpanKind.SERVER, attributes=attributes)
         return GenerationSpan(span, self._model_name)
 
-    def run(self, tenant: str, run_id: str, workflow: Workflow) -> RunSpan:
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> WorkflowSpan:
+        """Begin the span of a workflow run."""
         attributes = {
             **PROVIDER,
             "gen_ai.operation.name": "invoke_workflow",
@@ -132,13 +92,14 @@ def exporting(model_name: str) -> OpenTelemetry:
     return OpenTelemetry(provider, model_name)
 
 
-class GenerationSpan(CallSpan):
-    """Span of OpenTelemetry for one call's generations."""
+class GenerationSpan:
+    """Span of one call's generations, from their submission to their end."""
 
     def __init__(self, span: Span, model_name: str) -> None:
         self._span, self._model_name = span, model_name
 
-    def submitting(self, requests: Sequence[GenerateRequest]) -> Sequence[GenerateRequest]:
+    def submitting(self, requests: Sequence[GenerateRequest]) -> None:
+        """Record the attributes of the requests."""
         first = requests[0]
         _set(
             self._span,
@@ -151,21 +112,23 @@ class GenerationSpan(CallSpan):
                 "kedge.reuse": first.reuse.value,
             },
         )
-        return requests
 
     def begun(self) -> None:
+        """Record the first token of a generation."""
         self._span.add_event(FIRST_TOKEN)
 
     def ended(self, completions: Sequence[Completion]) -> None:
+        """End the span: nothing of the call is left in the engine."""
         _set(self._span, _answer_attributes(completions, self._model_name))
         self._span.end()
 
     def failed(self, error: BaseException) -> None:
+        """End the span with the error that kept the call from beginning."""
         _fail(self._span, error, str(error))
 
 
-class WorkflowSpan(RunSpan):
-    """Span of OpenTelemetry for a run, with a child per call of an agent or a tool."""
+class WorkflowSpan:
+    """Span of a run of the server, with a child per call of an agent or a tool. One thread at a time calls it."""
 
     def __init__(self, tracer: Tracer, span: Span, workflow: Workflow, run_id: str, model_name: str) -> None:
         self._tracer, self._span, self._workflow = tracer, span, workflow
@@ -176,6 +139,7 @@ class WorkflowSpan(RunSpan):
         self._begun: set[RequestId] = set()
 
     def record(self, event: RunEvent) -> None:
+        """Record an event of the run."""
         match event.kind:
             case EventKind.SUBMITTED:
                 agent = self._workflow.agent(event.agent)
@@ -196,6 +160,7 @@ class WorkflowSpan(RunSpan):
                 self._open.pop(event.request_id).end()
 
     def ended(self, status: str, error: BaseException | None) -> None:
+        """End the span and those of unfinished calls, with the error if one ended the run."""
         self._span.set_attribute("kedge.run.status", status)
         for span in (*self._open.values(), self._span):
             if error is None:

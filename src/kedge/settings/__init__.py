@@ -1,7 +1,6 @@
 """The settings: one class per section, filled from a TOML file, then `KEDGE_*` variables, then flags; the later win.
 
     # kedge.toml                            # the same as a variable
-    reuse = "translate"                     # KEDGE_REUSE=translate
     [engine]
     model = "models/llama"                  # KEDGE_ENGINE__MODEL=models/llama
     kv_memory = "2GiB"                      # KEDGE_ENGINE__KV_MEMORY=2GiB
@@ -26,12 +25,13 @@ from kedge.settings.sections import (
     DiscoverySettings,
     EngineSettings,
     GuardSettings,
-    LearningSettings,
     LimitSettings,
+    PlannerConstants,
     PlannerSettings,
     QuotaSettings,
     ServerSettings,
     SettingsSection,
+    ThrottledTiers,
     TierSettings,
     VllmSettings,
 )
@@ -42,13 +42,14 @@ __all__ = [
     "DiscoverySettings",
     "EngineSettings",
     "GuardSettings",
-    "LearningSettings",
     "LimitSettings",
+    "PlannerConstants",
     "PlannerSettings",
     "QuotaSettings",
     "ServerSettings",
     "Settings",
     "SettingsSection",
+    "ThrottledTiers",
     "TierSettings",
     "VllmSettings",
 ]

@@ -13,7 +13,6 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from kedge.errors import ConfigError
 from kedge.settings.sections import EngineSettings, ServerSettings, SettingsSection, config_error
-from kedge.types import ReuseMode
 
 DEFAULT_FILE = Path("kedge.toml")
 ENV_PREFIX = "KEDGE_"
@@ -81,8 +80,6 @@ class Settings(BaseSettings):
         enable_decoding=False,
     )
 
-    reuse: ReuseMode = ReuseMode.TRANSLATE
-    """How far a request that does not choose itself relies on KV computed for others."""
     engine: EngineSettings = EngineSettings()
     server: ServerSettings = ServerSettings()
 

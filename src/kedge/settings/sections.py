@@ -129,27 +129,11 @@ class AnchorSettings(SettingsSection):
     max_base_bytes: Bytes = 1 << 30
     """Bytes of all base KV."""
 
-    @property
-    def computes_weak_tokens(self) -> bool:
-        """Whether tokens with bad offsets are computed. An error of 1 is that of no offset at all."""
-        return self.estimator == "token" and self.weak_error < 1
-
 
 class PlannerSettings(SettingsSection):
     """What of a prompt is translated and what is computed."""
 
     section = "engine.planner"
-
-    recompute_head: NonNegativeInt = 0
-    """First tokens of every translated segment that are computed again."""
-    recompute_short: NonNegativeInt = 4
-    """Values of at most this many tokens are computed and never translated."""
-    trail: NonNegativeInt = 2
-    """Template tokens right behind a value that are kept and translated with it, because the model sums the value up
-    in them. Behind an agent's answer this takes one more pass, so there it needs an `anchors.weak_error` of 1 or more
-    or the estimator `interpolate`."""
-    min_translated: Share = 0.2
-    """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
     move: Literal["always", "unlearned", "never"] = "always"
     """When to move a value by rotation alone, without anchors, where its KV was computed in an agent's prompt (agents'
@@ -162,13 +146,23 @@ class PlannerSettings(SettingsSection):
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
 
 
-class LearningSettings(SettingsSection):
-    """How much the engine learns while it is busy."""
+class PlannerConstants(PlannerSettings):
+    """The planner's settings with its constants, which no file sets: baselines and tests do."""
 
-    section = "engine.learning"
+    recompute_head: NonNegativeInt = 0
+    """First tokens of every translated segment that are computed again, where no budget of fidelity says which."""
+    recompute_short: NonNegativeInt = 4
+    """Values of at most this many tokens are computed and never translated."""
+    min_translated: Share = 0.2
+    """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
-    budget: Share = 0.5
-    """Share of each pass that base prefills and learning may take while requests wait for their first token."""
+    @staticmethod
+    def of(settings: PlannerSettings) -> PlannerConstants:
+        """Return the constants to plan with."""
+        return settings if isinstance(settings, PlannerConstants) else PLANNER_CONSTANTS
+
+
+PLANNER_CONSTANTS = PlannerConstants()
 
 
 FIDELITIES = {"strict": 0.0003, "fp8": 0.002, "fast": 0.01, "any": math.inf}
@@ -239,8 +233,6 @@ class TierSettings(SettingsSection):
     such sessions tend to return."""
     backup_hits: NonNegativeInt | None = 1
     """Hits after which KV outside fixed prompts is backed up: 0 at once, None never. Fixed prompts always are."""
-    throttle: Seconds = 0.0
-    """Least seconds per copied block. For benchmarks: it gives a CPU the copy costs of a GPU."""
 
     @property
     def unlabelled_step(self) -> float:
@@ -257,6 +249,13 @@ class TierSettings(SettingsSection):
             why = f"too small: a block has {block_bytes} bytes"
             raise ConfigError(f"{self.section}.host_memory", self.host_memory, why)
         return blocks
+
+
+class ThrottledTiers(TierSettings):
+    """Tiers with slow copies: for benchmarks, it gives a CPU the copy costs of a GPU."""
+
+    throttle: Seconds = 0.0
+    """Least seconds per copied block"""
 
 
 class DiscoveryMode(StrEnum):
@@ -302,7 +301,7 @@ class EngineSettings(SettingsSection):
     backend: Literal["local", "vllm"] = "local"
     """What runs the model: `local` is the embedded engine, `vllm` is vLLM with Kedge's plug-in."""
     model: Path | None = None
-    """Folder as Transformers saves it, GGUF file, or name (nano, nano-both, smollm2); None is nano."""
+    """Folder as Transformers saves it, GGUF file, or name (nano, smollm2); None is nano."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto` is the GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -323,7 +322,6 @@ class EngineSettings(SettingsSection):
     """Launch passes of up to 256 tokens on a GPU as one CUDA graph, where the model can be captured."""
     anchors: AnchorSettings = AnchorSettings()
     planner: PlannerSettings = PlannerSettings()
-    learning: LearningSettings = LearningSettings()
     guard: GuardSettings = GuardSettings()
     tiers: TierSettings = TierSettings()
     discovery: DiscoverySettings = DiscoverySettings()
@@ -348,8 +346,6 @@ class QuotaSettings(SettingsSection):
 
     section = "server.limits"
 
-    anchors: PositiveInt | None = None
-    """Anchors in all pools of the tenant."""
     anchor_bytes: Bytes | None = None
     """Bytes of the tenant's anchors."""
     host_memory: Bytes | None = None
@@ -382,8 +378,8 @@ class ServerSettings(SettingsSection):
     model_name: str | None = None
     """The model's name for clients; None is its folder's name."""
     reuse: ReuseMode | None = None
-    """Reuse mode where neither request, agent nor workflow sets one; None is `exact` for plain requests and `translate`
-    for agents of registered workflows."""
+    """Reuse mode where neither request, agent nor workflow sets one, also of `kedge run`; None is `exact` for plain
+    requests and `translate` for agents of workflows."""
     default_max_tokens: PositiveInt = 512
     """Longest answer of a chat completion that names no limit."""
     max_in_flight: PositiveInt = 256
@@ -399,9 +395,7 @@ class ServerSettings(SettingsSection):
     keep_texts: bool = False
     """Whether the dashboard keeps prompts and answers of the last calls, in memory; a tenant may choose otherwise."""
     state: Path | None = None
-    """Folder for what the engine has learned; None keeps nothing."""
-    snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Seconds between two snapshots."""
+    """Folder for what the engine has learned, saved every minute; None keeps nothing."""
     grace: Seconds = 10.0
     """Seconds that running answers may go on when the server is asked to end."""
     engine_process: bool = True

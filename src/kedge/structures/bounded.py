@@ -8,6 +8,8 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+ENTRIES = 1024
+"""Entries where only memory bounds how much is remembered, and nothing was measured"""
 
 
 class BoundedDict(OrderedDict[K, V]):
@@ -20,7 +22,7 @@ class BoundedDict(OrderedDict[K, V]):
 
     def __init__(
         self,
-        limit: int,
+        limit: int = ENTRIES,
         on_evicted: Callable[[K, V], None] = lambda _key, _value: None,
         owner: Callable[[K], Hashable] | None = None,
     ) -> None:

@@ -52,9 +52,7 @@ class LazyHeap(Generic[Item]):
         return self._tickets.get(item) == ticket and (self._is_candidate is None or self._is_candidate(item))
 
     def _drop_outdated(self) -> None:
-        tickets, is_candidate = self._tickets, self._is_candidate
-        current = [entry for entry in self._heap if tickets.get(entry[2]) == entry[1]]
-        self._heap = current if is_candidate is None else [entry for entry in current if is_candidate(entry[2])]
+        self._heap = list(filter(self._is_current, self._heap))
         heapify(self._heap)
         self._tickets = {item: ticket for _, ticket, item in self._heap}
         self._limit = max(64, 2 * len(self._heap))

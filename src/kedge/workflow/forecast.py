@@ -44,6 +44,10 @@ class Forecast:
     expires: float
     """The time from which it is ignored."""
     next_runs: Mapping[AgentId, NextRun]
+    agents: frozenset[AgentId] | None = None
+    """The run's agents; None: all that its hints name."""
+    ended: bool = False
+    """An ended run stays for one `ttl`, so that a late hint does not bring it back."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "next_runs", MappingProxyType(dict(self.next_runs)))
@@ -65,17 +69,6 @@ class Forecast:
         return {**gone, **new}
 
 
-@dataclass(frozen=True)
-class _BoardEntry:
-    """What the board knows of a run."""
-
-    forecast: Forecast
-    agents: frozenset[AgentId] | None = None
-    """The run's agents; None: all that its hints name."""
-    ended: bool = False
-    """An ended run stays for one `ttl`, so that a late hint does not bring it back."""
-
-
 class ForecastBoard:
     """The newest forecast of every run, each with its own sequence numbers and expiry. One thread owns it.
 
@@ -89,14 +82,14 @@ class ForecastBoard:
         if not ttl > 0:
             raise ConfigError("ttl", ttl, "must be above 0 seconds")
         self._ttl = ttl
-        self._runs: OrderedDict[RunKey, _BoardEntry] = OrderedDict()  # by expiry
+        self._runs: OrderedDict[RunKey, Forecast] = OrderedDict()  # by expiry
         self.ignored: Counter[Ignored] = Counter()
 
     def open(self, run: RunKey, agents: Iterable[AgentId], now: float) -> Changes:
         """Declare the agents of a run: from now on, hints about others are ignored."""
         changes = self.expire(now)
         if run not in self._runs:
-            self._put(_BoardEntry(Forecast(run, -1, now + self._ttl, {}), frozenset(agents)))
+            self._put(Forecast(run, -1, now + self._ttl, {}, frozenset(agents)))
         return changes
 
     def update(self, run: RunKey, seq: int, next_runs: Mapping[AgentId, NextRun], now: float) -> Changes:
@@ -105,44 +98,43 @@ class ForecastBoard:
         old = self._runs.get(run)
         reason = Ignored.NEGATIVE if seq < 0 else None
         if old and not reason:
-            reason = Ignored.ENDED if old.ended else Ignored.STALE if seq <= old.forecast.seq else None
+            reason = Ignored.ENDED if old.ended else Ignored.STALE if seq <= old.seq else None
         if reason:
             self.ignored[reason] += 1
             return changes
         agents = old.agents if old else None
-        new = _BoardEntry(Forecast(run, seq, now + self._ttl, self._sound(next_runs, agents)), agents)
+        new = Forecast(run, seq, now + self._ttl, self._sound(next_runs, agents), agents)
         self._put(new)
-        return {**changes, **new.forecast.changes_from(old.forecast if old else None)}
+        return {**changes, **new.changes_from(old)}
 
     def done(self, run: RunKey, now: float) -> Changes:
         """End a run: forget its agents, and ignore all later hints."""
         changes = self.expire(now)
         old = self._runs.get(run)
-        ended = Forecast(run, old.forecast.seq if old else -1, now + self._ttl, {})
-        self._put(_BoardEntry(ended, ended=True))
-        return {**changes, **ended.changes_from(old.forecast if old else None)}
+        ended = Forecast(run, old.seq if old else -1, now + self._ttl, {}, ended=True)
+        self._put(ended)
+        return {**changes, **ended.changes_from(old)}
 
     def expire(self, now: float) -> Changes:
         """Forget the forecasts that were not renewed in time."""
         changes: dict[AgentKey, NextRun | None] = {}
-        while self._runs and (first := next(iter(self._runs.values()))).forecast.expires <= now:
-            del self._runs[first.forecast.run]
-            changes.update(dict.fromkeys(first.forecast.steps))
+        while self._runs and (first := next(iter(self._runs.values()))).expires <= now:
+            del self._runs[first.run]
+            changes.update(dict.fromkeys(first.steps))
         return changes
 
     def forecast(self, run: RunKey) -> Forecast | None:
         """Return the newest forecast of `run`, if it has one."""
-        known = self._runs.get(run)
-        return known.forecast if known else None
+        return self._runs.get(run)
 
     @property
     def steps(self) -> dict[AgentKey, float]:
         """The steps-to-execution of every agent of every run. O(all agents): prefer the changes that methods return."""
-        return {key: steps for known in self._runs.values() for key, steps in known.forecast.steps.items()}
+        return {key: steps for known in self._runs.values() for key, steps in known.steps.items()}
 
-    def _put(self, known: _BoardEntry) -> None:
-        self._runs[known.forecast.run] = known
-        self._runs.move_to_end(known.forecast.run)
+    def _put(self, known: Forecast) -> None:
+        self._runs[known.run] = known
+        self._runs.move_to_end(known.run)
 
     def _sound(self, next_runs: Mapping[AgentId, NextRun], agents: frozenset[AgentId] | None) -> dict[AgentId, NextRun]:
         """Return the valid entries of a hint, and count the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import heapq
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -218,25 +219,17 @@ def _is_current(placeholder: Placeholder) -> bool:
 
 def order(ids: Sequence[AgentId], waits_for: Mapping[AgentId, frozenset[AgentId]]) -> tuple[AgentId, ...]:
     """Return a topological order, otherwise as declared. Raises `CycleError`."""
-    left = {agent: len(waits_for[agent]) for agent in ids}
-    ready = [index for index, agent in enumerate(ids) if not left[agent]]
+    sorter, places = graphlib.TopologicalSorter(waits_for), {agent: at for at, agent in enumerate(ids)}
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(reversed(error.args[1]))
+        raise CycleError("agents", cycle, "each waits for the next; mark the back edge in `loops`") from None
+    ready: list[int] = []
     done: list[AgentId] = []
-    while ready:
+    while sorter.is_active():
+        for agent in sorter.get_ready():
+            heapq.heappush(ready, places[agent])
         done.append(ids[heapq.heappop(ready)])
-        for index, agent in enumerate(ids):
-            if done[-1] in waits_for[agent]:
-                left[agent] -= 1
-                if not left[agent]:
-                    heapq.heappush(ready, index)
-    if len(done) < len(ids):
-        cycle = _cycle({agent: waits_for[agent] - set(done) for agent in ids if agent not in done})
-        raise CycleError("agents", " -> ".join(cycle), "each waits for the next; mark the back edge in `loops`")
+        sorter.done(done[-1])
     return tuple(done)
-
-
-def _cycle(waits_for: Mapping[AgentId, frozenset[AgentId]]) -> list[AgentId]:
-    """Return a cycle of a graph in which every agent waits for another one; its last agent is its first."""
-    path = [next(iter(waits_for))]
-    while path[-1] not in path[:-1]:
-        path.append(min(waits_for[path[-1]]))
-    return path[path.index(path[-1]) :]

@@ -15,6 +15,7 @@ It is a forecast only: no agent is kept from running because the graph did not e
 from __future__ import annotations
 
 import graphlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,9 +28,6 @@ from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.steps import Alternative, NextRun, Search
 
 NodeId = NewType("NodeId", str)
-
-_SUM_OF_ONE = 1 + 1e-9
-"""Probabilities as a file writes them, three times 0.3333 or ten times 0.1, may miss 1 by a rounding."""
 
 
 class RunState(NamedTuple):
@@ -67,7 +65,7 @@ class Node:
         for name, value in given.items():
             if not 0 <= value <= 1:
                 raise WorkflowError(f"node {self.id}: then.{name}", value, "a probability is in 0..1")
-        if sum(given.values()) > _SUM_OF_ONE:
+        if math.fsum(given.values()) > 1:  # exact: ten times 0.1 is 1
             raise WorkflowError(f"node {self.id}: then", given, "the probabilities have a sum above 1")
 
     def _alternative(self, key: str, names: Collection[str]) -> frozenset[str]:

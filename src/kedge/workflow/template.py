@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
-from kedge.structures.prefixes import common_prefix
 from kedge.types import AgentId, SampleId, Segment, Tokens, ValueKind
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -148,10 +147,6 @@ class CompiledAgent:
     placeholders: tuple[Placeholder, ...]
     contexts: tuple[BaseContext, ...]
     stand_ins: tuple[Tokens, ...]
-    trails: tuple[Tokens, ...]
-    """By placeholder: the tokens that follow it in every agent."""
-    trail: Tokens
-    """The tokens that follow this agent's own answers in every agent."""
 
     def fill(
         self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
@@ -160,13 +155,13 @@ class CompiledAgent:
         are not known yet. Raises `UnknownPlaceholder` where a value is missing.
         """
         segments = [Segment(self.prefixes[0], "p0")]
-        filled = zip(self.placeholders, self.contexts, self.stand_ins, self.trails, self.prefixes[1:], strict=True)
-        for i, (placeholder, context, placeholder_text, trail, prefix) in enumerate(filled, 1):
+        filled = zip(self.placeholders, self.contexts, self.stand_ins, self.prefixes[1:], strict=True)
+        for i, (placeholder, context, placeholder_text, prefix) in enumerate(filled, 1):
             if placeholder not in values:
                 raise UnknownPlaceholder(f"agent {self.agent}", placeholder.name, "has no value")
             tokens, sample = values[placeholder]
-            around = context.tokens, placeholder_text, trail
-            segments.append(Segment(tokens, placeholder.name, sample, *around, in_context=context.is_prompt))
+            around = context.tokens, placeholder_text, context.is_prompt
+            segments.append(Segment(tokens, placeholder.name, sample, *around))
             segments.append(Segment(prefix, f"p{i}"))
         return tuple(one for one in segments if one.tokens or one.sample in pending)
 
@@ -179,7 +174,6 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
     """
     cuts = {AgentId(agent.id): _cut(agent, tokenizer) for agent in agents}
     contexts = _contexts(agents, cuts.values(), tokenizer)
-    trails = _trails(cuts.values())
     return {
         agent: CompiledAgent(
             agent,
@@ -187,8 +181,6 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
             found,
             tuple(contexts[placeholder] for placeholder in found),
             tuple(tokenizer.encode(f"{{{placeholder.name}}}", inside=True) for placeholder in found),
-            tuple(trails[_trailed(placeholder)] for placeholder in found),
-            trails.get((ValueKind.AGENT, agent), ()),
         )
         for agent, (prefixes, found) in cuts.items()
     }
@@ -196,22 +188,6 @@ def compile_agents(agents: Sequence[Prompt], tokenizer: ChatTokenizer) -> dict[A
 
 Cut = tuple[tuple[Tokens, ...], tuple[Placeholder, ...]]
 """An agent's prefix parts, and the placeholders between them."""
-
-
-def _trails(cuts: Iterable[Cut]) -> dict[tuple[ValueKind, str], Tokens]:
-    """Return the tokens that always follow an input, or an agent's answer or tool result of whatever turn.
-
-    They do not depend on the turn, as one sample has one base KV.
-    """
-    behind: dict[tuple[ValueKind, str], list[Tokens]] = {}
-    for prefixes, found in cuts:
-        for placeholder, prefix in zip(found, prefixes[1:], strict=True):
-            behind.setdefault(_trailed(placeholder), []).append(prefix)
-    return {of: common_prefix(prefixes) for of, prefixes in behind.items()}
-
-
-def _trailed(placeholder: Placeholder) -> tuple[ValueKind, str]:
-    return placeholder.kind, placeholder.of
 
 
 def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:

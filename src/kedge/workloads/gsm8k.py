@@ -124,8 +124,8 @@ GSM8K = Team(
     "gsm8k",
     agents("End with a line that says: The answer is <number>.", 512, pick="answer is <number>"),
     WORDING,
-    stated=number,
+    final=number,
     accepts=same_number,
     silent=SILENT,
-    wrong=other_number,
+    corrupt=other_number,
 )

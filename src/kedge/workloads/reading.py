@@ -97,12 +97,12 @@ READING = Team(
     ),
     stated,
     contains_gold,
-    wrong=other_number,
+    corrupt=other_number,
 )  # fmt: skip
 PICKS = replace(
     READING,
     name="reading-picks",
     agents=tuple(replace(agent, max_tokens=48) for agent in READING.agents),
-    constrained=pick_grammar,
+    grammar=pick_grammar,
 )
 LONG = replace(READING, name="reading-long")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from kedge.errors import ConfigError
 from kedge.workloads import gsm8k, reading
-from kedge.workloads.base import Question, Workload
+from kedge.workloads.base import Question, Team
 from kedge.workloads.rows import read_rows
 
 TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.PICKS, reading.LONG)}
 
 
-def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Workload, list[Question]]:
+def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list[Question]]:
     """Return a task with its questions in an order that `seed` shuffles; `file` replaces those of the package.
 
     No paragraph is read a second time before all others were read. Raises `ConfigError` for an unknown name, and as

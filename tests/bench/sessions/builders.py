@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kedge.bench.sessions.arrivals import (
     SLICE,
-    AgentLine,
     Arrival,
     SessionBenchSettings,
     TraceRecord,
@@ -37,7 +36,7 @@ def write(file: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
 
 
 def record(**values: Any) -> TraceRecord:
-    return AgentLine.model_validate({**AGENT, **values}).record()
+    return TraceRecord.model_validate({**AGENT, **values})
 
 
 def arrival(at: float, session: str, chain: Iterable[int], stop: str = "tool", seconds: float = 0.0) -> Arrival:

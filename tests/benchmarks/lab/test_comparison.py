@@ -18,10 +18,10 @@ from kedge.bench.shapes import load_model
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, Source, TenantId
-from kedge.workloads.miniature import TASKS, MiniatureTeam
+from kedge.workloads.miniature import TASKS
 from tests.engine.local.test_translation import request, tokens
 
-CHOICE = MiniatureTeam(TASKS["choice"])
+CHOICE = TASKS["choice"]
 OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
 CPU = {"device": "cpu", "kv_memory": "400 blocks"}
 
@@ -132,22 +132,12 @@ def test_a_judges_candidates_are_answered_only_where_something_reads_what_they_l
     assert all(one.summary().judge_consistency == 1 for name, one in runs.items() if name != "epic")
 
 
-class Undecided(MiniatureTeam):
-    """A team whose decisions alternate: of two answers that are compared, no two are the same."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__(TASKS["choice"])
-        object.__setattr__(self, "decisions", iter(["sell", "keep"] * calls))
-
-    def first_decision(self, answer: str) -> str:
-        assert answer.strip()
-        return next(self.decisions)  # type: ignore[attr-defined]
-
-
-def test_decisions_that_differ_are_flips() -> None:
+def test_decisions_that_differ_are_flips(monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = iter(["sell", "keep"] * 2)
+    monkeypatch.setattr(comparison, "first_decision", lambda answer: answer.strip() and next(decisions))
     questions = islice(TASKS["choice"].questions("test", 4), 1)
     settings = LabSettings(agents=2, engine=CPU)
-    summary = run_pairs(Undecided(2), questions, ("dense",), settings)["dense"].summary()
+    summary = run_pairs(CHOICE, questions, ("dense",), settings)["dense"].summary()
     assert (summary.flips, summary.same_final_answer) == (1, 1)
 
 

@@ -32,7 +32,7 @@ def test_of_a_role_never_seen_only_answers_are_translated_and_that_without_ancho
         strange = [team.answer(one, kv=False) for one in some[:5]]
 
     def served(name: str, lessons: list[Asked]) -> dict[str, Any]:
-        server = MethodServer(METHODS[name], loaded, sizes, taught=5)
+        server = MethodServer(METHODS[name], loaded, sizes)
         with server.engine:
             server.teach(lessons)
             server.ask([asked], timed=False)

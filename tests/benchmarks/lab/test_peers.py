@@ -11,9 +11,9 @@ import torch
 from benchmarks.lab.comparison import Lab, LabSettings, MethodRuns, run_pairs
 from benchmarks.lab.methods import METHODS, cacheblend, relay
 from kedge.types import Source
-from kedge.workloads.miniature import TASKS, MiniatureTeam, role_last, workflow
+from kedge.workloads.miniature import TASKS, role_last
 
-CODE = MiniatureTeam(TASKS["code"])
+CODE = TASKS["code"]
 CPU = {"device": "cpu", "kv_memory": "400 blocks"}
 PEERS = ("dense", "exact", "role-last", "epic", "cacheblend", "relay")
 
@@ -67,13 +67,13 @@ def test_judged_requests_have_the_methods_own_prompt() -> None:
         lab.ask([(0, next(TASKS["code"].questions("test", 5)))])
         decode = lab._dense.engine.tokenizer.decode
     assert seen
-    team = role_last(workflow(TASKS["code"], agents=3))
+    team = role_last(TASKS["code"].workflow(3))
     for before, after in seen:
         values = [one for one in after.segments if one.is_placeholder]
         assert [(one.name, one.tokens, one.sample) for one in values] == [
             (one.name, one.tokens, one.sample) for one in before.segments if one.is_placeholder
         ]
-        role = workflow(TASKS["code"]).agent(before.agent).system
+        role = TASKS["code"].workflow().agent(before.agent).system
         assert decode(before.tokens).index(role) < decode(before.tokens).index("Question:")
         assert decode(after.tokens).index(role) > decode(after.tokens).index("Question:")
         assert team.agent(after.agent).system == ""

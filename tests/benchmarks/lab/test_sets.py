@@ -39,6 +39,8 @@ def test_the_command_takes_sets_among_methods(monkeypatch: pytest.MonkeyPatch) -
         raise ConfigError("seen", taken, "is all that this test asks for")
 
     monkeypatch.setattr(fidelity, "measure", measure)
-    done = CliRunner().invoke(app, ["bench", "fidelity", "--model", "nano", "--methods", "dense,table-5,token:trail=4"])
+    done = CliRunner().invoke(
+        app, ["bench", "fidelity", "--model", "nano", "--methods", "dense,table-5,token:capacity=4"]
+    )
     assert done.exit_code == 2
-    assert taken == ["dense", *SETS["table-5"], "token:trail=4"]
+    assert taken == ["dense", *SETS["table-5"], "token:capacity=4"]

@@ -54,7 +54,7 @@ def test_ids_distinguish_sessions_of_one_prompt() -> None:
         for each in hooks.values():
             each.arrived(one)
             each.answered(one)
-    assert {case: len(each.caching.ledger.steps.tracker) for case, each in hooks.items()} == {
+    assert {case: len(each.caching.ledger.tracker) for case, each in hooks.items()} == {
         "kedge": 1,
         "kedge_ids": 2,
     }

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.workloads import catalog, mathematics, mmlu
 from kedge.decisions import PROSE, first_decision, pick_of
-from kedge.workloads.base import Workload
+from kedge.workloads.base import Team
 from kedge.workloads.gsm8k import GSM8K
-from kedge.workloads.miniature import ALL_TASKS, MiniatureTeam
+from kedge.workloads.miniature import TASKS
 
-DATASETS: dict[str, tuple[Workload, tuple[str, ...]]] = {
+DATASETS: dict[str, tuple[Team, tuple[str, ...]]] = {
     "mmlu": (mmlu.TEAM, ("A fits. The answer is B.", "The answer is **(B)**, as A fails.", "The answer is\nC.")),
     "gsm8k": (
         GSM8K,
@@ -26,13 +26,13 @@ WITHOUT = {"code", "humaneval", "reading", "reading-picks", "reading-long"}
 """Teams whose last agent answers with code or a text as a whole"""
 
 
-def judge_pick(team: Workload) -> str:
+def judge_pick(team: Team) -> str:
     return team.workflow().agents[-1].pick
 
 
 def test_of_every_team_only_the_judge_has_a_pick() -> None:
     for name in catalog.NAMES:
-        team = MiniatureTeam(ALL_TASKS[name]) if name in ALL_TASKS else DATASETS[name][0] if name in DATASETS else None
+        team = TASKS[name] if name in TASKS else DATASETS[name][0] if name in DATASETS else None
         if team is not None:
             *others, _ = team.workflow().agents
             assert not any(agent.pick for agent in others)
@@ -48,10 +48,10 @@ def test_a_judges_pick_is_what_its_answer_is_scored_by(name: str) -> None:
         assert (pick_of(answer, judge_pick(team)) or "").upper() == (team.final(answer) or "?").upper()
 
 
-@pytest.mark.parametrize("name", sorted(ALL_TASKS.keys() - WITHOUT))
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - WITHOUT))
 def test_a_generated_tasks_picks_differ_where_its_decisions_do(name: str) -> None:
-    task = ALL_TASKS[name]
-    pick, rng = judge_pick(MiniatureTeam(task)), Random(0)
+    task = TASKS[name]
+    pick, rng = judge_pick(task), Random(0)
     for question in islice(task.questions("test", 0), 40):
         right = task.roles[-1].reference(question)
         for answer in (right, task.corrupt(rng, right)):

@@ -221,12 +221,12 @@ def test_the_hub_is_asked_through_datasets(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_catalog_knows_all_and_no_more(tmp_path: Path) -> None:
-    assert set(NAMES) == {"math", "choice", "code", "tools", *real.TEAMS, *ROWS}
+    assert set(NAMES) == {"math", "choice", "code", *real.TEAMS, *ROWS}
     with pytest.raises(ConfigError, match="workload='chess'"):
         load("chess")
     with pytest.raises(ConfigError, match="are generated"):
         load("math", tmp_path)
-    for name in ("math", "choice", "code", "tools"):
+    for name in ("math", "choice", "code"):
         workload, questions = load(name, seed=3)
         _, again = load(name, seed=3)
         first = next(iter(questions))

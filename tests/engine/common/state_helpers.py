@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kedge.anchors.saving import Record
-from kedge.engine.common.state.files import MANIFEST, PREVIOUS, SUFFIX, Entry
-from kedge.engine.common.state.folder import Damage, StateFolder
+from kedge.engine.common.state.files import SUFFIX, Damage, Entry, StateFolder
 
 OURS, THEIRS = "our model", "their model"
 Values = Mapping[str, int]
@@ -61,10 +60,6 @@ def record_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix == SUFFIX)
 
 
-def state_files(path: Path) -> list[Path]:
-    return [*record_files(path), path / MANIFEST, path / PREVIOUS]
-
-
 def listed(manifest: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(manifest.read_text())
     return result
@@ -78,15 +73,15 @@ def change(manifest: Path, **fields: object) -> None:
     manifest.write_text(json.dumps({**body, "sha256": digest}))
 
 
-DAMAGES = ("missing", "empty", "truncated", "longer", "flipped bit", "random", "a folder", "a link to nothing")
+DAMAGES = ("missing", "empty", "truncated", "longer", "flipped bit", "random", "a link to nothing")
 
 
 def damage(file: Path, how: str) -> None:
     """Damage a file in one of the ways in `DAMAGES`."""
     content = bytearray(file.read_bytes())
     file.unlink()
-    if how in ("a folder", "a link to nothing"):
-        file.mkdir() if how == "a folder" else file.symlink_to("/nowhere")
+    if how == "a link to nothing":
+        file.symlink_to("/nowhere")
     elif how != "missing":
         content[len(content) // 2] ^= how == "flipped bit"
         new = {"empty": b"", "truncated": content[:-1], "longer": content + b"x", "random": b"\xff\xfe\x00"}

@@ -12,14 +12,12 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kedge.engine.common import logprobs
 from kedge.engine.common.logprobs import token_logprobs
 from kedge.engine.common.tokenizer import Spelling
 from kedge.engine.local import scheduler
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.errors import GenerationFailed
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TokenLogprob
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
@@ -121,17 +119,6 @@ def test_answers_need_no_share_of_the_logits_that_are_for_prompts(
         for stream in [engine.submit(one) for one in asked]:
             stream.result(60)
     assert rows.count(3) > 20, "all three decode at once"
-
-
-def test_trouble_with_log_probabilities_is_the_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> list[TokenLogprob]:
-        raise RuntimeError("out of memory")
-
-    with engine_of(tiny_model("llama")) as engine:
-        monkeypatch.setattr(logprobs, "token_logprobs", fails)
-        with pytest.raises(GenerationFailed, match="out of memory"):
-            engine.submit(replace(request(prompt(0, 30)), prompt_logprobs=1)).result(60)
-        assert len(engine.submit(request(prompt(0, 30))).result(60).tokens) == 24
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=20), st.integers(0, 25), st.data())

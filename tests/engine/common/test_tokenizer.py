@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.engine.common.tokenizer import TextStream
+from kedge.engine.common.stream import TextStream
 from tests.tokenizers_of_families import FAMILIES, SPECIALS, tokenizer_of
 
 TOKENIZERS = {family: tokenizer_of(family) for family in FAMILIES}

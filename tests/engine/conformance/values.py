@@ -47,12 +47,11 @@ IMPOSSIBLE_FIELDS: Mapping[str, tuple[Any, ...]] = {
 MISSHAPEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "sampling": (None, {}, 5),
     "segments": (None, 5, [], "text", ((1, 2),), (None,)),
-    "trail": (None, 5, [1], "text"),
 }
 MISSHAPEN_SEGMENTS: Mapping[str, tuple[Any, ...]] = {
     "name": (*NO_TEXT, ""),
     "sample": IMPOSSIBLE_SAMPLES,
-    **dict.fromkeys(("tokens", "base_context", "placeholder_text", "trail", "held"), (None, 5, [1], "text", b"x")),
+    **dict.fromkeys(("tokens", "base_context", "placeholder_text"), (None, 5, [1], "text", b"x")),
     "in_context": (None, 1, "yes"),
 }
 NO_TOKENS: tuple[Any, ...] = (1.5, math.nan, True, None, "a", (1,), -1, MAX_COUNT, MAX_COUNT + 1, 2**63, HUGE)
@@ -99,12 +98,11 @@ class ValueTests(Harness):
         good = self.request(engine, fresh_text("nonsense"))
         valid = good.segments[1].tokens
         for token in NO_TOKENS:
-            for part in ("tokens", "base_context", "placeholder_text", "trail"):
+            for part in ("tokens", "base_context", "placeholder_text"):
                 bad = _with_segment(good, **{part: (*valid, token)})
-                assert expect(InvalidToken, partial(engine.submit, bad)).key == f"segments[1].{part}"
-            bad = replace(good, trail=(*valid, token))
-            error = expect(InvalidToken, partial(engine.submit, bad))
-            assert "vocabulary of" in str(error), "the error does not say how large the vocabulary is"
+                error = expect(InvalidToken, partial(engine.submit, bad))
+                assert error.key == f"segments[1].{part}"
+                assert "vocabulary of" in str(error), "the error does not say how large the vocabulary is"
         self.serves(engine)
 
     def test_tiny_temperatures_and_nuclei_are_greedy(self, engine: Engine) -> None:

@@ -1,20 +1,14 @@
-"""An engine without its thread, for prompts that are assembled ahead: a test takes its steps."""
+"""Prompts that are assembled ahead of their requests, on an engine that is stepped by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import Any
 
-from kedge.engine.common.tokenizer import TextStream
-from kedge.engine.local import build
-from kedge.engine.local.core import EngineCore
-from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.sampler import Sampler
-from kedge.engine.local.sequence import LocalStream, RequestSequence
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
+from kedge.engine.local.sequence import RequestSequence
+from kedge.reuse.costs import EngineCosts
+from kedge.settings import PlannerConstants
 from kedge.types import (
     AgentId,
     ClientId,
@@ -31,14 +25,14 @@ from kedge.types import (
     Tokens,
     WorkflowId,
 )
-from tests.engine.local.conftest import tiny_model, tiny_tokenizer
-from tests.engine.local.test_translation import OPEN, tokens
+from tests.engine.local.stepping import Stepped
+from tests.engine.local.test_translation import tokens
 
 TEMPLATE = (20, 9, 5)
 """Tokens of the prefix segments of every agent: before the question, before the answer, and the last."""
 QUESTION, ANSWER = 40, 24
 ASKED = tokens(70, QUESTION)
-PLANNER = PlannerSettings(by_cost=False, recompute_head=2, move="never")
+PLANNER = PlannerConstants(by_cost=False, recompute_head=2, move="never")
 SPACE, RUN = Namespace(TenantId("default")), RunId("run")
 RUN_KEY = RunKey(SPACE, ClientId("client"), RUN)
 _ids = count()
@@ -73,56 +67,22 @@ def prompt_of(
     )
 
 
-class Stage:
-    """The engine without its thread: a test takes its steps, and the books are checked after each."""
+class Stage(Stepped):
+    """An engine that is stepped by hand, with the books of what is prepared."""
 
     def __init__(self, **settings: object) -> None:
-        defaults = {"kv_memory": "128 blocks", "device": "cpu", "anchors": AnchorSettings(**OPEN), "planner": PLANNER}
-        config = EngineSettings(**{**defaults, **settings})
-        self.core: EngineCore
-        self.core = EngineCore(build.EngineParts(model(), config))
         self.answer: Tokens = ()
         """The writer's, to `ASKED`."""
         self._before: dict[str, int] = {}
-
-    def submit(self, request: GenerateRequest) -> RequestSequence:
-        sequence = RequestSequence(
-            request.request_id, request.namespace, list(request.tokens), request=request,
-            stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
-            text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
-        )  # fmt: skip
-        self.core.requests.submit(sequence)
-        self.check()
-        return sequence
-
-    def step(self) -> None:
-        self.core.step()
-        self.check()
+        super().__init__(EngineCosts, **{"kv_memory": "128 blocks", "planner": PLANNER, **settings})
 
     def check(self) -> None:
-        self.core.parts.check_integrity()
+        super().check()
         told = self.told
         assert told["begun"] == sum(told[name] for name in ("live", *ENDS))
         for one in self.core.parts.preassembly.expected.values():
             assert one.todo == sorted(set(one.todo))
             assert one.plan is None or one.request.prompt_tokens - 1 not in one.todo, "that is the request's"
-
-    def rest(self) -> None:
-        """Runs until nothing is left but learning."""
-        while not self.core.idle or self.core.parts.cache.transferring:
-            self.step()
-
-    def learn(self) -> None:
-        while self.core.can_learn:
-            self.core.parts.learning.step()
-            self.check()
-
-    def serve(self, request: GenerateRequest) -> RequestSequence:
-        """Serves a request to its end, then learns from it."""
-        sequence = self.submit(request)
-        self.rest()
-        self.learn()
-        return sequence
 
     def prepare(self, request: GenerateRequest) -> None:
         """Tells what is expected, and assembles it."""
@@ -150,42 +110,27 @@ class Stage:
         self.rest()
         self.core.parts.preassembly.clear()
         self.core.parts.cache.clear()
-        self._before = {name: value for name, value in self._told.items() if name != "live"}
+        self._before = {name: value for name, value in self.stats("preassembly").items() if name != "live"}
         return self
 
     @property
     def told(self) -> dict[str, int]:
         """Since it was last `fresh`."""
-        return {name: value - self._before.get(name, 0) for name, value in self._told.items()}
-
-    @property
-    def _told(self) -> dict[str, int]:
-        told: Any = self.core.parts.stats()["preassembly"]
-        return told
-
-    @property
-    def leased(self) -> int:
-        told: Any = self.core.parts.stats()["cache"]
-        return told["leased_blocks"]
+        return {name: value - self._before.get(name, 0) for name, value in self.stats("preassembly").items()}
 
 
 ENDS = ("used", "wasted", "given_back", "cancelled", "failed")
 
 
 @cache
-def model() -> ModelRunner:
-    return checked_runner(tiny_model("llama"))
-
-
-@cache
-def _taught(planner: PlannerSettings) -> Stage:
+def _taught(planner: PlannerConstants) -> Stage:
     stage = Stage(planner=planner)
     stage.teach("reader")
     stage.answer = stage.write(ASKED)
     return stage
 
 
-def taught(planner: PlannerSettings = PLANNER) -> Stage:
+def taught(planner: PlannerConstants = PLANNER) -> Stage:
     """Translates what the reader is asked about `ASKED`, to which the writer's answer is known."""
     return _taught(planner).fresh()
 

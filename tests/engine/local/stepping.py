@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.common.tokenizer import TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.costs import EngineCosts, LinearCost
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_model, tiny_tokenizer
-from tests.engine.local.test_translation import OPEN
 
+OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
+"""Thresholds so wide that whatever was observed once is shared."""
 ENOUGH = 5000
 """Steps after which an engine that still has something to do never ends"""
 
@@ -83,17 +84,21 @@ class Stepped:
         """Return the sequence of a request that is not queued yet."""
         return RequestSequence(
             request.request_id, request.namespace, list(request.tokens), request=request,
-            stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
+            stream=TokenStream(request.request_id), sampler=Sampler(request.sampling),
             text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
         )  # fmt: skip
 
     def queue(self, sequence: RequestSequence) -> RequestSequence:
         self.core.requests.submit(sequence)
-        self.core.parts.check_integrity()
+        self.check()
         return sequence
 
     def step(self) -> None:
         self.core.step()
+        self.check()
+
+    def check(self) -> None:
+        """Look at the books, as after every step."""
         self.core.parts.check_integrity()
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -114,7 +119,7 @@ class Stepped:
             if not self.core.can_learn:
                 return
             self.core.parts.learning.step()
-            self.core.parts.check_integrity()
+            self.check()
         pytest.fail("learning never ends")
 
     def serve(self, request: GenerateRequest) -> RequestSequence:

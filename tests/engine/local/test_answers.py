@@ -24,7 +24,7 @@ ODD = {3, 4, 17}
 
 
 def opened(**settings: object) -> LocalEngine:
-    planner = {"by_cost": False, "recompute_head": 0}
+    planner = {"by_cost": False}
     return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner=planner, **settings)
 
 
@@ -99,14 +99,3 @@ def test_a_forced_answer_in_one_pass_is_the_one_that_is_forced_step_by_step(batc
     assert sorted(forced.logits) == list(range(20))
     for at, row in forced.logits.items():
         assert torch.allclose(row, seen[at], atol=1e-4), at
-
-
-@pytest.mark.parametrize(("tokens", "max_tokens"), [(1, 1), (6, 4), (3, 8)])
-def test_a_forced_answer_ends_with_its_last_token_or_with_the_room_for_it(tokens: int, max_tokens: int) -> None:
-    forced = ForcedAnswer(tuple(range(40, 40 + tokens)), rows=32)
-    with opened() as engine:
-        done = engine.submit(prompt_of("writer", ASKED, max_tokens=max_tokens, ignore_eos=True), forced).result(60)
-        assert done.tokens == forced.tokens[: min(tokens, max_tokens)]
-        engine.wait_idle(60)
-        engine._core.parts.check_integrity()
-    assert set(range(len(done.tokens))) <= set(forced.logits) <= set(range(tokens))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from kedge.anchors.store import AnchorStore
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.sampler import Sampler
-from kedge.errors import GenerationFailed
 from kedge.settings import AnchorSettings
 from kedge.types import FinishReason, ReuseMode
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -37,16 +35,6 @@ def test_a_draw_sees_all_logits_and_decides() -> None:
     with torch.no_grad():
         wanted = tiny_model("llama").eval()(prompt).logits[0, asked.prompt_tokens - 1 : -1]
     torch.testing.assert_close(torch.stack(seen), wanted, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_draw_that_fails_ends_its_own_request_and_says_so() -> None:
-    """A draw runs in the engine's thread: what it raises is never a wrong answer, and nobody else's trouble."""
-    with engine_of(tiny_model("llama")) as engine:
-        other = engine.submit(request(tokens(2, 30)))
-        with pytest.raises(GenerationFailed, match="its next token was drawn: ZeroDivisionError"):
-            engine.submit(request(tokens(1, 30)), lambda _: 1 // 0).result(60)
-        assert other.result(60).tokens == engine.submit(request(tokens(2, 30))).result(60).tokens
 
 
 def test_parts_are_built_from_the_settings_and_used() -> None:

@@ -10,7 +10,7 @@ pytest.register_assert_rewrite("tests.engine.conformance")
 
 from kedge.engine.local.build import EngineParts  # noqa: E402
 from kedge.engine.local.engine import LocalEngine  # noqa: E402
-from kedge.settings import TierSettings  # noqa: E402
+from kedge.settings import ThrottledTiers  # noqa: E402
 from tests.engine.conformance import EngineConformance  # noqa: E402
 from tests.engine.local.conftest import engine_of, tiny_model  # noqa: E402
 
@@ -40,7 +40,7 @@ class TestLocalEngine(LocalConformance):
 class TestLocalEngineWithAHostTier(LocalConformance):
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[LocalEngine]:
-        tiers = TierSettings(host_memory="64 blocks", backup_hits=0, throttle=1e-4)
+        tiers = ThrottledTiers(host_memory="64 blocks", backup_hits=0, throttle=1e-4)
         with engine_of(tiny_model("llama"), kv_memory="70 blocks", tiers=tiers) as engine:
             yield engine
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common import logprobs
-from kedge.engine.common.tokenizer import TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.sequence import LocalStream
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
 from kedge.kv.storage import SlotTable
 from kedge.reuse.plan import ReusePlan
@@ -100,7 +99,7 @@ def within(action: Callable[[], T]) -> T:
     return ended[0]
 
 
-def outcome(stream: LocalStream) -> Completion | KedgeError:
+def outcome(stream: TokenStream) -> Completion | KedgeError:
     """How a request ended: typed, and not with its engine."""
     try:
         return stream.result(PATIENCE)
@@ -109,7 +108,7 @@ def outcome(stream: LocalStream) -> Completion | KedgeError:
         return error
 
 
-def beside_neighbours(engine: LocalEngine, submit: Callable[[], LocalStream]) -> Completion | KedgeError:
+def beside_neighbours(engine: LocalEngine, submit: Callable[[], TokenStream]) -> Completion | KedgeError:
     """How a request ends that is submitted between others, of which none may notice anything."""
     alone = engine.submit(call()).result(PATIENCE).tokens
     before = engine.submit(call(count=30))
@@ -157,23 +156,6 @@ def test_a_draw_that_raises_ends_its_request(engine: LocalEngine, drawn: int, er
     assert isinstance(ended, KedgeError)
 
 
-@pytest.mark.parametrize(
-    "drawn", [-1, 264, 2**70, 1.5, float("nan"), None, "a", (), torch.tensor([1, 2])], ids=lambda drawn: repr(drawn)
-)
-def test_a_draw_that_answers_no_token_ends_its_request(engine: LocalEngine, drawn: Any) -> None:
-    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: drawn))
-    assert isinstance(ended, KedgeError)
-
-
-def test_a_draw_that_fails_is_neither_learned_from_nor_kept(engine: LocalEngine) -> None:
-    for _ in range(3):
-        draws = iter([1, 2, None])
-        with pytest.raises(KedgeError):
-            engine.submit(victim(ReuseMode.TRANSLATE), draw=lambda _, draws=draws: next(draws)).result(PATIENCE)
-    at_rest(engine)
-    assert engine.inspect()["cache"]["leased_blocks"] == 0
-
-
 def test_a_draw_that_exits_ends_its_request(engine: LocalEngine) -> None:
     ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: sys.exit(3)))
     assert isinstance(ended, GenerationFailed) and "SystemExit(3)" in str(ended)
@@ -189,7 +171,7 @@ def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
 
 def test_a_closed_engine_is_told_as_closed_also_on_a_thread_with_its_threads_number(engine: LocalEngine) -> None:
     engine.close()
-    assert not engine._mailbox.thread, "another thread may get it"
+    assert not engine._thread.number, "another thread may get it"
     with pytest.raises(EngineClosed):
         engine.inspect()
 
@@ -372,11 +354,11 @@ def test_a_command_that_raises_in_the_last_drain_keeps_no_stream_from_ending(eng
     streams = [engine.submit(call(count=300)), engine.submit(victim(), draw=gate)]
     assert gate.reached.wait(PATIENCE)
     for _ in range(2):
-        engine._mailbox.post(lambda: 1 / 0)
+        engine._thread.post(lambda: 1 / 0)
     late = engine.submit(call())
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
-    assert engine._mailbox._closed.wait(PATIENCE)
+    assert engine._thread._closed.wait(PATIENCE)
     gate.opened.set()
     closing.join(PATIENCE)
     assert not closing.is_alive()
@@ -386,7 +368,7 @@ def test_a_command_that_raises_in_the_last_drain_keeps_no_stream_from_ending(eng
 
 def test_a_command_that_raises_ends_nothing_while_the_engine_runs(engine: LocalEngine) -> None:
     stream = engine.submit(call(count=30))
-    engine._mailbox.post(lambda: 1 / 0)
+    engine._thread.post(lambda: 1 / 0)
     assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
     at_rest(engine)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +10,9 @@ from torch import Tensor
 
 from kedge.engine.local.attention.paged import Scoring, SequenceSlice, _attend_one, kernels_of
 from kedge.engine.local.build import EngineParts
-from kedge.settings import AnchorSettings, TierSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode
+from kedge.settings import TierSettings
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt, request
-from tests.engine.local.test_translation import OPEN, SETTINGS, Driver, relative
-from tests.engine.local.test_translation import request as agent_request
-from tests.engine.local.test_translation import tokens as drawn
 
 LENGTHS = (5, 70, 200)
 ON_GPU = DEVICE.type == "cuda"
@@ -37,40 +31,6 @@ def test_greedy_tokens_are_those_of_transformers(family: str, room: dict[str, ob
             assert [stream.result(120).tokens for stream in streams] == expected
         engine.wait_idle()
         engine.query(EngineParts.check_integrity)
-
-
-@pytest.mark.parametrize("estimator", ["token", "interpolate"])
-def test_an_anchors_own_value_is_translated_to_its_dense_kv(estimator: str) -> None:
-    settings = AnchorSettings(**OPEN, estimator=estimator)
-    driver = Driver(device=DEVICE.type, anchors=settings)
-    asked = agent_request(drawn(50, 30), drawn(51, 12))
-    for seed in (60, 61):
-        driver.serve(agent_request(drawn(seed, 30), drawn(seed + 5, 12)))
-    first, dense = driver.serve(asked)
-    again, translated = driver.serve(replace(asked, request_id="again"))
-    assert not first.plan.translates and again.plan.translates
-    for half in ("keys", "values"):
-        assert relative(getattr(translated, half), getattr(dense, half)) < 1e-3
-
-
-def test_translation_answers_and_changes_no_exact_answer() -> None:
-    settings = {**SETTINGS, "anchors": AnchorSettings(**OPEN)}
-    with engine_of(tiny_model("llama").to(DEVICE), **settings) as engine:
-
-        def served(asked: GenerateRequest) -> Completion:
-            done = engine.submit(asked).result(120)
-            engine.wait_idle()
-            return done
-
-        asked = [
-            agent_request(drawn(50 + i % 3, 40), drawn(70 + (i + i // 3) % 3, 20), run=f"run-{i}") for i in range(9)
-        ]
-        done = [served(one) for one in asked]
-        assert done[0].receipt.translated == 0 and done[-1].receipt.translated > 0
-        for one in asked[:3]:
-            modes = (ReuseMode.EXACT, ReuseMode.OFF)
-            exact, off = (replace(one, reuse=mode, request_id=f"{mode}-{one.request_id}") for mode in modes)
-            assert served(exact).tokens == served(off).tokens
 
 
 # attention in half precision: on a GPU PyTorch chooses between several kernels ----------------------------------------
@@ -123,28 +83,3 @@ def test_attention_is_right_at_lengths_that_no_tile_divides(
         keys, values = (x[0, 40 : 40 + context] for x in pool)
         wanted = masked_softmax(query, keys, values, sequence.positions, dim**-0.5, window)
         assert (got.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
-
-
-@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
-@pytest.mark.parametrize("where", ["all", "a chunk", "scattered"])
-def test_how_long_attention_takes_at_a_length_seen_for_the_first_time(
-    where: str, record_property: Callable[..., None]
-) -> None:
-    """A kernel that is built for every new length would cost most prompts their time to first token."""
-    heads, kv_heads, dim = SHAPES["8B"]
-    pool = [torch.randn(1, 1100, kv_heads, dim, device=DEVICE).to(torch.bfloat16) for _ in range(2)]
-    pools = pool[0][0], pool[1][0]
-    spent: dict[str, list[float]] = {"first": [], "again": []}
-    for context in range(901, 931, 3):
-        sequence = sequence_of(WHERE[where](context), context)
-        query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(torch.bfloat16)
-        for name in spent:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            with kernels_of(DEVICE):
-                out = _attend_one(query, pools, sequence, Scoring(dim**-0.5))
-            torch.cuda.synchronize()
-            spent[name].append(time.perf_counter() - began)
-            assert out.isfinite().all()
-    for name, seconds in spent.items():
-        record_property(f"attend_{where.replace(' ', '_')}_{name}_ms", round(sorted(seconds)[5] * 1e3, 3))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kedge.engine.common.guarding import check, guarded_calls
+from kedge.engine.common.guarding import check
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardMode, GuardOrders
@@ -17,7 +16,7 @@ from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.planner import WITHHELD
 from kedge.settings import AnchorSettings, GuardSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode
+from kedge.types import Completion, ReuseMode
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
@@ -90,27 +89,6 @@ def test_after_a_breach_earlier_anchors_are_not_used() -> None:
         assert translated[0] > 0 and translated[1] == 0
 
 
-def test_off_translates_and_shadow_does_not() -> None:
-    with engine(mode="off") as one:
-        translated = [team(one, number).receipt.translated for number in range(4)]
-        assert any(translated) and one.inspect()["guard"]["agents"] == []  # type: ignore[index]
-        shadow = GuardOrders(GuardMode.SHADOW)
-        assert not any(team(one, number, guard=shadow).receipt.translated for number in range(10, 16))
-        assert record(one)["checks"] or record(one)["suspicions"]
-
-
-def test_clients_get_no_log_probabilities_that_they_did_not_ask_for() -> None:
-    with engine() as one:
-        for number in range(6):
-            assert team(one, number).logprobs == ()
-        asked = [request(tokens(n, 27), agent="solver", run=f"l{n}") for n in range(8)]
-        for top, mine in zip([None, 0, 2, 25] * 2, asked, strict=True):
-            items = list(one.submit(replace(mine, logprobs=top)))
-            done = items[-1].completion
-            assert done is not None and sum((item.logprobs for item in items), ()) == done.logprobs
-            assert [len(position.top) for position in done.logprobs] == ([] if top is None else [top] * 6)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -151,27 +129,6 @@ def test_an_aborted_run_and_a_closed_engine_leave_nothing_waiting() -> None:
         one.wait_idle(60)
         last = one.submit(request(tokens(9, 27), agent="solver", run="last"))
     assert last.result(10)
-
-
-def test_32_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_calls, "MAX_PENDING", 4)
-    with engine() as one:
-
-        def client(number: int) -> list[GenerateRequest]:
-            asked = [
-                request(tokens(number % 5, 27), agent=agent, run=f"run-{number}") for agent in ("critic", "solver")
-            ]
-            for mine in asked:
-                done = one.submit(mine).result(120)
-                assert len(done.tokens) == 6 and done.logprobs == ()
-            one.end_run(asked[0].run_key)
-            return asked
-
-        with ThreadPoolExecutor(32) as pool:
-            list(pool.map(client, range(64)))
-        one.wait_idle(120)
-        figures: Any = one.inspect()
-        assert figures["cache"]["leased_blocks"] == 0
 
 
 def test_a_guard_that_fails_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from kedge.cache import Direction
 from kedge.engine.local import build, host_loads
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.kv.copy import TorchCopier
-from kedge.settings import TierSettings
+from kedge.kv.copy import PoolCopier
+from kedge.settings import ThrottledTiers
 from kedge.types import (
     AgentId,
     FinishReason,
@@ -42,7 +42,7 @@ from tests.engine.local.tiering import (
 )
 
 
-class Gate(TorchCopier):
+class Gate(PoolCopier):
     """Lets no load pass until it is opened."""
 
     opened = threading.Event()
@@ -57,7 +57,7 @@ class Gate(TorchCopier):
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Every engine's loads wait for it."""
     monkeypatch.setattr(Gate, "opened", threading.Event())
-    monkeypatch.setattr(build, "TorchCopier", Gate)
+    monkeypatch.setattr(build, "PoolCopier", Gate)
     yield Gate.opened
     Gate.opened.set()
 
@@ -157,7 +157,7 @@ def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
 
 def test_closing_while_copies_are_under_way() -> None:
     before = copiers()
-    tiers = TierSettings(host_memory=f"{AMPLE} blocks", throttle=1000)
+    tiers = ThrottledTiers(host_memory=f"{AMPLE} blocks", throttle=1000)
     with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
         engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(60)

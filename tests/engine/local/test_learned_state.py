@@ -78,7 +78,7 @@ def filled(estimator: str, spec: KVSpec, samples: int, tokens: int = 64) -> int:
     for number in range(samples):
         sample = SampleView(pool, tuple(range(number, number + tokens)), noise(tokens), number)
         store.observe(PlaceholderSite("agent 0", 1), sample, noise(tokens), noise(32), noise(32))
-    return store.table.nbytes()
+    return store.nbytes()
 
 
 def test_anchors_weigh_what_they_hold() -> None:

@@ -11,7 +11,7 @@ from kedge.engine.local import learning as local_learning
 from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.contracts import PoolKey
-from kedge.settings import AnchorSettings, LearningSettings, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
 from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of
 from tests.engine.local.stepping import KnownCosts, Stepped
@@ -27,7 +27,9 @@ def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
 
 def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
     """An engine that learns while requests run as far as the budget lets it."""
-    return Stepped(**{"learning": LearningSettings(budget=budget), "kv_memory": "512 blocks", **settings})
+    engine = Stepped(**{"kv_memory": "512 blocks", **settings})
+    engine.core.parts.learning._share = engine.core.scheduler._learning_share = budget
+    return engine
 
 
 def learning(engine: Stepped) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     assert is_known(engine, second), "its run goes on"
     engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
-    assert not engine.core.parts.learning._runs and not engine.core.parts.learning._ended
+    assert not engine.core.parts.learning._pending and not engine.core.parts.learning._ended
 
 
 def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
@@ -228,7 +230,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
     engine.rest()
     assert learning(engine)["pending"] == 4
     learns = engine.core.parts.learning
-    learns._settings, learns._credit = LearningSettings(budget=0.5), -1.0
+    learns._share, learns._credit = 0.5, -1.0
     for _ in range(2):
         learns.spend(1.0)
         assert (learning(engine)["pending"], observed(engine)) == (4, 0)
@@ -282,7 +284,7 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
     """The answer (24 tokens) is never worth translating. The question (40 tokens) is, from so many readers on that what
     each saves, the time of 10 tokens, makes up for its base prefill.
     """
-    engine = Stepped(Costly, planner=PlannerSettings(min_translated=0.0))
+    engine = Stepped(Costly, planner=PlannerConstants(min_translated=0.0))
     for placeholder in PLACEHOLDERS:
         read(engine, placeholder, readers)
     for seed in range(4):

@@ -137,16 +137,6 @@ def test_an_agents_head_is_exact_from_its_second_call_on_whether_prompts_are_tra
 # pressure -------------------------------------------------------------------------------------------------------------
 
 
-def test_32_requests_at_once_copy_from_one_block() -> None:
-    engine = Stepped(max_running=32)
-    engine.serve(ask(99))
-    served = [engine.submit(ask(seed)) for seed in range(32)]
-    engine.rest()
-    assert [exact(one) for one in served] == [30] * 32
-    for one in served:
-        require_right(one)
-
-
 def test_in_a_full_pool_every_answer_is_right() -> None:
     """The pool has room for two requests and little more; what is copied from comes and goes."""
     engine = Stepped(kv_memory="9 blocks")
@@ -171,21 +161,6 @@ def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind
     after = engine.serve(ask(3))
     assert exact(after) == 30
     require_right(after)
-
-
-def test_who_was_preempted_answers_as_if_it_had_not_been() -> None:
-    engine = Stepped(kv_memory="12 blocks")
-    engine.serve(ask(1, tenant="neighbour"))
-    victims = [engine.submit(ask(seed, 20, 24, "neighbour")) for seed in (2, 3)]
-    engine.until(lambda: all(len(one.response) > 4 for one in victims))
-    stranger = engine.submit(ask(4, 60, 4, "stranger"))
-    engine.until(lambda: stranger.admitted)
-    assert list(engine.core.scheduler.preempted) == victims[1:]
-    engine.rest()
-    assert engine.leased == 0
-    for one in (*victims, stranger):
-        require_right(one)
-    assert exact(stranger) == 0
 
 
 def test_tenants_copy_from_their_own_blocks_only() -> None:

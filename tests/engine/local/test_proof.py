@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kedge.engine.local.engine import LocalEngine, LocalStream
+from kedge.engine.common.stream import TokenStream
+from kedge.engine.local.engine import LocalEngine
 from kedge.guard import EVERYTHING, FidelityNote, GuardMode, GuardOrders
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import TOP, mean_divergence
@@ -106,7 +107,7 @@ def test_a_control_over_the_same_kv_measures_the_noise_of_rounding() -> None:
     with engine(even_model()) as one, patch.object(QualityGuard, "found", autospec=True) as found:
         controls = list[Completion]()
 
-        def submit(again: GenerateRequest) -> LocalStream:
+        def submit(again: GenerateRequest) -> TokenStream:
             stream = one.submit(again)
             if again.reuse is ReuseMode.EXACT:
                 controls.append(stream.result(60))

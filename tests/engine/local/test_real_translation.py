@@ -21,7 +21,7 @@ from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
 from kedge.reuse.plan import ReusePlan
 from kedge.runner.run import run
-from kedge.settings import PlannerSettings
+from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source, Tokens
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION
@@ -29,7 +29,7 @@ from tests.real import RealModel
 
 ANSWER = 10
 """Tokens of an agent's answer"""
-SHORT = PlannerSettings().recompute_short
+SHORT = PlannerConstants().recompute_short
 """Segments of at most so many tokens are not left for later readers"""
 WIDE = "token:min_anchors=2:max_error=9:weak_error=9"
 """Offsets are added from the third question on, whatever they are worth"""
@@ -145,7 +145,7 @@ class TeamTwin:
             if len(segment) > SHORT and not any(segment.start <= at < segment.stop for at in moved):
                 self._texts[shared_text(placed, segment)] = kv.slice(segment.start, segment.stop)
         if request.produces:
-            self._answers[request.produces] = self._llama.prefilled(answer + request.trail, kv)
+            self._answers[request.produces] = self._llama.prefilled(answer, kv)
         return kv
 
     def _base(self, request: GenerateRequest, placed: Sequence[Placed], one: Placed) -> KVSegment:
@@ -205,7 +205,7 @@ def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, 
             team.ask(number)
         team.probe.teaching = False
         results = team.ask(taught)
-        requests = [team.engine._with_trails(one.request) for one in results]
+        requests = [one.request for one in results]
         written = [team.noting[0].written.get(one.request_id, []) for one in requests]
     twin = TeamTwin(Llama(smollm2.oracle))
     compared = with_offsets = 0

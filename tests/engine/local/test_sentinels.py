@@ -117,14 +117,3 @@ def test_the_first_layer_does_not_count() -> None:
     before = sentinels.read(table, [Sentinel(0, False)])
     storage.keys[0] += 1
     assert sentinels.errors([before]) == [0.0]
-
-
-def test_many_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = Driver().core.parts.storage
-    table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
-    torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
-    before = [sentinels.read(table, [Sentinel(at, False) for at in some]) for some in (range(5), range(5, 7))]
-    storage.values[:, table.slots[:7]] += torch.arange(7)[:, None, None]
-    whole = sentinels.errors(before)
-    monkeypatch.setattr("kedge.engine.local.sentinels.AT_ONCE", 3)
-    assert sentinels.errors(before) == whole and len(set(whole)) == 7

@@ -105,7 +105,7 @@ def test_live_contexts_are_forgotten_with_time_and_calls_of_no_session_at_once()
     for sequence in some:
         orders.ended(sequence)
         orders.ended(sequence)
-        orders.check_integrity()
+        orders._live.check_integrity()
     assert orders.overloaded, "two contexts of 200 tokens"
     now = 1000.0
     assert not orders.overloaded
@@ -119,10 +119,8 @@ def test_what_waits_is_protected_by_its_place_in_the_order_of_service() -> None:
     calls = {seed: engine.submit(turn(seed, TURN + 16)) for seed in (1, 2, 3)}
     engine.core.scheduler.schedule()
     assert waiting(engine)[-1] == "1"
-    steps = engine.core.parts.sessions.ledger.steps
-    assert waiting(engine) == [
-        str(seed) for seed in sorted(calls, key=lambda one: steps._places[calls[one].turn.session])
-    ]  # type: ignore[union-attr]
+    places = engine.core.parts.sessions.ledger._places
+    assert waiting(engine) == [str(one) for one in sorted(calls, key=lambda one: places[calls[one].turn.session])]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stage", ["waiting", "running"])
@@ -158,7 +156,7 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
             engine.core.requests.cancel(rng.choice(calls).request.request_id)
         service = engine.core.scheduler._service
         assert service is not None
-        service.check_integrity()
+        service._live.check_integrity()
         assert sorted(map(id, engine.core.scheduler.waiting)) == sorted(
             id(one) for o in service._orders.values() for one in o._places
         )

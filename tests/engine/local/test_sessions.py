@@ -11,9 +11,9 @@ import pytest
 
 from kedge.cache import CacheManager
 from kedge.engine.local import sessions
-from kedge.engine.local.sessions import SessionCaching, stop_reason
+from kedge.engine.local.sessions import SessionCaching, ending
 from kedge.policies.eviction import policy_of
-from kedge.policies.sessions import StopReason, TurnEnd
+from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import chain_of
 from kedge.types import (
@@ -109,8 +109,7 @@ def test_a_cache_follows_the_guard() -> None:
             replay.sessions.on_forecast({wrong: (0.0, 1.0)})
             tokens = prompt(10_000 + 10 * turn + seed, 30)
             replay.serve(tokens)
-            replay.cache.on_label(wrong.namespace, wrong, tokens)
-            replay.sessions.labelled(wrong, tokens)
+            replay.sessions.label(wrong, tokens)
     assert not replay.sessions.ledger.guard.trusted
     assert replay.serve(prompt(1, 50)) + replay.serve(prompt(2, 50)) > 0
 
@@ -155,16 +154,16 @@ def test_many_sessions_at_once_with_aborts_keep_the_books() -> None:
 @pytest.mark.parametrize(
     ("mark", "text", "finish", "stop"),
     [
-        ("<tool_call>", 'I look.<tool_call>{"name": "ls"}</tool_call>', FinishReason.STOP, StopReason.TOOL),
-        ("<tool_call>", "Done.", FinishReason.STOP, StopReason.USER),
-        ("<tool_call>", "Done.", FinishReason.LENGTH, StopReason.UNKNOWN),
-        ("", "Done.", FinishReason.STOP, StopReason.UNKNOWN),
+        ("<tool_call>", 'I look.<tool_call>{"name": "ls"}</tool_call>', FinishReason.STOP, "tool"),
+        ("<tool_call>", "Done.", FinishReason.STOP, "user"),
+        ("<tool_call>", "Done.", FinishReason.LENGTH, ""),
+        ("", "Done.", FinishReason.STOP, ""),
     ],
 )
 def test_what_an_answer_ends_with_says_what_the_session_waits_for(
-    mark: str, text: str, finish: FinishReason, stop: StopReason
+    mark: str, text: str, finish: FinishReason, stop: str
 ) -> None:
-    assert stop_reason(mark, text, finish) is stop
+    assert ending(mark, text, finish) == stop
 
 
 def test_a_chain_is_that_of_its_blocks_wherever_it_was_known_before() -> None:
@@ -189,7 +188,7 @@ def test_a_fixed_prompt_is_known_by_the_hashes_of_the_turn_that_begins_with_it(m
     turn = replay.sessions.arrived(plain(tokens))
     monkeypatch.setattr(sessions, "chain_of", watched)
     agent = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId("a"))
-    replay.sessions.labelled(agent, tokens[:40], turn)
+    replay.sessions.label(agent, tokens[:40], turn)
     assert hashed == [40 - 60]
-    replay.sessions.labelled(agent, tokens[:40])
+    replay.sessions.label(agent, tokens[:40])
     assert hashed[1:] == [40], "without a turn"

@@ -10,10 +10,9 @@ import torch
 
 from kedge.cache import Copied, Direction
 from kedge.engine.local import build
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
-from kedge.kv.copy import TorchCopier
+from kedge.kv.copy import PoolCopier
 from kedge.settings import TierSettings
 from kedge.types import (
     AgentId,
@@ -109,7 +108,7 @@ def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> N
 # faults -------------------------------------------------------------------------------------------------------------
 
 
-class Failing(TorchCopier):
+class Failing(PoolCopier):
     """Half of its copies fail, and leave dirt where they should have written."""
 
     def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
@@ -121,7 +120,7 @@ class Failing(TorchCopier):
         raise OSError("the host has gone")
 
 
-class AlwaysFailing(TorchCopier):
+class AlwaysFailing(PoolCopier):
     """No load ever works."""
 
     def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
@@ -130,7 +129,7 @@ class AlwaysFailing(TorchCopier):
         return super()._copy(order, piece)
 
 
-class Reordering(TorchCopier):
+class Reordering(PoolCopier):
     """Reports copies in another order than they ended in, and some of them late."""
 
     _rng = random.Random(0)
@@ -148,29 +147,13 @@ class Reordering(TorchCopier):
 @pytest.mark.parametrize("tiers", [{}, {"policy": "lru", "prefetch_window": -1}], ids=["full", "reactive"])
 @pytest.mark.parametrize("throttle", [0.0, 1e-3])
 def test_faulty_copiers_change_no_token(
-    copier: type[TorchCopier], tiers: dict[str, object], throttle: float, monkeypatch: pytest.MonkeyPatch
+    copier: type[PoolCopier], tiers: dict[str, object], throttle: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "TorchCopier", copier)
+    monkeypatch.setattr(build, "PoolCopier", copier)
     with engine_with(host_blocks=AMPLE, throttle=throttle, **tiers) as engine:
         serve_cycle(engine)
         failed = figures(engine)["cache"]["failed_copies"]
     assert (failed > 0) == (copier is not Reordering)
-
-
-@pytest.mark.parametrize("throttle", [0.0, 5e-4])
-def test_many_at_once_under_pressure(throttle: float) -> None:
-    rng = random.Random(3)
-    with engine_with(host_blocks=40, throttle=throttle, backup_hits=0) as engine:
-        progress = RunProgress(GRAPH, RUN, ForecastBoard())
-        engine.forecast(progress.begin(0.0))
-        requests = [ask(rng.randrange(AGENTS), n) for n in range(24)]
-        streams = []
-        for n, request in enumerate(requests):
-            streams.append(engine.submit(request))
-            engine.forecast(progress.started(request.agent, float(n)))
-            engine.query(EngineParts.check_integrity)
-        for request, stream in zip(requests, streams, strict=True):
-            assert stream.result(60).tokens == expected(request.tokens)
 
 
 def test_corrupt_host_memory_changes_no_token() -> None:
@@ -209,26 +192,6 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
             engine.submit(GenerateRequest((Segment(huge, "p0"),), agent=AgentId("a0")))
         assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
         assert figures(engine)["cache"]["ignored_labels"] > 0
-
-
-def test_wrong_hints_change_no_token() -> None:
-    rng = random.Random(1)
-    keys = [AgentKey(*RUN, AgentId(f"a{i}")) for i in range(AGENTS + 2)]
-    with engine_with(host_blocks=AMPLE) as engine:
-        for asked in range(4 * AGENTS):
-            steps = [None, NextRun(float(rng.randrange(5))), NextRun(float("inf"), 0.0)]
-            wrong = {key: rng.choice(steps) for key in rng.sample(keys, 3)}
-            engine.forecast(wrong, {keys[0]: fixed(1), keys[-1]: prompt(asked, 30), keys[1]: ()})
-            request = ask(rng.randrange(AGENTS), asked)
-            engine.forecast({}, {})
-            assert engine.submit(request).result(60).tokens == expected(request.tokens)
-            engine.query(EngineParts.check_integrity)
-
-
-def test_hints_to_a_closed_engine_are_no_error() -> None:
-    engine = engine_of(model())
-    engine.close()
-    engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(1.0)})
 
 
 @pytest.mark.parametrize("marker", [None, -1, 10_000, 17])

@@ -8,18 +8,16 @@ from dataclasses import replace
 import pytest
 from transformers import HunYuanDenseV1Config, PreTrainedModel
 
-from kedge.engine.common.tokenizer import TextStream
-from kedge.engine.local import build
+from kedge.anchors.estimators import ESTIMATORS
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.core import EngineCore
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model, small_config
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.sampler import Sampler
-from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.segment import KVSegment
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings, TierSettings
+from kedge.reuse.costs import EngineCosts
+from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings, TierSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -32,14 +30,13 @@ from kedge.types import (
     Tokens,
     WorkflowId,
 )
-from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
+from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
+from tests.engine.local.stepping import OPEN, Stepped
 from tests.engine.local.test_engine import greedy
 
-OPEN = {"min_anchors": 1, "max_error": 1e9, "weak_error": 1e9}
-"""Thresholds so wide that whatever was observed once is shared."""
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
-    "planner": PlannerSettings(by_cost=False, recompute_head=0, move="unlearned"),
+    "planner": PlannerConstants(by_cost=False, recompute_head=0, move="unlearned"),
 }
 
 
@@ -71,35 +68,23 @@ def request(
     return GenerateRequest(kept, params, reuse, run=RunId(run), workflow=WorkflowId("test"), agent=AgentId(agent))
 
 
-class Driver:
-    """The engine without its thread, so that a test can look at the KV of a request that still runs."""
+class Driver(Stepped):
+    """An engine that serves one request after the other, so that a test can look at the KV of one that still runs."""
 
     def __init__(
         self, model: PreTrainedModel | None = None, runner: ModelRunner | None = None, **settings: object
     ) -> None:
-        config = EngineSettings(**{"kv_memory": "256 blocks", "device": "cpu", **SETTINGS, **settings})
-        self.runner = runner or checked_runner((model or tiny_model("llama")).to(config.device))
-        self.core: EngineCore
-        self.core = EngineCore(build.EngineParts(self.runner, config))
+        self.runner = runner or checked_runner((model or tiny_model("llama")).to(settings.get("device", "cpu")))
+        super().__init__(EngineCosts, self.runner, **{**SETTINGS, **settings})
 
-    def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:
+    def serve(self, request: GenerateRequest) -> tuple[RequestSequence, KVSegment]:  # type: ignore[override]
         """Serves a request to its end and learns from it; its prompt's KV as it was after the first token."""
-        sequence = RequestSequence(
-            request.request_id, request.namespace, list(request.tokens), request=request,
-            stream=LocalStream(request.request_id), sampler=Sampler(request.sampling),
-            text=TextStream(tiny_tokenizer(), ()), max_tokens=request.sampling.max_tokens,
-        )  # fmt: skip
-        self.core.requests.submit(sequence)
-        while sequence.first_token is None:
-            assert not sequence.is_over, "it has ended with an error"
-            self.core.step()
-        assert sequence.table is not None
+        sequence = self.submit(request)
+        self.until(lambda: sequence.first_token is not None or sequence.is_over)
+        assert sequence.table is not None, "it has ended with an error"
         kv = self.core.parts.storage.read(sequence.table, 0, request.prompt_tokens)
-        while not self.core.scheduler.idle:
-            self.core.step()
-        while self.core.can_learn:
-            self.core.parts.learning.step()
-        self.core.parts.check_integrity()
+        self.rest()
+        self.learn()
         self.core.parts.cache.clear()  # so that an exact prefix never hides a translation
         return sequence, kv
 
@@ -108,9 +93,9 @@ def relative(a, b) -> float:  # noqa: ANN001
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_exact_repeat_of_an_anchor_reproduces_its_dense_kv(estimator: str) -> None:
-    driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator))
+    driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator), device=DEVICE.type)
     asked = request(tokens(50, 30), tokens(51, 12))
     for seed in (60, 61):
         driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
@@ -142,7 +127,7 @@ def test_receipts_account_for_every_token_and_name_the_misses() -> None:
     ids=["device", "tiers"],
 )
 def test_translated_blocks_never_reach_another_request(room: dict[str, object]) -> None:
-    with engine_of(tiny_model("llama"), **SETTINGS, **room) as engine:
+    with engine_of(tiny_model("llama").to(DEVICE), **SETTINGS, **room) as engine:
         asked = [request(tokens(50 + i % 3, 40), tokens(70 + (i + i // 3) % 3, 20), run=f"run-{i}") for i in range(9)]
         translated = [_served(engine, item) for item in asked]
         assert translated[-1].receipt.translated > 0
@@ -183,7 +168,7 @@ def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_tiny_placeholders(size: int) -> None:
-    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=2))
+    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=2))
     for seed in (50, 51, 52, 52):
         last, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 9, size)))
     assert last.plan.translates
@@ -206,7 +191,7 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
 
 
 def test_recomputing_the_head_of_every_segment() -> None:
-    driver = Driver(planner=PlannerSettings(by_cost=False, recompute_head=3))
+    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=3))
     for seed in (50, 60, 50):
         again, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 1, 12)))
     starts = [20, 50, 59, 71]
@@ -236,7 +221,7 @@ def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -
     assert "rotated in none of the known ways" in done[-1].receipt.misses[0].reason
 
 
-@pytest.mark.parametrize("estimator", ["token", "interpolate"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: str) -> None:
     """Offsets kept in a rotated frame are useless for another length: their K error is several times the V error."""
     settings = {**OPEN, "estimator": estimator, "min_anchors": 6}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.policies.prefetch import PREFETCH_WINDOW
-from kedge.settings import TierSettings
+from kedge.settings import ThrottledTiers
 from kedge.types import (
     AgentId,
     ClientId,
@@ -82,7 +82,7 @@ def engine_with(**tiers: object) -> Iterator[LocalEngine]:
     blocks, window = tiers.pop("num_blocks", ROOM), tiers.pop("prefetch_window", PREFETCH_WINDOW)
     if "host_blocks" in tiers:
         tiers["host_memory"] = f"{tiers.pop('host_blocks')} blocks"
-    with engine_of(model(), kv_memory=f"{blocks} blocks", block_size=BLOCK, tiers=TierSettings(**tiers)) as engine:
+    with engine_of(model(), kv_memory=f"{blocks} blocks", block_size=BLOCK, tiers=ThrottledTiers(**tiers)) as engine:
         engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", window))
         yield engine
         settle(engine)

@@ -235,7 +235,7 @@ def test_figures_quotas_and_state_cross(local: ProcessEngine, tmp_path: Path) ->
     request = replace(asked, partition="part")
     SUITE.run(local, request)
     local.wait_idle()
-    local.limit(TenantId("acme"), Quota(anchors=3))
+    local.limit(TenantId("acme"), Quota(anchor_bytes=3))
     assert local.inspect()["cache"]["cached_blocks"] > 0
     held = local.inspect_tenants(
         partial(is_owned, TenantId("acme")), [(Namespace(TenantId("acme"), "part"), request.tokens)]
@@ -250,7 +250,7 @@ def test_a_method_that_the_engine_lacks_is_named(echo: ProcessEngine, tmp_path: 
     with pytest.raises(ConfigError, match=r"EchoEngine.*no `save`"):
         echo.save(tmp_path)
     with pytest.raises(ConfigError, match="EchoEngine cannot bound"):
-        echo.limit(TenantId("t"), Quota(anchors=3))
+        echo.limit(TenantId("t"), Quota(anchor_bytes=3))
 
 
 def test_a_bad_value_is_refused_by_the_engine_with_its_own_error(local: ProcessEngine, tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def test_a_wrong_expectation_is_dropped() -> None:
     affinity = Affinity(most_templates=2)
     affinity.expect(caller(agent="x"), "east")
     affinity.routed(caller(agent="x"), "west")
-    assert affinity.inspect()["held"] == {"west": 1} and not affinity.inspect()["expected"]
+    assert +affinity._held == {"west": 1} and not affinity._expected
     for number in range(5):
         affinity.expect(caller(agent=f"y{number}"), "north")
-    assert affinity.inspect()["held"] == {"west": 1, "north": 2}
+    assert +affinity._held == {"west": 1, "north": 2}
     affinity.retain(["west"])
-    assert affinity.inspect()["held"] == {"west": 1}
+    assert +affinity._held == {"west": 1}
 
 
 def test_prompts_of_a_dead_replica_do_not_count() -> None:
@@ -139,7 +139,7 @@ def test_an_ended_run_is_forgotten() -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
     affinity.routed(Caller(run="r", agent="a", workflow="w", final=True), home)  # type: ignore[arg-type]
-    assert not affinity.inspect()["homes"]
+    assert not affinity._homes
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
@@ -147,10 +147,9 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     for number in range(50):
         send(affinity, caller(f"r{number}", f"a{number}"))
         send(affinity, caller("kept", "kept"))
-    state = affinity.inspect()
-    assert [key.run_id for key in state["homes"]] == ["r48", "r49", "kept"]
-    assert [template[-1] for template in state["holders"]] == ["a49", "kept"]
-    assert state["held"] == Counter(name for on in state["holders"].values() for name in on)
+    assert [key.run_id for key in affinity._homes] == ["r48", "r49", "kept"]
+    assert [template[-1] for template in affinity._holders] == ["a49", "kept"]
+    assert +affinity._held == Counter(name for on in affinity._holders.values() for name in on)
 
 
 @pytest.mark.parametrize(("name", "value"), [("spill", -1), ("most_runs", 0), ("most_templates", 0)])

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,16 @@ def save_tiny_llama(folder: Path, **other: Any) -> Path:
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**SHAPE, **other})).eval().save_pretrained(folder)
+    return folder
+
+
+def save_tiny_nano(folder: Path) -> Path:
+    """A random Llama that speaks the bundled model's tokens."""
+    from kedge.engine.common.model_folder import model_path
+
+    save_tiny_llama(folder, vocab_size=1152, bos_token_id=0, eos_token_id=1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_path(None) / name, folder)
     return folder
 
 
@@ -225,28 +236,6 @@ def forget_globals() -> None:
 
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
-
-
-@contextmanager
-def skipped_where_vllm_fails(error: str, reason: str) -> Iterator[None]:
-    """Skip what a version of vLLM cannot do by itself: there it fails with this error, without Kedge."""
-    try:
-        yield
-    except (RuntimeError, TypeError) as failure:
-        if error not in str(failure):
-            raise
-        pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def drafting(tiny_llama: Path) -> None:
-    """Skip where vLLM cannot check drafts on a CPU: 0.30 looks for the names of a Triton kernel's arguments."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with (
-        driver(tiny_llama, plugged=False, speculative_config=drafts) as plain,
-        skipped_where_vllm_fails("Cannot inspect kernel parameters", "this vLLM cannot check drafts on a CPU"),
-    ):
-        plain.answer([5, 6, 7] * 20, count=12)
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,5 @@ class PlainOffloading(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
-            size = "num_chunks" if hasattr(self, "num_chunks") else "num_blocks"  # so called before 0.30
-            self._worker = PlainWorker(kv_caches.tensors, getattr(self, size))
+            self._worker = PlainWorker(kv_caches.tensors, self.num_chunks)
         return self._worker

@@ -12,13 +12,12 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.kv.segment import KVSegment  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import SCHEDULER, asynchronously, computed_by_torch, difference  # noqa: E402
 
 EXACT = 1e-4
-TRAIL = prompt(2, 21)
 ANSWER = 20
-ASKED = {"workflow": "w", "run": "chain", "agent": "writer", "produces": "answer@0", "trail": TRAIL}
+ASKED = {"workflow": "w", "run": "chain", "agent": "writer", "produces": "answer@0"}
 AROUND = [
     pytest.param(50, id="in the last block"),
     pytest.param(2 * BLOCK - ANSWER - 1, id="over the end of a block"),
@@ -74,13 +73,13 @@ def reference(model: Path, asked: list[int], answer: list[int]) -> KVSegment:
 
 @pytest.mark.parametrize("length", AROUND)
 @pytest.mark.parametrize("count", [1, ANSWER])
-def test_an_answer_is_kept_with_its_last_token_and_its_trail(
+def test_an_answer_is_kept_with_its_last_token(
     engine: Driver, kept: Kept, tiny_llama: Path, length: int, count: int
 ) -> None:
     asked = prompt(length + ANSWER - count, 11)
     answer = engine.answer(asked, count, ASKED)
     ((tokens, kv),) = kept.answers
-    assert tokens == answer + TRAIL
+    assert tokens == answer
     assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
 
 
@@ -89,7 +88,7 @@ def test_the_token_that_stops_an_answer_is_not_part_of_it(engine: Driver, kept: 
     stop = engine.answer(asked, 12)[-1]
     answer = engine.answer(asked, 100, ASKED, stop_token_ids=[stop])
     ((tokens, kv),) = kept.answers
-    assert answer[-1] == stop and tokens == answer[:-1] + TRAIL
+    assert answer[-1] == stop and tokens == answer[:-1]
     assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
 
 
@@ -99,7 +98,7 @@ def test_a_reader_needs_no_base_prefill_of_an_answer(
     needed: list[list[int]] = []
     monkeypatch.setattr(engine.side.translations.lanes.bases, "add", lambda _, tokens: needed.append(list(tokens)))
     head, after = prompt(41, 1), prompt(70, 2)
-    value = engine.answer(prompt(50, 11), ANSWER, ASKED) + TRAIL
+    value = engine.answer(prompt(50, 11), ANSWER, ASKED)
     segments = [
         {"name": "p0", "length": len(head)},
         {"name": "answer", "length": len(value), "sample": "answer@0"},
@@ -111,12 +110,6 @@ def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine.ask(head + value + after, kedge={**reader, "run": "elsewhere"})
     assert value in needed, "without its producer's KV it is prefilled once more"
     assert len(kept.answers) == 1
-
-
-@pytest.mark.parametrize("trail", [[VOCABULARY], list(range(3, 3 + 65)), [-1], "text"])
-def test_a_trail_that_the_model_cannot_compute_is_left_out(engine: Driver, kept: Kept, trail: Any) -> None:
-    answer = engine.answer(prompt(50, 11), ANSWER, {**ASKED, "trail": trail})
-    assert [tokens for tokens, _ in kept.answers] == [answer]
 
 
 def test_at_the_end_of_the_context_there_is_no_room_for_a_lane(engine: Driver, kept: Kept) -> None:
@@ -136,8 +129,8 @@ def test_an_aborted_answer_is_kept_as_far_as_it_is_there(engine: Driver, kept: K
 
 
 def test_a_full_pool_leaves_the_end_out(engine: Driver, kept: Kept) -> None:
-    """The trail would need a new block, which a neighbour may need."""
-    asked = prompt(2 * BLOCK - ANSWER, 11)
+    """The last token would need a new block, which a neighbour may need."""
+    asked = prompt(2 * BLOCK - ANSWER + 1, 11)
     name = engine.add(asked, ANSWER, ASKED)
     engine.step()
     held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 1)
@@ -176,7 +169,7 @@ def test_many_answers_at_once_end_as_each_alone(engine: Driver, kept: Kept, tiny
     complete = 0
     for tokens, kv in kept.answers:
         for name, asked in zip(names, prompts, strict=True):
-            if name in engine.finished and list(engine.finished[name].outputs[0].token_ids) + TRAIL == tokens:
+            if name in engine.finished and list(engine.finished[name].outputs[0].token_ids) == tokens:
                 complete += 1
                 assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
     assert complete == 24

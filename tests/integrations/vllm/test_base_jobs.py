@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.translations import MAX_WAITS  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.reuse.lanes import LaneBudget  # noqa: E402
 from kedge.types import Namespace  # noqa: E402
-from tests.integrations.vllm.conftest import SCHEDULING, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import SCHEDULING, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     PARTS,
     PLAIN,
@@ -69,12 +69,12 @@ class Captured:
         learner = engine.worker._learner
         capture = learner.capture
 
-        def capturing(order: Any, *seconds: float) -> None:
+        def capturing(order: Any) -> None:
             if (order.request.namespace, order.request.tokens) in learner._needs:
                 table = learner.pages.table(order.blocks)
                 kv = learner.pages.read(table, 0, order.request.prompt_tokens)
                 self.prompts.append((list(order.request.tokens), kv))
-            capture(order, *seconds)
+            capture(order)
 
         patched.setattr(learner, "capture", capturing)
 
@@ -137,21 +137,6 @@ def test_a_full_pool_drops_the_one_under_way(engine: Driver, stock_answers: dict
     assert list(engine.finished[name].outputs[0].token_ids) == stock_answers["plain", 0]
 
 
-def test_what_the_model_cannot_compute_is_refused(engine: Driver) -> None:
-    bases, namespace = engine.side.translations.lanes.bases, Namespace("default")
-    for bad in ((), (VOCABULARY,), tuple(prompt(engine.scheduler.max_model_len, 5))):
-        bases.add(namespace, bad)
-    assert not bases
-
-
-def test_emptying_the_cache_gives_them_up(engine: Driver) -> None:
-    bases = engine.side.translations.lanes.bases
-    bases.add(Namespace("default"), tuple(prompt(400, 31)))
-    engine.run(until=lambda: bool(bases._begun))
-    assert engine.scheduler.reset_prefix_cache()
-    assert not bases
-
-
 def test_aborts_and_many_clients_leave_nothing(engine: Driver, stock_answers: dict[Any, list[int]]) -> None:
     names = [engine.add(tokens(number % 7), 8, hints(number % 7)) for number in range(32)]
     plain = [engine.add(one, 40) for one in PLAIN]
@@ -194,8 +179,8 @@ def test_a_request_waits_for_base_kv_for_so_many_steps_and_no_more(
     monkeypatch.setattr(learner, "_prerequisites", lambda _: (tuple(prompt(50, 41)),))
     monkeypatch.setattr(translations.lanes.bases, "grant", lambda *_, **__: LaneBudget(0, 0))
     name = engine.add(tokens(5), 4, hints(5))
-    candidate = [*translations._candidates.values()][-1]
+    live = [*engine.side.requests.values()][-1]
     engine.run(until=lambda: name in engine.finished)
-    assert candidate.waits == MAX_WAITS + 1 and neighbour not in engine.finished
+    assert live.waits == MAX_WAITS + 1 and neighbour not in engine.finished
     translations.lanes.bases.give_up()
     monkeypatch.undo()

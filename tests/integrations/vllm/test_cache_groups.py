@@ -15,18 +15,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.integrations.vllm.conftest import (  # noqa: E402
     SHAPE,
-    VOCABULARY,
     Driver,
     driver,
     prompt,
     receipt,
-    skipped_where_vllm_fails,
 )
 from tests.integrations.vllm.test_translation import VALUES, hints, tokens  # noqa: E402
 
 AGENTS = 6
-BFLOAT16_SINKS = "expected scalar type BFloat16", "this vLLM has attention sinks in bfloat16 only on a CPU"
-"""How gpt-oss fails before 0.31, and what that means"""
 LAYERS = {"tie_word_embeddings": False, "pad_token_id": 0}
 
 
@@ -79,7 +75,7 @@ MODELS: dict[Callable[[], Any], dict[str, Any]] = {
     gemma4: {"block": 512, "num_gpu_blocks_override": 120, "max_model_len": 2048},
     qwen3_next: {
         "block": 544, "num_gpu_blocks_override": 14, "max_model_len": 2048, "dtype": "bfloat16",
-        "mamba_ssm_cache_dtype": "float32",  # as its kernel for CPUs needs it; 0.28 does not find out itself
+        "mamba_ssm_cache_dtype": "float32",
     },
 }  # fmt: skip
 """With room for half of what the agents' prompts need"""
@@ -119,9 +115,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param.__name__)
     request.param().eval().save_pretrained(folder)
-    if request.param is gpt_oss:
-        with driver(folder, plugged=False) as plain, skipped_where_vllm_fails(*BFLOAT16_SINKS):
-            plain.answer(prompt(4, 0), count=1)
     return folder, MODELS[request.param]
 
 
@@ -131,6 +124,16 @@ def check_rest(built: Driver) -> None:
     built.side.queue.check_integrity()
     if built.side.loads:
         built.side.loads.tier.queue.check_integrity()
+
+
+def check_host(built: Driver, fixed: list[int], block: int) -> None:
+    """After vLLM's own cache was emptied, all but the end of a prompt comes from the host."""
+    asked = {"run": "s", "agent": "a", "fixed_tokens": len(fixed) - 8, "steps": {"a": 1}}
+    first = built.answer([*fixed, *prompt(20, 1)], count=8, kedge=asked)
+    assert built.pool.reset_prefix_cache()
+    output = built.ask([*fixed, *prompt(20, 1)], count=8, kedge={**asked, "run": "t"})
+    assert list(output.outputs[0].token_ids) == first
+    assert receipt(output)["tokens"]["host"] == (len(fixed) // block) * block
 
 
 def test_groups_are_cached_and_answers_are_stocks(model: tuple[Path, dict[str, Any]]) -> None:
@@ -147,28 +150,13 @@ def test_groups_are_cached_and_answers_are_stocks(model: tuple[Path, dict[str, A
         assert conversation(built, block) == expected[1]
         assert built.side.totals()["blocks_loaded"] > loaded, "and histories do"
         assert built.side.totals().get("failed_copies", 0) == 0
+        check_host(built, fixed_prompts(block)[0], block)
         output = built.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]))
         reason = receipt(output)["misses"][0]["reason"]
         assert "KV cache groups" in reason
         assert ("--disable-hybrid-kv-cache-manager" in reason) == folder.name.startswith(
             ("gemma2", "gemma3", "gpt_oss")
         )
-        check_rest(built)
-
-
-def test_what_the_host_has_is_found(model: tuple[Path, dict[str, Any]]) -> None:
-    """After vLLM's own cache was emptied, all but the end of a prompt comes from the host."""
-    folder, given = model
-    size = {**given, "enable_prefix_caching": True}
-    block = size.pop("block")
-    fixed = fixed_prompts(block)[0]
-    asked = {"run": "r", "agent": "a", "fixed_tokens": len(fixed) - 8, "steps": {"a": 1}}
-    with driver(folder, extra={"tiers": {"host_memory": "400 blocks"}}, **size) as built:
-        first = built.answer([*fixed, *prompt(20, 1)], count=8, kedge=asked)
-        assert built.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-        output = built.ask([*fixed, *prompt(20, 1)], count=8, kedge={**asked, "run": "s"})
-        assert list(output.outputs[0].token_ids) == first
-        assert receipt(output)["tokens"]["host"] == (len(fixed) // block) * block
         check_rest(built)
 
 
@@ -222,9 +210,3 @@ def test_what_windows_leave_behind_is_in_no_block(tmp_path: Path) -> None:
         slides = [bool(getattr(spec, "sliding_window", None)) for spec in specs]
         assert left_behind(built, asked) == [6 if one else 0 for one in slides], "the last chunk begins at 256"
         assert left_behind(built, asked) == [7 if one else 0 for one in slides], "288 tokens were cached"
-
-
-def test_words_are_different() -> None:
-    """The prompts differ in their first block."""
-    assert len({tuple(one[:32]) for one in fixed_prompts(32)}) == AGENTS
-    assert max(map(max, fixed_prompts(32))) < VOCABULARY

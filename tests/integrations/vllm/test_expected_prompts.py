@@ -17,8 +17,7 @@ from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 from kedge.integrations.vllm.plugin import learner  # noqa: E402
 from kedge.integrations.vllm.plugin.learner import (  # noqa: E402
     MAX_EXPECTED,
-    ExpectedPrompts,
-    PlannedWrites,  # noqa: E402
+    ExpectedPrompts,  # noqa: E402
 )
 from kedge.types import RunId  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
@@ -156,14 +155,6 @@ def test_an_exact_prefix_that_reaches_further_is_not_written_over(engine: Driver
     assert later == engine.answer(tokens(ONE), count=12), "what is in the prefix cache is exact"
 
 
-def test_it_is_of_no_use_without_the_exact_kv_before_it(engine: Driver) -> None:
-    expect(engine, ONE)
-    (expected,) = prepared(engine)._expected.values()
-    for exact, is_used in ((len(PARTS[0]) - 1, False), (len(PARTS[0]), True)):
-        prepared(engine)._expected[expected.request.agent_key] = expected
-        assert (prepared(engine).claim(expected.request, exact) is expected) is is_used
-
-
 def test_the_end_of_a_run_and_a_cleared_cache_forget_it(engine: Driver) -> None:
     expect(engine, ONE)
     message(engine, [5], {"run": f"r{ONE}", "final": True})
@@ -209,10 +200,3 @@ def test_a_preparation_that_fails_is_dropped(
         expect(engine, ONE)
     assert not len(prepared(engine))
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
-
-
-def test_nothing_is_left_of_it(engine: Driver) -> None:
-    writes: PlannedWrites = engine.worker._learner.writes
-    engine.run()
-    assert not len(writes) and not len(prepared(engine)) and not engine.side.translations._candidates
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1

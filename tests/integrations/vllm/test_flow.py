@@ -240,7 +240,7 @@ def test_a_new_run_knows_the_fixed_prompts_of_older_ones(flow: Driver) -> None:
 def test_an_ended_run_protects_nothing(flow: Driver) -> None:
     for agent in range(4):
         flow.ask(call(agent, 0), kedge=far(agent, run="short", final=agent == 3))
-    assert "short" not in {key.run_id for key in flow.side.prompts.agents}
+    assert "short" not in {key.run_id for key in flow.side.prompts.steps}
     check(flow)
 
 
@@ -256,7 +256,7 @@ def test_old_forecasts_expire_without_a_host_tier(flow: Driver, monkeypatch: pyt
 
 def test_invalid_hints_change_nothing(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
     before = flow.side.totals()["ignored_hints"]
-    bad = {"agent": 7, "steps": {"a1": -1}, "fixed_tokens": "all", "segments": [{"length": 3}], "unheard": 1}
+    bad = {"agent": 7, "steps": {"a1": "soon"}, "fixed_tokens": "all", "segments": [{"length": 3}], "unheard": 1}
     assert flow.answer(call(0, 0), kedge=bad) == stock[0, 0]
     assert flow.side.totals()["ignored_hints"] == before + 5
 

@@ -55,12 +55,11 @@ def state(engine: Driver) -> dict[str, int]:
     """What has to be as before once an engine is idle."""
     runner = engine.core.model_executor.driver_worker.worker.model_runner
     known = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
-    side = engine.side.translations
     return {
         "free blocks": engine.pool.get_num_free_blocks(),
         "lanes of the runner": sum(one.startswith("lane-") for one in known),
         "requests": len(engine.scheduler.requests),
-        "candidates": len(side._candidates),
+        "live requests": len(engine.side.requests),
         "planned writes": len(engine.worker._learner.writes),
     }
 
@@ -162,12 +161,12 @@ def test_an_exact_prefix_that_shrank_is_asked_for_again(
     engine.ask(tokens(ONE), 1)
     name = add(engine, ONE)
     request = next(iter(engine.scheduler.requests.values()))
-    candidate = engine.side.translations._candidates[request.request_id]
-    engine.run(until=lambda: candidate.verdict is not None)
-    assert candidate.exact > 2 * BLOCK
+    live = engine.side.requests[request.request_id]
+    engine.run(until=lambda: live.verdict is not None)
+    assert live.exact > 2 * BLOCK
     assert engine.scheduler.reset_prefix_cache()
     engine.run()
-    assert candidate.queries == 2 and receipt(engine.finished[name])["tokens"]["device"] == 0
+    assert live.queries == 2 and receipt(engine.finished[name])["tokens"]["device"] == 0
     assert answers(engine, name) == [solo(engine, ONE)]
     assert recorder.lanes
 

@@ -52,7 +52,7 @@ def test_two_ranks_compute_the_same_holes(tiny_llama: Path, stock_answers: dict[
 
         engine.scheduler.schedule = watched
         output = ask(engine, 0)
-        assert not engine.side.translations._candidates
+        assert not engine.side.requests
     lanes = [count for step in steps for one, count in step.num_scheduled_tokens.items() if one.startswith("lane-")]
     assert lanes == [len(hole) for hole in HOLES[:-1]]
     assert receipt(output)["tokens"] == {"device": 0, "host": 0, "translated": 291, "computed": 9}

@@ -89,7 +89,7 @@ def _after(engine: Driver) -> dict[str, Any]:
     engine.reset()
     again = engine.ask(tokens(VALUES[0]), ANSWER, hints(VALUES[0]))
     return {
-        "is_idle": idle and not engine.side.translations._candidates,
+        "is_idle": idle and not engine.side.requests,
         "again": list(again.outputs[0].token_ids),
         "translated_again": receipt(again)["tokens"]["translated"],
     }

@@ -11,7 +11,7 @@ import pytest
 
 from kedge.bench.demo import questions
 from kedge.workflow.template import parse
-from kedge.workloads.miniature import TASKS, workflow
+from kedge.workloads.miniature import TASKS
 from tests.integrations.vllm.test_server import MODEL, Server, serving
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -58,7 +58,7 @@ def team(ask: Any, number: int) -> bool:
     """Let the math team answer a question, as anyone's application would; returns whether the answer is right."""
     question = questions(TASK, number + 1, 0)[number]
     values, text = {"user_question": question.text}, ""
-    for agent in workflow(TASK).agents:
+    for agent in TASK.workflow().agents:
         system, user = (
             "".join(part if isinstance(part, str) else values[part.name] for part in parse(one))
             for one in (agent.system, agent.user)

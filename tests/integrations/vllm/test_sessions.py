@@ -97,7 +97,7 @@ def check(driver: Driver) -> None:
     """Every block is free, and both queues are sound."""
     assert driver.pool.get_num_free_blocks() == driver.pool.num_gpu_blocks - 1
     driver.side.queue.check_integrity()
-    assert not driver.side.sessions._turns and not driver.side._loads
+    assert not driver.side.requests
     if loads := driver.side.loads:
         loads.tier.queue.check_integrity()
         assert loads.tier.host.get_num_free_blocks() == loads.tier.host.num_gpu_blocks - 1
@@ -164,7 +164,7 @@ def test_what_a_compacted_session_leaves_behind_is_not_its_own(hosted: Driver, c
     clock[0] += 1.0
     chat.history = [*chat.history[: 2 * BLOCK], *prompt(BLOCK, 77)]  # a summary
     assert chat.turn() == 2 * BLOCK
-    key, *others = hosted.side.sessions.ledger.steps.tracker._sessions
+    key, *others = hosted.side.sessions.ledger.tracker._sessions
     assert key.name == "s" and not others
     for queue in (hosted.side.queue, hosted.side.loads.tier.queue):
         assert sum(owners.members for owners in queue.sets_of(key)) == chat.whole // BLOCK
@@ -290,5 +290,5 @@ def test_a_session_that_a_forecast_expects_is_on_the_device_before_its_request(
 
 def test_reuse_off_is_no_session(hosted: Driver, clock: list[float]) -> None:  # noqa: ARG001
     hosted.ask(prompt(HEAD, 9), kedge={"reuse": "off"})
-    assert not len(hosted.side.sessions.ledger.steps.tracker)
+    assert not len(hosted.side.sessions.ledger.tracker)
     check(hosted)

@@ -17,7 +17,6 @@ from tests.integrations.vllm.conftest import SHAPE, Driver, driver, receipt  # n
 from tests.integrations.vllm.lane_prompts import ONE, OTHER, ask, lane_engine, tokens  # noqa: E402
 from tests.integrations.vllm.test_company import SIZE, cycle  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("drafting")
 NGRAMS: dict[str, Any] = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
 }  # fmt: skip

@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tests.integrations.vllm.conftest import SHAPE, driver, receipt, skipped_where_vllm_fails  # noqa: E402
+from tests.integrations.vllm.conftest import SHAPE, driver, receipt  # noqa: E402
 from tests.integrations.vllm.test_cache_groups import (  # noqa: E402
-    BFLOAT16_SINKS,
     LAYERS,
     check_rest,
     conversation,
@@ -28,7 +27,6 @@ from tests.integrations.vllm.test_cache_groups import MODELS as UNDRAFTED  # noq
 from tests.integrations.vllm.test_speculation import NGRAMS, drafted, save_eagle_head  # noqa: E402
 from tests.integrations.vllm.test_translation import VALUES, hints, tokens  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("drafting")
 NORMS = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 
 
@@ -87,7 +85,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], 
         build().eval().save_pretrained(folder)
         if build is exaone_moe:
             save_exaone_head(folder)
-        with driver(folder, plugged=False, **size_of(build)) as plain, skipped_where_vllm_fails(*BFLOAT16_SINKS):
+        with driver(folder, plugged=False, **size_of(build)) as plain:
             return folder, cycle(plain, SIZES[build]["block"]), conversation(plain, SIZES[build]["block"])
 
     return of

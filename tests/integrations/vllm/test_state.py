@@ -160,7 +160,7 @@ def _kinds(folder: Path, file: str) -> set[str]:
 
 
 def test_a_tenant_keeps_to_its_anchors_after_a_restart_too(tiny_llama: Path, tmp_path: Path) -> None:
-    quotas = {"acme": {"anchors": 2}, "*": {"anchors": 4}}
+    quotas = {"acme": {"anchor_bytes": "192KiB"}, "*": {"anchor_bytes": "384KiB"}}
     for turn in range(2):
         more = {**EXTRA, "state": str(tmp_path), "quotas": quotas}
         with driver(tiny_llama, extra=more, scheduler_cls=SCHEDULER) as built:
@@ -169,5 +169,5 @@ def test_a_tenant_keeps_to_its_anchors_after_a_restart_too(tiny_llama: Path, tmp
                     built.ask(tokens(value), kedge=hints(value), salt=salt)
             held: dict[str, int] = {}
             for key, pool in built.worker._learner.learned[0].pools.items():
-                held[key.namespace.tenant] = held.get(key.namespace.tenant, 0) + len(pool.anchors)
-            assert held == {"acme": 2, "else": 4}
+                held[key.namespace.tenant] = held.get(key.namespace.tenant, 0) + pool.nbytes
+            assert 0 < held["acme"] <= 192 << 10 < held["else"] <= 384 << 10

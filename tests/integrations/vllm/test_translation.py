@@ -140,7 +140,7 @@ def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
     taught.engine.abort_request([name])
     taught.run()
     taught.ask(prompt(40, 9))
-    assert not taught.worker._learner.writes and not taught.side.translations._candidates
+    assert not taught.worker._learner.writes and not taught.side.requests
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
-from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn, advice
-from kedge.policies.sessions.advice import GIVEN_UP, LATER, NAMELESS, UNKNOWN, StandingHint, StandingHints
-from kedge.types import AgentId, AgentKey, Namespace, RunId, TenantId, TurnHints
+from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn
+from kedge.policies.sessions.advice import GIVEN_UP, LATER, NAMELESS, UNKNOWN
+from kedge.types import AgentId, AgentKey, Namespace, RunId, TurnHints
 from kedge.workflow.steps import NextRun
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -45,7 +41,7 @@ class Desk:
 
     def step(self, key: SessionKey) -> float:
         self.ledger.advance()
-        return self.ledger.steps.tracker.rank(key)
+        return self.ledger.tracker.rank(key)
 
 
 MINE = SessionHints("mine")
@@ -97,7 +93,7 @@ def test_a_session_ends_at_once_or_with_the_request_in_flight() -> None:
         turn = desk.arrive(MINE)
         assert desk.say(session="mine", is_last=True) == [("final", DEFERRED, "")]
         ends(turn)
-        assert key not in desk.ledger.steps.tracker
+        assert key not in desk.ledger.tracker
         assert desk.ledger.advance().steps[key] is None
 
 
@@ -162,39 +158,12 @@ def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
     assert expected == ActionOutcome("expects", held.reason, DEFERRED, "mine")
 
 
-class Table(RuleBasedStateMachine):
-    """Hints that stand, against a list of them in the order in which they came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(advice, "MAX_SESSIONS", 6)
-        self.patch.setattr(advice, "MAX_CLASSES", 3)
-        self.table, self.model = StandingHints(), dict[SessionKey, StandingHint]()
-
-    def teardown(self) -> None:
-        self.patch.undo()
-
-    @rule(tenant=st.integers(0, 3), name=st.integers(0, 4), seconds=st.none() | st.integers(0, 3))
-    def put(self, tenant: int, name: int, seconds: int | None) -> None:
-        key = SessionKey(Namespace(TenantId(f"t{tenant}"), str(name % 2)), str(name))
-        hint = StandingHint(seconds)
-        self.table.put(key, hint)
-        self.model.pop(key, None)
-        if seconds is None:
-            return
-        own = [one for one in self.model if one.namespace.tenant == key.namespace.tenant]
-        if len(own) == 3:
-            del self.model[own[0]]
-        self.model[key] = hint
-        if len(self.model) > 6:
-            del self.model[next(iter(self.model))]
-
-    @invariant()
-    def is_the_model(self) -> None:
-        assert dict(self.table._hints) == self.model and len(self.table) == len(self.model)
-        assert {key for own in self.table._of.values() for key in own} == self.model.keys()
-        assert all(self.table._of.values()), "no tenant without a hint is remembered"
-
-
-TestTable = Table.TestCase
+def test_no_tenant_s_hints_push_out_those_of_others() -> None:
+    desk = Desk()
+    desk.ledger._advice._standing._limit = 3
+    key = desk.turn(MINE)
+    desk.say(session="mine", keep_for=0.0)
+    for name in range(9):
+        desk.say(THERE, session=str(name), keep_for=1.0)
+    assert len(desk.ledger._advice) == 3
+    assert desk.step(key) == desk.step(desk.turn(MINE)) == math.inf

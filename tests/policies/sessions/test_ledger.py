@@ -6,10 +6,11 @@ import itertools
 import math
 import random
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kedge.policies.sessions import SessionHints, SessionLedger, Turn, TurnEnd
+from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
 from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, TurnHints, WorkflowId
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -26,7 +27,7 @@ def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> 
     space = Namespace(TenantId("t"))
     agent = AgentKey(space, "", RunId("r"), AgentId("a"))
     assert SessionHints.of(request) == SessionHints(
-        "s", True, 2.5, True, 60.0, {"other": 1.0}, flow=(space, "w", "a"), agent=agent
+        "s", "p", 2.5, True, 60.0, {"other": 1.0}, flow=(space, "w", "a"), agent=agent
     )
     assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
 
@@ -77,7 +78,68 @@ def test_what_a_request_says_of_its_end_counts_unless_the_engine_knows_better() 
     ledger.answered(last, chain(2, 12))
     steps = ledger.advance().steps
     assert [steps[turn.session] for turn in (*turns, last)] == [(5.0, 1.0), (3.0, 1.0), None]
-    assert last.session not in ledger.steps.tracker
+    assert last.session not in ledger.tracker
+
+
+AGENT = AgentKey(HERE, "", RunId("run"), AgentId("writer"))
+WRITER = SessionHints(flow="writer", agent=AGENT)
+
+
+def served(ledger: SessionLedger, blocks: list[int], hints: SessionHints = WRITER) -> SessionKey:
+    turn = ledger.arrive(HERE, chain(*blocks), hints)
+    ledger.answered(turn, turn.chain)
+    return turn.session
+
+
+def test_what_varies_behind_a_fixed_prompt_is_not_expected_again() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    ledger.on_forecast({AGENT: (3.0, 1.0)})
+    for call in range(3):
+        key = served(ledger, [1, 2, 100 + call])
+        assert ledger.advance().steps[key] is None and not ledger.expects(key)
+
+
+def test_an_agent_whose_prompts_grow_returns_when_its_forecast_says() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    ledger.on_forecast({AGENT: (3.0, 1.0)})
+    served(ledger, [1])
+    key = served(ledger, [1, 2])
+    share = 1 / 2
+    assert ledger.advance().steps[key] == ((3 + 1) / share, 1.0)
+    ledger.on_forecast({AGENT: (1.0, 1.0)})
+    assert ledger.advance().steps == {key: ((1 + 1) / share, 1.0)}
+    ledger.on_forecast({AGENT: None})
+    assert ledger.advance().steps == {key: None}, "its run is over"
+    assert not (ledger._places or ledger._agents or ledger._sessions), "nothing is left behind"
+
+
+def test_without_a_forecast_the_rank_counts_in_steps_of_the_observed_pace() -> None:
+    now = 0.0
+    ledger = SessionLedger(100, lambda: now)
+    idle = served(ledger, [1], SessionHints())
+    in_seconds = ledger.tracker.rank(idle)
+    assert ledger.advance().steps[idle] == (in_seconds, 1.0)
+    for call in range(200):  # of an agent; sessions without one say nothing of a workflow's steps
+        turn = ledger.arrive(HERE, chain(9, call), WRITER)
+        now += 10.0
+        ledger.answered(turn, turn.chain)
+    key = served(ledger, [2], SessionHints())
+    assert ledger.advance().steps[key] == (pytest.approx(ledger.tracker.rank(key) / 10, rel=0.01), 1.0)
+
+
+def test_who_waits_goes_before_all_that_are_idle_and_by_place() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    idle = served(ledger, [1], SessionHints())
+    first, last = (ledger.arrive(HERE, chain(number)) for number in (2, 3))
+
+    def order() -> list[SessionKey]:
+        return sorted(known, key=lambda key: known[key])
+
+    known = {key: (step or (math.inf,))[0] for key, step in ledger.advance().steps.items()}
+    assert order() == [first.session, last.session, idle]
+    ledger.waiting([last, first])
+    known |= {key: (step or (math.inf,))[0] for key, step in ledger.advance().steps.items()}
+    assert order() == [last.session, first.session, idle] and known[first.session] < 0
 
 
 def play(rounds: int) -> list[tuple[bool, bool]]:

@@ -66,7 +66,7 @@ def test_no_session_shares_more_with_others_than_is_returned(prompts: list[list[
 
 
 def test_beginnings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.policies.sessions.turns.MAX_BEGINNINGS", 4)
+    monkeypatch.setattr("kedge.policies.sessions.turns.MAX_BLOCKS", 4)
     links = SessionLinks()
     for number in range(10):
         links.begin(HERE, chain(number, number))

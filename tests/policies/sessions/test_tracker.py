@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, StopReason, TurnEnd
+from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, TurnEnd
 from kedge.policies.sessions.tracker import KEPT
 from kedge.policies.sessions.turns import UNKNOWN_END
 from tests.policies.sessions.test_links import HERE, THERE, chain
@@ -49,9 +49,9 @@ def test_who_comes_back_soon_ranks_before_who_does_not() -> None:
     tracker, now = SessionTracker(), 0.0
     for step in range(60):
         now = 1000.0 * step
-        tool = turn(tracker, [1, *range(step)], now, TurnEnd(StopReason.TOOL))
-        tool = turn(tracker, [1, *range(step), -1], now + 3, TurnEnd(StopReason.TOOL))
-        user = turn(tracker, [2, *range(step)], now + 3, TurnEnd(StopReason.USER))
+        tool = turn(tracker, [1, *range(step)], now, TurnEnd("tool"))
+        tool = turn(tracker, [1, *range(step), -1], now + 3, TurnEnd("tool"))
+        user = turn(tracker, [2, *range(step)], now + 3, TurnEnd("user"))
     ranks = tracker.advance(now + 3)
     assert ranks[tool] is not None and ranks[tool] == tracker.rank(tool) < tracker.rank(user)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import numpy
 import pytest
 from hypothesis import given
@@ -30,21 +28,6 @@ def observed(record: GuardRecord, *seen: DecisionComparison) -> GuardRecord:
     for one in seen:
         record.observe(one, SETTINGS)
     return record
-
-
-def test_a_copy_has_the_same_counts_and_keeps_them() -> None:
-    record = observed(canary(), *[CLEAN] * 5)
-    record.weak_errors.observe(0.1)
-    record.drawn_errors.observe(0.2)
-    copied, before = record.copy(), deepcopy(record)
-    assert copied == record
-    record.weak_errors.observe(0.9)
-    record.drawn_errors.observe(0.9)
-    record.read_sentinels(SETTINGS, refuted=False)
-    observed(record, CLEAN)
-    assert copied == before != record
-    observed(record, CHANGED)
-    assert copied == before
 
 
 def test_the_way_to_on() -> None:

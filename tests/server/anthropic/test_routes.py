@@ -14,7 +14,7 @@ from kedge.errors import RequestError
 from kedge.server.anthropic import MessagesBody
 from kedge.server.tenancy import KeyRing, Tenant, hashed
 from kedge.settings import LimitSettings
-from kedge.types import TenantId, TurnHints
+from kedge.types import TenantId
 from tests.server.talking import CALL, MODEL, PARAMETERS, Talking, talking
 
 WEATHER: Any = {"name": "weather", "description": "Tells the weather.", "input_schema": PARAMETERS}
@@ -55,28 +55,6 @@ def test_an_answer_that_is_cut_off_says_so(told: Talking, client: anthropic.Anth
     assert (answer.content[0].text, answer.stop_reason) == ("It r", "max_tokens")
 
 
-def test_a_conversation_with_tools_goes_on(told: Talking, client: anthropic.Anthropic) -> None:
-    told.text = f"Let me see.{CALL}"
-    first = client.messages.create(model=MODEL, max_tokens=500, messages=ASK, tools=[WEATHER])
-    text, use = first.content
-    assert (text.text, use.name, use.input, first.stop_reason) == (
-        "Let me see.",
-        "weather",
-        {"town": "Åbo"},
-        "tool_use",
-    )
-    told.text = "It rains."
-    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}]}
-    later: Any = [
-        *ASK,
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, *first.content]},
-        {"role": "user", "content": [{"type": "text", "text": "And?"}, result]},
-    ]
-    answer = client.messages.create(model=MODEL, max_tokens=500, messages=later, tools=[WEATHER])
-    assert answer.content[0].text == "It rains."
-    assert told.prompt().endswith('"arguments": {"town": "Åbo"}}</tool_call>tool\nrainuser\nAnd?assistant:')
-
-
 def test_a_stream_ends_as_the_whole_answer(told: Talking, client: anthropic.Anthropic) -> None:
     told.text = f"Let me see.{CALL}"
     with client.messages.stream(model=MODEL, max_tokens=500, messages=ASK, tools=[WEATHER]) as stream:
@@ -87,20 +65,6 @@ def test_a_stream_ends_as_the_whole_answer(told: Talking, client: anthropic.Anth
     text, use = final.content
     assert (text.text, use.input, final.stop_reason) == ("Let me see.", {"town": "Åbo"}, "tool_use")
     assert final.usage.output_tokens > 0
-
-
-def test_claude_codes_headers_and_fields_are_understood(told: Talking, client: anthropic.Anthropic) -> None:
-    told.text = "Done."
-    headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "anthropic-beta": "claude-code-20250219"}
-    client.beta.messages.create(
-        model=MODEL,
-        max_tokens=4_000,
-        messages=ASK,
-        thinking={"type": "enabled", "budget_tokens": 4000},
-        metadata={"user_id": "user_1"},
-        extra_headers=headers,
-    )
-    assert told.request().turn == TurnHints("s/a", "s") and told.request().is_plain
 
 
 def test_a_key_in_anthropics_header_is_a_key() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.dashboard.history import CallTexts, History
+from kedge.server.dashboard import history as history_module
+from kedge.server.dashboard.history import History, text_of
 from kedge.server.tenancy import _of_section, hashed, load_keys
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import RequestId, TenantId
@@ -55,22 +56,22 @@ def test_a_time_is_told_with_the_most_requests_in_flight_meanwhile() -> None:
     assert agent_of(state)["ttft_ms"]["computed"]["load"] == 2.5
 
 
-def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget() -> None:
+def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(Clock(), keeps_texts=lambda tenant: tenant == ACME)
     for tenant in (ACME, TenantId("other")):
         answer(history, request(1, tenant=tenant), receipt(device=2, computed=3))
-    (_, mine), (_, theirs) = history.call(ACME, 1) or (), history.call(TenantId("other"), 1) or ()
-    assert theirs is None
-    assert mine is not None
+    (_, asked, done), (_, theirs, _) = history.call(ACME, 1) or (), history.call(TenantId("other"), 1) or ()
+    assert theirs is None and asked and done
     with EchoEngine() as engine:
-        text = mine.to_dict(engine.tokenizer)
+        text = text_of(asked, done, engine.tokenizer)
     assert text["answer"] == "a"
     pieces = [(one["segment"], one["source"], len(one["text"])) for one in text["prompt"]]
     assert pieces == [("p0", "device", 2), ("p0", "computed", 1), ("p1", "computed", 2)]
-    texts = CallTexts(max_tokens=20)
-    for number in range(6):
-        texts.add(number, request(number), completion(receipt(computed=5)))
-    assert [texts.get(number) is not None for number in range(6)] == [False, False, False, True, True, True]
+    monkeypatch.setattr(history_module, "MAX_TEXT_TOKENS", 20)
+    for number in range(2, 8):
+        answer(history, request(number), receipt(computed=5))
+    kept = [call.number for call in history._tenants[ACME].calls if call.request]
+    assert kept == [5, 6, 7]
 
 
 def one_call(running: Served, key: str = "none") -> tuple[dict[str, Any], dict[str, Any]]:

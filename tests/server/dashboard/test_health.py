@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.dashboard.routes import OVERLOAD_SECONDS, SILENT_SECONDS, health
+from kedge.server.dashboard.routes import OVERLOAD_SECONDS, health
 from kedge.settings import ServerSettings
 from tests.server.conftest import Served, serving
 from tests.server.dashboard.test_routes import state, states
@@ -48,9 +48,9 @@ def test_a_server_without_room_is_overloaded() -> None:
     ("known", "expected"),
     [
         ({}, "healthy"),
-        ({"silent_s": SILENT_SECONDS + 1}, "overloaded"),
+        ({"silent_s": OVERLOAD_SECONDS + 1}, "overloaded"),
         ({"overload_age_s": OVERLOAD_SECONDS + 1}, "healthy"),
-        ({"is_closed": True, "silent_s": SILENT_SECONDS + 1}, "closed"),
+        ({"is_closed": True, "silent_s": OVERLOAD_SECONDS + 1}, "closed"),
     ],
 )
 def test_what_makes_an_engine_overloaded_or_closed(served: Served, known: dict[str, Any], expected: str) -> None:

@@ -222,7 +222,7 @@ def test_a_busy_engine_holds_nobody_up() -> None:
     with tiny_engine() as engine, serving(engine) as running, running.http() as http:
         chat(http)
         release = threading.Event()
-        engine._mailbox.post(release.wait)
+        engine._thread.post(release.wait)
         try:
             assert state(http)["requests"] == 1
         finally:

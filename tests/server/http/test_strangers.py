@@ -11,49 +11,37 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.server import connections
-from kedge.server.app import GracefulServer, create_app
 from kedge.server.connections import BoundedConnection
 from kedge.server.logs import Seldom
 from kedge.server.service import Service
 from kedge.server.tenancy import load_keys
-from kedge.settings import LimitSettings, ServerSettings
+from kedge.settings import LimitSettings
 from tests.server.conftest import PATIENCE, wait_until
+from tests.server.test_shutdown import Ending
 from tests.server.test_tenancy import VARIABLE, A
 
 CHAT = "/v1/chat/completions"
 
 
-class Running:
-    """A server that ends as the command's does."""
+class Running(Ending):
+    """The same for callers with and without a key."""
 
     def __init__(self, engine: EchoEngine | ProcessEngine, grace: float = 1.0) -> None:
-        app = create_app(engine, ServerSettings(grace=grace), load_keys(None, VARIABLE, LimitSettings()))
-        self.service: Service = app.state.service
-        self.server = GracefulServer(app, port=0, log_level="warning")
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        wait_until(lambda: self.server.started)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        super().__init__(engine, grace, keys=load_keys(None, VARIABLE, LimitSettings()), key=A)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
         opened = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
         opened.sendall(sent)
         return opened
 
-    def http(self, key: str = A) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=PATIENCE)
-
     def end(self) -> None:
-        self.server.handle_exit(15, None)
-        self.thread.join(PATIENCE)
-        assert not self.thread.is_alive()
+        super().end()
+        assert self.joined()
 
 
 @pytest.fixture
@@ -108,7 +96,7 @@ def test_half_a_head_is_waited_for_only_so_long(running: Running, sent: bytes, m
 def test_many_half_requests_keep_nobody_out(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "most_connections", lambda: 20)
     opened = [running.connect(b"GET / HTTP/1.1\r\nHost: lo") for _ in range(60)]
-    with running.http() as http:
+    with running.client() as http:
         assert [http.get("/health").status_code for _ in range(3)] == [200] * 3
     wait_until(lambda: len(running.server.server_state.connections) <= 21)
     for one in opened:
@@ -117,7 +105,7 @@ def test_many_half_requests_keep_nobody_out(running: Running, monkeypatch: pytes
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
 def test_a_head_is_answered_like_a_get_without_its_body(running: Running, path: str) -> None:
-    with running.http() as http:
+    with running.client() as http:
         answer = http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers["content-type"] == http.get(path).headers["content-type"]
@@ -149,7 +137,7 @@ def test_a_server_whose_engine_hangs_says_so_and_ends(monkeypatch: pytest.Monkey
     engine = ProcessEngine(partial(EchoEngine, delay_s=0.01))
     running = Running(engine, grace=0.2)
     try:
-        with running.http() as http:
+        with running.client() as http:
             assert http.get("/health").status_code == 200
             body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True}
             threading.Thread(target=lambda: http.post("/v1/completions", json=body), daemon=True).start()
@@ -157,30 +145,14 @@ def test_a_server_whose_engine_hangs_says_so_and_ends(monkeypatch: pytest.Monkey
             time.sleep(0.7)
             assert http.get("/health").status_code == 200, "it takes its time, and steps"
             os.kill(engine.pid, signal.SIGSTOP)
-            with running.http() as other:
+            with running.client() as other:
                 wait_until(lambda: other.get("/health").status_code == 503)
                 assert "hung" in other.get("/health").json()["error"]["message"]
             os.kill(engine.pid, signal.SIGCONT)
-            with running.http() as other:
+            with running.client() as other:
                 wait_until(lambda: other.get("/health").status_code == 200)
             os.kill(engine.pid, signal.SIGSTOP)
             running.end()
     finally:
         engine.close()
     assert engine._process.returncode == -signal.SIGKILL
-
-
-def test_new_calls_are_told_while_the_server_drains() -> None:
-    with EchoEngine(delay_s=0.01) as engine:
-        running = Running(engine, grace=30)
-        with running.http() as http, running.http() as other:
-            body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                lines = answer.iter_lines()
-                next(lines)
-                running.server.handle_exit(15, None)
-                wait_until(lambda: running.service.is_ending)
-                assert (other.get("/ready").status_code, other.get("/health").status_code) == (503, 200)
-                assert other.post("/v1/completions", json=body).status_code == 503
-                assert list(lines)[-2:] == ["data: [DONE]", ""]
-        running.end()

@@ -106,9 +106,18 @@ def test_the_messages_beside_a_thought_that_is_cut_out_keep_their_places() -> No
     assert [name for name in names if name.startswith("message")] == ["message_0", "message_1", "message_3"]
 
 
-def test_a_users_message_that_the_template_loses_is_an_error() -> None:
-    tokenizer = tokenizer_of("first", "{{ messages[0].content }}")
-    with pytest.raises(RequestError, match="loses or repeats"):
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must take turns') }}", "roles must take turns"),
+        ("{{ messages[0].content }}", "loses or repeats"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_or_loses_is_an_error(template: str | None, why: str) -> None:
+    tokenizer = tokenizer_of("first", "")
+    tokenizer.inner.chat_template = template
+    with pytest.raises(RequestError, match=why):
         segments_of(tokenizer, TURNS)
 
 

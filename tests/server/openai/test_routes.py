@@ -93,14 +93,6 @@ def test_stop_strings_and_length(client: openai.OpenAI) -> None:
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("one,", "length")
 
 
-def test_a_stream_joins_to_the_whole(client: openai.OpenAI) -> None:
-    said = "".join(
-        chunk.choices[0].delta.content or ""
-        for chunk in client.chat.completions.create(model=MODEL, messages=say("wörld"), stream=True)
-    )
-    assert said == "user\nwörldassistant\n"
-
-
 def events(http: httpx.Client, path: str, **body: object) -> list[object]:
     answer = http.post(path, json={"model": MODEL, "stream": True, **body})
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
 from kedge.server.responses import ResponsesBody
-from kedge.types import TurnHints
 from tests.server.conftest import serving
 from tests.server.talking import CALL, MODEL, PARAMETERS, Talking, talking
 
@@ -47,25 +45,6 @@ def test_an_answer_that_is_cut_off_is_incomplete(told: Talking, client: openai.O
     answer = client.responses.create(model=MODEL, input="?", max_output_tokens=4)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output_text == "It r"
-
-
-def test_a_conversation_with_calls_goes_on(told: Talking, client: openai.OpenAI) -> None:
-    told.text = f"Let me see.{CALL}"
-    first = client.responses.create(model=MODEL, input="How is the weather?", tools=[WEATHER])
-    message, call = first.output
-    assert (message.content[0].text, call.name, call.arguments) == ("Let me see.", "weather", '{"town": "Åbo"}')
-    told.text = "It rains."
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "How is the weather?"}]},
-        *(one.model_dump(exclude_none=True) for one in first.output),
-        {"type": "reasoning", "summary": []},
-        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
-    ]
-    answer = client.responses.create(model=MODEL, input=items, tools=[WEATHER])
-    assert answer.output_text == "It rains."
-    assert told.prompt().endswith(
-        'Let me see.<tool_call>{"name": "weather", "arguments": {"town": "Åbo"}}</tool_call>tool\nrainassistant:'
-    )
 
 
 def test_a_stream_has_all_events_in_order_and_ends_as_the_whole_answer(told: Talking, client: openai.OpenAI) -> None:
@@ -110,20 +89,6 @@ def test_a_stream_that_fails_says_so_in_its_last_event(client: openai.OpenAI) ->
     assert last.response.error.code == "engine_closed"
 
 
-def test_hints_and_sampling_reach_the_engine(told: Talking, client: openai.OpenAI) -> None:
-    told.text = "Yes."
-    client.responses.create(
-        model=MODEL,
-        input="?",
-        temperature=0.25,
-        top_p=0.5,
-        extra_headers={"thread-id": "t", "x-codex-parent-thread-id": "p"},
-    )
-    request = told.request()
-    assert request.turn == TurnHints("t", "p") and request.is_plain
-    assert (request.sampling.temperature, request.sampling.top_p) == (0.25, 0.5)
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -164,26 +129,6 @@ def test_no_input_raises_anything_but_a_request_error(items: list[dict[str, Any]
         ResponsesBody(input=items).chat()
     except RequestError as error:
         assert error.key
-
-
-def test_the_agents_sdk_runs_with_its_default_protocol(told: Talking) -> None:
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=f"{told.served.url}/v1", api_key="none")
-    calls = []
-
-    @agents.function_tool
-    def weather(town: str) -> str:
-        """Tell the weather."""
-        calls.append(town)
-        told.text = "It rains."
-        return "rain"
-
-    told.text = CALL
-    model = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
-    agent = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[weather])
-    result = asyncio.run(agents.Runner.run(agent, "How is the weather in Åbo?"))
-    assert result.final_output == "It rains." and calls == ["Åbo"]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

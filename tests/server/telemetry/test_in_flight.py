@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.server.metrics import InFlight, ServerMetrics
 from kedge.settings import ServerSettings
-from kedge.types import GenerateRequest, TenantId
+from kedge.types import GenerateRequest
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 TEXT, RUNS = "/v1/completions", "/v1/workflows/pair/runs"
@@ -102,30 +101,6 @@ def test_a_choice_that_is_done_runs_no_longer_while_others_do() -> None:
         lines = answer.iter_lines()
         next(lines)
         wait_until(lambda: gauges(running) == (0, 2, 0))
-
-
-def test_a_generation_is_counted_once_in_each_stage() -> None:
-    metrics = ServerMetrics("m")
-    one = InFlight(metrics, TenantId("t"))
-
-    def counted() -> tuple[float, ...]:
-        families = (family for gauge in (metrics.waiting, metrics.running) for family in gauge.collect())
-        return tuple(sum(sample.value for sample in family.samples) for family in families)
-
-    for name in "ab":
-        one.submitted(name)
-    assert counted() == (2, 0)
-    for _ in range(2):
-        one.begun("a")
-    assert counted() == (1, 1)
-    one.begun("unknown")
-    for _ in range(2):
-        one.ended("a")
-    one.begun("a")
-    assert counted() == (1, 0)
-    for _ in range(2):
-        one.clear()
-    assert counted() == (0, 0)
 
 
 # under load -----------------------------------------------------------------------------------------------------------

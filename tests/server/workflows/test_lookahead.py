@@ -1,4 +1,4 @@
-"""Prompts of the agents that a client is going to call: told early, as far as they are known, and withdrawn."""
+"""Prompts of the agents that a client is going to call: told early, as far as they are known."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.integrations.openai_client import workflow
 from kedge.server.workflows import client_runs
-from kedge.types import GenerateRequest, RequestId
+from kedge.types import GenerateRequest
 from kedge.workflow.spec import load_workflow
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import YAML, Served, serving, wait_until
+from tests.server.conftest import YAML, Served, serving
 
 CHAT = "/v1/chat/completions"
 TEAM = """
@@ -34,21 +34,9 @@ agents:
 GAP = "…"
 
 
-class Recording(EchoEngine):
-    """Notes what it is asked to cancel."""
-
-    def __init__(self) -> None:
-        super().__init__({"solver": "four", "critic": "five", "judge": "six"})
-        self.withdrawn: list[RequestId] = []
-
-    def cancel(self, request_id: RequestId) -> bool:
-        self.withdrawn.append(request_id)
-        return super().cancel(request_id)
-
-
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with Recording() as engine, serving(engine) as running:
+    with EchoEngine({"solver": "four", "critic": "five", "judge": "six"}) as engine, serving(engine) as running:
         yield running
 
 
@@ -151,35 +139,22 @@ def test_without_a_run_or_a_template_nothing_is_told(served: Served, http: httpx
 # bounds and ends ------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_run_only_the_nearest_agents_are_told_and_others_withdrawn(
+def test_of_a_run_only_the_nearest_agents_are_told(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_runs, "PREPARED_AGENTS", 1)
     call(served, http, "solver", {"user_question": "2+2?"}, steps={"critic": 1, "judge": 1})
     assert {one.agent for one in served.engine.prepared} == {"critic"}
-    hint = served.engine.prepared[-1].request_id
     http.post("/v1/hints", json={"kedge": {"workflow": "team", "run": "r", "steps": {"critic": 1, "judge": 0.5}}})
     assert served.engine.prepared[-1].agent == "judge"
-    wait_until(lambda: served.engine.withdrawn == [hint])
-
-
-def test_a_tenants_oldest_run_is_given_up_for_its_newest(
-    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_runs, "PREPARED_RUNS", 2)
-    call(served, http, "solver", {"user_question": "2+2?"}, run="a")
-    hints = {one.agent: one.request_id for one in served.engine.prepared}
-    for run in "bc":
-        call(served, http, "solver", {"user_question": "2+2?"}, run=run)
-    wait_until(lambda: sorted(served.engine.withdrawn) == sorted(hints.values()))
 
 
 def test_what_is_remembered_of_a_run_is_bounded(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_runs, "MAX_VALUES", 1)
+    monkeypatch.setattr(client_runs, "MAX_RUNS", 1)
     call(served, http, "solver", {"user_question": "2+2?"})
-    (known,) = served.workflows.client_runs.lookahead._runs["default"].values()
+    (known,) = served.workflows.client_runs._runs["default"].values()
     assert [str(sample) for sample in known.values.samples] == ["input_user_question@0"]
     call(served, http, "critic", {"user_question": "2+2?"})
     assert len(known.values) == 1
@@ -188,9 +163,9 @@ def test_what_is_remembered_of_a_run_is_bounded(
 def test_a_run_that_is_over_is_forgotten(served: Served, http: httpx.Client) -> None:
     runs = served.workflows.client_runs
     call(served, http, "solver", {"user_question": "2+2?"})
-    assert runs.lookahead._runs["default"]
+    assert runs._runs["default"]
     call(served, http, "critic", {"user_question": "2+2?"}, final=True)
-    assert not runs.lookahead._runs["default"]
+    assert not runs._runs["default"]
     (ended,) = {key.run_id for changes, _ in served.engine.forecasts[-1:] for key in changes}
     assert (ended, set(served.engine.forecasts[-1][0].values())) == ("r", {None}), "the engine drops what it prepared"
 
@@ -205,7 +180,7 @@ def test_a_run_that_expires_is_forgotten_for_everybodys_sake(
     http.post("/v1/hints", json={"kedge": {"run": "other", "steps": {"a": 1}}})
     gone = {key.agent for changes, _ in served.engine.forecasts[before:] for key, one in changes.items() if one is None}
     assert {"critic", "judge"} <= gone
-    assert not served.workflows.client_runs.lookahead._runs["default"]
+    assert {key.run_id for key in served.workflows.client_runs._runs["default"]} == {"other"}
 
 
 # a real model ---------------------------------------------------------------------------------------------------------

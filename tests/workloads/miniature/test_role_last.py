@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.template import escape, parse
-from kedge.workloads.miniature import ALL_TASKS, TASKS, Task, role_last, workflow
+from kedge.workloads.miniature import TASKS, Task, role_last
 
 PIECES = st.lists(
     st.one_of(st.just("{q}"), st.text("ab {}\n", min_size=1, max_size=8).map(escape)), min_size=1, max_size=6
@@ -19,9 +19,9 @@ PIECES = st.lists(
 
 
 @pytest.mark.parametrize("topology", ["fully_connected", "chain", "debate"])
-@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_the_same_content_in_another_order(task: Task, topology: str) -> None:
-    before, after = workflow(task, topology), role_last(workflow(task, topology))
+    before, after = task.workflow(topology=topology), role_last(task.workflow(topology=topology))
     assert (after.ids, after.order, after.turns, after.waits_for) == (
         before.ids, before.order, before.turns, before.waits_for,
     )  # fmt: skip
@@ -34,15 +34,15 @@ def test_the_same_content_in_another_order(task: Task, topology: str) -> None:
 
 def test_the_role_is_last() -> None:
     role = TASKS["math"].role("analyst")
-    assert role_last(workflow(TASKS["math"])).agent("analyst").user == (
+    assert role_last(TASKS["math"].workflow()).agent("analyst").user == (
         "Question: {user_question}\n\nThe other agents say:\n\nMath Solver:\n{agent_solver_current}"
         f"\n\n{role.system}\n\nNow answer as Mathematical Analyst."
     )
 
 
-@pytest.mark.parametrize("task", ALL_TASKS.values(), ids=ALL_TASKS)
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_every_agent_begins_as_the_next_one_up_to_its_last_value(task: Task) -> None:
-    agents = role_last(workflow(task)).agents
+    agents = role_last(task.workflow()).agents
     for one, other in zip(agents, agents[1:], strict=False):
         assert commonprefix([parse(one.user), parse(other.user)])[-1] == one.placeholders[-1]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from kedge.errors import ConfigError
 from kedge.structures.prefixes import common_prefix
@@ -29,33 +29,67 @@ Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRecord:
-    """One request as recorded. `runs` of [first id, count] are prefix hashes of blocks of `block_size` tokens."""
+class TraceRecord(BaseModel):
+    """One request as recorded, read from a line of an agent trace. `runs` of (first id, count) are prefix hashes of
+    blocks of `block_size` tokens.
+    """
 
-    session: str
-    conversation: str
+    model_config = ConfigDict(frozen=True)
+
+    session: Name = Field(alias="s")
+    conversation: Name = Field(alias="c")
     """The namespace of the ids, and what is replayed as a whole."""
-    agent: str
-    parent: str | None
-    at: float
+    agent: Name
+    parent: Name | None = None
+    turn: Count
+    at: Seconds = Field(alias="t")
     """Seconds since the conversation's start."""
-    seconds: float
-    """Seconds that the recorded server took; 0 where unknown."""
-    gap: float | None
+    duration: Seconds | None = Field(None, alias="dur")
+    gap: Seconds | None = None
     """Seconds between this answer and the session's next request; None where there is none, or it is unknown."""
-    stop: str
+    stop: Name = Field(alias="why")
     """What the answer ended with: `tool`, `user` or `?`."""
-    tokens: int
-    output_tokens: int
-    block_size: int
-    runs: tuple[tuple[int, int], ...]
-    tools_tokens: int = 0
-    """Tokens of the tool definitions that the prompt begins with; only at a session's first request."""
-    system_tokens: int = 0
-    """Tokens of the system prompt, which follows the tool definitions."""
-    is_shared: bool = False
-    """Whether ids match across the conversations of the file."""
+    tokens: Count = Field(alias="n")
+    output_tokens: Count = Field(alias="o")
+    block_size: Count = Field(alias="bs")
+    runs: tuple[tuple[Count, Count], ...] = Field(alias="h")
+    tools: Count = 0
+    system: Count = 0
+    scope: Name | None = None
+
+    @field_validator("block_size")
+    @classmethod
+    def _divides(cls, size: int) -> int:
+        if not size or BLOCK % size:
+            raise ValueError(f"must divide {BLOCK}")
+        return size
+
+    @field_validator("runs")
+    @classmethod
+    def _fit(cls, runs: tuple[tuple[int, int], ...], info: ValidationInfo) -> tuple[tuple[int, int], ...]:
+        if sum(count for _, count in runs) > -(-info.data.get("tokens", 0) // info.data.get("block_size", 1)):
+            raise ValueError("has more blocks than the prompt")
+        return runs
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the recorded server took; 0 where unknown."""
+        return self.duration or 0.0
+
+    @property
+    def tools_tokens(self) -> int:
+        """Tokens of the tool definitions that the prompt begins with; only at a session's first request."""
+        return 0 if self.turn else self.tools
+
+    @property
+    def system_tokens(self) -> int:
+        """Tokens of the system prompt, which follows the tool definitions; only at a session's first request."""
+        return 0 if self.turn else self.system
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ids match across the conversations of the file."""
+        return self.scope == "file"
 
     @property
     def blocks(self) -> int:
@@ -68,61 +102,6 @@ class TraceRecord:
         for first, count in self.runs:
             yield from range(first + at, first + count, step)
             at = (at - count) % step
-
-
-class AgentLine(BaseModel):
-    """A line in the format of agent traces."""
-
-    s: Name
-    c: Name
-    agent: Name
-    parent: Name | None = None
-    turn: Count
-    t: Seconds
-    dur: Seconds | None = None
-    gap: Seconds | None = None
-    why: Name
-    n: Count
-    o: Count
-    bs: Count
-    h: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-    tools: Count = 0
-    system: Count = 0
-    scope: Name | None = None
-
-    @field_validator("bs")
-    @classmethod
-    def _divides(cls, size: int) -> int:
-        if not size or BLOCK % size:
-            raise ValueError(f"must divide {BLOCK}")
-        return size
-
-    @field_validator("h")
-    @classmethod
-    def _fit(cls, runs: list[list[int]], info: ValidationInfo) -> list[list[int]]:
-        if sum(count for _, count in runs) > -(-info.data.get("n", 0) // info.data.get("bs", 1)):
-            raise ValueError("has more blocks than the prompt")
-        return runs
-
-    def record(self) -> TraceRecord:
-        """Return the request."""
-        return TraceRecord(
-            session=self.s,
-            conversation=self.c,
-            agent=self.agent,
-            parent=self.parent,
-            at=self.t,
-            seconds=self.dur or 0.0,
-            gap=self.gap,
-            stop=self.why,
-            tokens=self.n,
-            output_tokens=self.o,
-            block_size=self.bs,
-            runs=tuple((first, count) for first, count in self.h),
-            tools_tokens=0 if self.turn else self.tools,
-            system_tokens=0 if self.turn else self.system,
-            is_shared=self.scope == "file",
-        )
 
 
 class MooncakeLine(BaseModel):
@@ -168,20 +147,9 @@ class MooncakeTrace:
         full_blocks = min(tokens // BLOCK, len(ids))
         if full_blocks >= self.MIN_BLOCKS:
             self._sessions[ids[full_blocks - 1]] = session
-        return TraceRecord(
-            session=session,
-            conversation="mooncake",
-            agent="?",
-            parent=None,
-            at=line.timestamp / 1e3,
-            seconds=0.0,
-            gap=None,
-            stop="?",
-            tokens=tokens,
-            output_tokens=line.output_length,
-            block_size=BLOCK,
-            runs=tuple((block, 1) for block in ids),
-        )
+        about = {"s": session, "c": "mooncake", "agent": "?", "turn": 0, "t": line.timestamp / 1e3, "why": "?"}
+        blocks = [(block, 1) for block in ids]
+        return TraceRecord.model_validate({**about, "n": tokens, "o": line.output_length, "bs": BLOCK, "h": blocks})
 
 
 def read_trace(file: Path) -> list[TraceRecord]:
@@ -202,7 +170,7 @@ def read_trace(file: Path) -> list[TraceRecord]:
                     records.append(
                         mooncake.record(MooncakeLine.model_validate(values))
                         if is_mooncake
-                        else AgentLine.model_validate(values).record()
+                        else TraceRecord.model_validate(values)
                     )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

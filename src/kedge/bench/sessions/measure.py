@@ -18,13 +18,11 @@ from kedge.cache import CacheManager, Copied, Copy, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
-from kedge.policies.sessions import SessionHints, StopReason, Turn, TurnEnd
+from kedge.policies.sessions import SessionHints, Turn, TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, TenantId
 
 SPACE = Namespace(TenantId("trace"))
-STOPS = {"tool": StopReason.TOOL, "user": StopReason.USER}
-"""What an answer ended with, in traces; all else is unknown."""
 
 
 def leading(chain: Iterable[int], cached: Container[int]) -> int:
@@ -167,8 +165,7 @@ class SessionHooks:
     def answered(self, arrival: Arrival) -> None:
         """End the turn with what its recorded answer ended with."""
         assert self._turn
-        stop = STOPS.get(arrival.turn.record.stop, StopReason.UNKNOWN)
-        end = TurnEnd(stop, returns_in=self.returns_in(arrival))
+        end = TurnEnd(arrival.turn.record.stop, returns_in=self.returns_in(arrival))
         self.caching.answered(self._turn, arrival.chain[: self._blocks], end)
 
 

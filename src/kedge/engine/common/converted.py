@@ -1,9 +1,8 @@
-"""The cache of converted GGUF files: a folder for each content and dtype, the least recently used ones removed."""
+"""The cache of converted GGUF files: a folder for each file and dtype, the least recently used ones removed."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -29,17 +28,15 @@ def cache_folder() -> Path:
 
 def find_copy(file: Path, dtype: str) -> Path | None:
     """Return the folder of a converted file, and mark it as used now; None where there is none."""
-    folder = cache_folder() / f"{_digest(file)[:16]}-{dtype}"
+    folder = cache_folder() / f"{_key(file)}-{dtype}"
     with suppress(OSError):  # a cache of somebody else's may be read-only
         os.utime(folder)
     return folder if folder.is_dir() else None
 
 
 def known_copies(file: Path) -> list[Path]:
-    """Return the folders of a converted file in all dtypes, if its content is known without reading it."""
-    digest = _known(file)
-    found = cache_folder().glob(f"{digest[:16]}-*") if digest else ()
-    return sorted(folder for folder in found if PARTIAL not in folder.name)
+    """Return the folders of a converted file in all dtypes."""
+    return sorted(folder for folder in cache_folder().glob(f"{_key(file)}-*") if PARTIAL not in folder.name)
 
 
 def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: int = 32 << 30) -> Path:
@@ -58,7 +55,7 @@ def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: 
             return found
         for left in root.glob(f"*{PARTIAL}*"):  # nobody else writes: whoever began them is gone
             shutil.rmtree(left, ignore_errors=True)
-        folder = root / f"{_digest(file)[:16]}-{dtype}"
+        folder = root / f"{_key(file)}-{dtype}"
         partial = Path(mkdtemp(prefix=f"{folder.name}{PARTIAL}", dir=root))
         try:
             write(partial)
@@ -85,34 +82,10 @@ def _shrink(root: Path, newest: Path, max_bytes: int, spared_s: float = 3600) ->
             del sizes[path]
 
 
-def _index() -> dict[str, list]:
+def _key(file: Path) -> str:
+    """Return a name of a file as it is now: another path, size or time of change is another file."""
     try:
-        return dict(json.loads((cache_folder() / "files.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none yet, or damaged: files are hashed again
-        return {}
-
-
-def _known(file: Path) -> str | None:
-    """Return the digest of a file's content, if it was hashed before and has not changed since."""
-    stat, entry = file.stat(), _index().get(str(file.resolve()))
-    return str(entry[2]) if entry and entry[:2] == [stat.st_size, stat.st_mtime_ns] else None
-
-
-def _digest(file: Path) -> str:
-    """Return the SHA-256 of a file's content, and remember it with the file's size and time."""
-    try:
-        if known := _known(file):
-            return known
         stat = file.stat()
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise ModelNotFound("model", str(file), f"cannot be read: {error}") from error
-    root, entries = cache_folder(), {path: entry for path, entry in _index().items() if Path(path).exists()}
-    entries[str(file.resolve())] = [stat.st_size, stat.st_mtime_ns, digest]
-    with suppress(OSError):  # then it is hashed at the next start, too
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = root / f"files.json.{os.getpid()}"
-        fresh.write_text(json.dumps(entries), encoding="utf-8")
-        fresh.replace(root / "files.json")
-    return digest
+    return hashlib.sha256(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The stream of tokens that engines hand out, see `kedge.engine.base.Stream`."""
+"""What engines hand out: the stream of a request's tokens, see `kedge.engine.base.Stream`, and its text as it grows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from kedge.engine.base import Item, Listener
-from kedge.types import Completion, RequestId, TokenDelta
+from kedge.types import Completion, RequestId, TokenDelta, Tokens
 
 logger = logging.getLogger(__name__)
 Tap = Callable[[Item], Item]
@@ -86,3 +87,72 @@ class TokenStream:
             raise item
         self._completion = item.completion
         return item
+
+
+class Decoder(Protocol):
+    """What `TextStream` needs of a tokenizer."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """Return the text of `tokens`, without special tokens; half a character as U+FFFD."""
+
+    def is_certain(self, token: int) -> bool:
+        """Return whether the text up to this token no longer depends on what follows; bytes may be a character's."""
+
+
+class TextStream:
+    """The text of one response. `push` returns what became certain; `stopped` is true once a stop string was met."""
+
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._known = 0
+        """The number of the first tokens whose text is out; those behind them may still change each other's."""
+        self._stop = stop
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        more = self._more()
+        if not self._cut(more) and more and not more.endswith("\ufffd") and self._tokenizer.is_certain(token):
+            self._held += more
+            self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known
+        return self._release(len(self._held) - (0 if self.stopped else self._maybe_stop()))
+
+    def flush(self) -> str:
+        """Return everything that is still held back."""
+        if not self.stopped and not self._cut(more := self._more()):
+            self._held += more
+        return self._release(len(self._held))
+
+    def _more(self) -> str:
+        """Return the text that the tokens behind the known ones add.
+
+        The known tokens are decoded with them: what a token adds depends on whether it is the first one.
+        """
+        before = self._tokenizer.decode(tuple(self._tokens[: self._known]))
+        return self._tokenizer.decode(tuple(self._tokens))[len(before) :]
+
+    def _cut(self, more: str) -> bool:
+        """Return whether there is a stop string once `more` is added. The text then ends before it."""
+        text = self._held + more
+        hits = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if hits:
+            self.stopped, self._held = True, text[: min(hits)]
+        return self.stopped
+
+    def _release(self, size: int) -> str:
+        out, self._held = self._held[:size], self._held[size:]
+        self.text += out
+        return out
+
+    def _maybe_stop(self) -> int:
+        """Return how many characters at the end could be the beginning of a stop string."""
+        sizes = (
+            size
+            for stop in self._stop
+            for size in range(min(len(stop) - 1, len(self._held)), 0, -1)
+            if self._held.endswith(stop[:size])
+        )
+        return max(sizes, default=0)

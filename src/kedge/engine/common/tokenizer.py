@@ -1,6 +1,5 @@
 """Transformers' tokenizers as the `Tokenizer` of the `Engine` contract, with the bytes of single tokens: a tokenizer's
-own `decode` shows half a character as U+FFFD. `TextStream` turns token ids into text as they come, holding back what a
-stop string may still take away.
+own `decode` shows half a character as U+FFFD.
 
 How a tokenizer treats the beginning of a text is found out when it is loaded: some put a blank there (Llama 2), which
 pieces of a longer text must not get.
@@ -208,62 +207,3 @@ class HFTokenizer:
         if system:
             messages.insert(0, {"role": "system", "content": system})
         return cast(str, self.inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-class TextStream:
-    """The text of one response. `push` returns what became certain; `stopped` is true once a stop string was met."""
-
-    def __init__(self, tokenizer: HFTokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._known = 0
-        """The number of the first tokens whose text is out; those behind them may still change each other's."""
-        self._stop = stop
-        self._held = ""
-        self.text = ""
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        self._tokens.append(token)
-        more = self._more()
-        if not self._cut(more) and more and not more.endswith("\ufffd") and self._tokenizer.is_certain(token):
-            self._held += more
-            self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known
-        return self._release(len(self._held) - (0 if self.stopped else self._maybe_stop()))
-
-    def flush(self) -> str:
-        """Return everything that is still held back."""
-        if not self.stopped and not self._cut(more := self._more()):
-            self._held += more
-        return self._release(len(self._held))
-
-    def _more(self) -> str:
-        """Return the text that the tokens behind the known ones add.
-
-        The known tokens are decoded with them: what a token adds depends on whether it is the first one.
-        """
-        before = self._tokenizer.decode(tuple(self._tokens[: self._known]))
-        return self._tokenizer.decode(tuple(self._tokens))[len(before) :]
-
-    def _cut(self, more: str) -> bool:
-        """Return whether there is a stop string once `more` is added. The text then ends before it."""
-        text = self._held + more
-        hits = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if hits:
-            self.stopped, self._held = True, text[: min(hits)]
-        return self.stopped
-
-    def _release(self, size: int) -> str:
-        out, self._held = self._held[:size], self._held[size:]
-        self.text += out
-        return out
-
-    def _maybe_stop(self) -> int:
-        """Return how many characters at the end could be the beginning of a stop string."""
-        sizes = (
-            size
-            for stop in self._stop
-            for size in range(min(len(stop) - 1, len(self._held)), 0, -1)
-            if self._held.endswith(stop[:size])
-        )
-        return max(sizes, default=0)

@@ -8,24 +8,25 @@ import torch
 
 from kedge.engine.local.attention.paged import Batch, SequenceSlice
 from kedge.engine.local.scheduler import Work
-from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.kv.storage import PagedStorage
 
 
 def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
     """Return one batch of all positions, with logits after the last position, or several, of each sequence."""
     device = storage.keys.device
+    tables = [item.sequence.table for item in work if item.sequence.table is not None]
     tokens = [item.sequence.tokens[p] for item in work for p in item.positions]
     positions = torch.tensor([p for item in work for p in item.positions])
-    slots = torch.cat([_table(item).slots[torch.tensor(item.positions)] for item in work])
+    slots = torch.cat([table.slots[torch.tensor(item.positions)] for item, table in zip(work, tables, strict=True)])
     slices: list[SequenceSlice] = []
     logits_rows: list[int] = []
     start = 0
-    for item in work:
+    for item, table in zip(work, tables, strict=True):
         stop, context = start + len(item.positions), item.positions[-1] + 1
         one = SequenceSlice(
             start=start,
             stop=stop,
-            runs=_table(item).runs(0, context),
+            runs=table.runs(0, context),
             context=context,
             positions=positions[start:stop].to(device),
             contiguous=item.positions[0] == context - len(item.positions),
@@ -41,8 +42,3 @@ def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
         logits_rows=torch.tensor(logits_rows, device=device),
         storage=storage,
     )
-
-
-def _table(item: Work) -> SlotTable:
-    assert item.sequence.table is not None
-    return item.sequence.table

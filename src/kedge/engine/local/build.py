@@ -37,18 +37,18 @@ from kedge.engine.local.preassembly import PromptPreassembler
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
-from kedge.engine.local.sessions import FixedPrompts, SessionCaching
+from kedge.engine.local.sessions import SessionCaching
 from kedge.engine.local.shared_writes import SharedWrites
 from kedge.errors import ConfigError
-from kedge.kv.copy import HostStorage, TorchCopier
+from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.models import is_bundled
+from kedge.models import default_model
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
 from kedge.types import Namespace, RequestId, TenantId, Tokens
 
@@ -78,8 +78,8 @@ def load_runner(model: str | Path | None, config: EngineSettings) -> tuple[Model
     """Load a model in the dtype and on the device that the settings name. Return it, and its folder."""
     device = pick_device(config.device)
     path = model_path(model, config.dtype, config.device)
-    # The bundled toys are too small to gain by 16 bits, and are there to be compared with.
-    stored = None if is_bundled(path) else getattr(read_config(path), "dtype", None)
+    # The bundled toy is too small to gain by 16 bits, and is there to be compared with.
+    stored = None if path == default_model() else getattr(read_config(path), "dtype", None)
     dtype = pick_dtype(config.dtype, device, stored)
     runner = checked_runner(models.load(path, dtype, device))
     logger.info("%s computes in %s on %s", path, str(runner.spec.dtype).removeprefix("torch."), device)
@@ -127,15 +127,15 @@ class EngineParts:
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
-        host = HostStorage(storage, host_blocks)
-        self.copier = copier = TorchCopier(storage, host, tiers.throttle, on_copied) if host_blocks else None
+        throttle = tiers.throttle if isinstance(tiers, ThrottledTiers) else 0.0
+        copy_blocks = partial(PoolCopier, block_size=size, throttle=throttle, on_copied=on_copied)
+        self.copier = copier = copy_blocks(host_pools(storage, host_blocks)) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, has_host=copier is not None)
         self.assembler = components.assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
-        self.fixed = FixedPrompts(cache, self.sessions)
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
         self.ahead: deque[PreparedPrompt] = deque()

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from math import inf
 
-from torch import Tensor
-
 from kedge.cache import Changes
 from kedge.engine.base import Quota
 from kedge.engine.common.logprobs import Logprobs
@@ -21,17 +19,15 @@ from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.requests import Admission, Requests
-from kedge.engine.local.scheduler import Scheduler, ServiceOrders, Work
+from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
+from kedge.reuse.contracts import LEARNING_SHARE
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 
 logger = logging.getLogger(__name__)
-MEASURED = 64
-"""Least tokens of a pass for measuring the cost of computing; the fixed cost dominates smaller ones."""
-
 
 REFUTED = Miss("*", "the guard computed it: some of its translated KV was far from what the model computes")
 Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], tuple[GenerateRequest, bool]]
@@ -48,7 +44,7 @@ class EngineCore:
         self.judge: Judge = lambda request, _: (request, False)
         """What decides on sentinel tokens"""
         parts.learning = Learning(
-            parts.runtime, parts.cache, parts.storage, parts.jobs, config.learning, parts.longest, self.requests.release
+            parts.runtime, parts.cache, parts.storage, parts.jobs, parts.longest, self.requests.release
         )
         # A layer has some 12 d² weights, and attends by 2 d products a token of context: as many at 6 d.
         is_by_time = not config.max_batch_tokens and not parts.storage.keys.is_cuda
@@ -57,7 +53,7 @@ class EngineCore:
             parts.costs,
             max_batch_tokens=config.max_batch_tokens or (2048 if parts.storage.keys.is_cuda else 512),
             max_running=config.max_running,
-            learning_share=config.learning.budget,
+            learning_share=LEARNING_SHARE,
             jobs=parts.jobs,
             ahead=parts.ahead,
             running=parts.running,
@@ -86,7 +82,8 @@ class EngineCore:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
         self.parts.sessions.on_forecast(changes)
         self.parts.preassembly.forecast(changes)
-        self.parts.fixed.known(prompts)
+        for agent, tokens in prompts.items():
+            self.parts.sessions.label(agent, tokens)
 
     # steps ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +136,8 @@ class EngineCore:
     def _run(self, work: list[Work]) -> None:
         began = time.monotonic()
         try:
-            logits = self._forward(work)
+            whole = self.parts.runner.forward(flatten(work, self.parts.storage))
+            logits = whole.split([item.logit_rows for item in work])
         except Exception as error:  # such as out of memory: requests outside of this batch are still served
             logger.exception("a batch of %s sequences failed", len(work))
             return self._fail(work, error)
@@ -161,13 +159,9 @@ class EngineCore:
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
         if ready:  # a GPU has certainly finished only once a result has been read
             self.parts.costs.observe_pass(tokens, len(work), seconds)
-            if tokens >= MEASURED:
+            if tokens >= FEW:  # the fixed cost dominates smaller ones
                 self.parts.cache.observe_compute(tokens, seconds)
         return None
-
-    def _forward(self, work: list[Work]) -> tuple[Tensor, ...]:
-        """Return the logits [rows, vocab] of each sequence: after its last position, or after all of them."""
-        return self.parts.runner.forward(flatten(work, self.parts.storage)).split([item.logit_rows for item in work])
 
     def _refuted(self, sequences: Iterable[Sequence]) -> list[RequestSequence]:
         """Compare the sentinel tokens of sequences of which all tokens are computed: translated KV against computed KV.
@@ -245,7 +239,7 @@ class EngineCore:
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds."""
-        self.parts.learned[0].limit(tenant, quota.anchors, quota.anchor_bytes)
+        self.parts.learned[0].limit(tenant, quota.anchor_bytes)
         self.parts.cache.limit_host(tenant, quota.host_bytes)
 
     def clear(self) -> None:

@@ -24,30 +24,30 @@ from typing import TypeVar
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
-from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.common.guarding.guarded_calls import GRACE, GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState, StateKeeper
-from kedge.engine.common.tokenizer import HFTokenizer, TextStream
+from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState
+from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
-from kedge.engine.local.sequence import LocalStream, RequestSequence
+from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import (
     EngineClosed,
     GenerationFailed,
     Overloaded,
-    PromptTooLong,
     RequestError,
     WrongThread,
 )
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
-from kedge.reuse.layout import with_trails
+from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
@@ -55,8 +55,6 @@ from kedge.workflow.forecast import AgentKey, Changes
 Command = Callable[[], None]
 MAX_IN_FLIGHT = 4096
 """Requests in flight, running or waiting, beyond which another one is refused: a bound for memory"""
-LEARNING_DELAY = 0.02
-"""Seconds that an idle engine waits before it learns, since a workflow's next agent comes within milliseconds."""
 MAX_FAILURES = 3
 """Consecutive failed steps after which the engine's thread ends."""
 MAX_COPY_WAIT = 0.05
@@ -65,26 +63,31 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Mailbox:
-    """The queue of commands from any thread, in order of posting, and the ids of the requests in flight."""
+class EngineThread:
+    """The thread that owns an engine: it runs the commands that others post, in their order, and the core's steps,
+    until it is closed or `MAX_FAILURES` steps in a row have failed. It knows the ids of the requests in flight.
+    """
 
-    def __init__(self, max_in_flight: int) -> None:
+    def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._process, self.thread = os.getpid(), 0
-        """The process that it works in, and the engine's thread there"""
+        self._process, self.number = os.getpid(), 0
+        """The process that it works in, and the thread's number there"""
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._in_flight: set[RequestId] = set()
-        self._max_in_flight = max_in_flight
+        self._idle_waiters: list[threading.Event] = []
         self.failure: BaseException | None = None
-        """The error that ended the engine's thread; None while it works, and after a `close` of a working engine."""
+        """The error that ended it; None while it works, and after a `close` of a working engine."""
 
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more commands."""
-        return self._closed.is_set()
+    def start(self, core: EngineCore) -> None:
+        """Begin to run a core."""
+        self._core = core
+        self._thread = threading.Thread(target=self._serve, name="kedge-engine", daemon=True)
+        self._thread.start()
+
+    # any thread -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Wake the engine's thread, even if closed."""
+        """Let it look for work, even if closed."""
         self._commands.put(lambda: None)
 
     def enter(self, request_id: RequestId, command: Command) -> None:
@@ -95,8 +98,8 @@ class Mailbox:
         with self._lock:
             self._refuse_closed()
             require_new_id(request_id, self._in_flight)
-            if len(self._in_flight) >= self._max_in_flight:
-                raise Overloaded("requests", self._max_in_flight, "so many requests are in flight")
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
+                raise Overloaded("requests", MAX_IN_FLIGHT, "so many requests are in flight")
             self._in_flight.add(request_id)
             self._commands.put(command)
 
@@ -112,134 +115,107 @@ class Mailbox:
             self._commands.put(command)
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Run a question on the engine's thread and return its answer. Raises what it raises, `EngineClosed`, or
-        `WrongThread` on that thread, where a `draw` or what listens to a stream is called.
+        """Run a question on the thread and return its answer. Raises what it raises, `EngineClosed`, or `WrongThread`
+        on that thread, where a `draw` or what listens to a stream is called.
         """
-        if threading.get_ident() == self.thread:
+        if threading.get_ident() == self.number:
             raise WrongThread("engine", threading.current_thread().name, "a call on this thread would wait for itself")
         answer: Future[T] = Future()
         self.post(partial(_settle, answer, question))
         return answer.result()
 
-    def close(self) -> None:
-        """Refuse further commands, and wake the engine's thread."""
-        if self._is_fork:
-            return
-        with self._lock:
-            self._closed.set()
-            self.wake()
-
-    def drain(self, wait: float | None = 0.0) -> bool:
-        """Run the queued commands, waiting up to `wait` seconds (None: for ever) for a first one.
-
-        Returns whether there was one. Called by the engine's thread only.
-        """
-        try:
-            command = self._commands.get(timeout=wait) if wait != 0.0 else self._commands.get_nowait()
-        except queue.Empty:
-            return False
-        _obey(command)
-        while not self._commands.empty():
-            _obey(self._commands.get())
-        return True
-
-    def _refuse_closed(self) -> None:
-        if self.closed:
-            raise EngineClosed("engine", self.failure, "it was closed, or its thread has died")
-
-    @property
-    def _is_fork(self) -> bool:
-        """Whether this is a fork of its process: without the engine's thread, which may have held the lock."""
-        return self._process != os.getpid()
-
-    def refuse_fork(self) -> None:
-        """Raise `EngineClosed` in a fork."""
-        if self._is_fork:
-            raise EngineClosed("engine", self._process, "it works in this process, of which the caller's is a fork")
-
-
-class EngineThread:
-    """The engine's thread: it runs a core until the mailbox is closed or `MAX_FAILURES` steps in a row have failed."""
-
-    def __init__(self, core: EngineCore, mailbox: Mailbox) -> None:
-        self._core, self._mailbox = core, mailbox
-        self._failures = 0
-        self._idle_waiters: list[threading.Event] = []
-        self._thread = threading.Thread(target=self._serve, name="kedge-engine", daemon=True)
-        self._thread.start()
-
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until no work is left. Returns False if some is after `timeout` seconds. Any other thread may call."""
+        """Wait until no work is left. Returns False if some is after `timeout` seconds."""
         waiter = threading.Event()
-        self._mailbox.post(partial(self._idle_waiters.append, waiter))
+        self.post(partial(self._idle_waiters.append, waiter))
         return waiter.wait(timeout)
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds."""
-        self._thread.join(timeout)
+    def close(self, patience: float | None = None) -> None:
+        """Refuse further commands, and wait until the thread has ended, at most `patience` seconds."""
+        if self._process == os.getpid():
+            with self._lock:
+                self._closed.set()
+                self.wake()
+        self._thread.join(patience)
+
+    def refuse_fork(self) -> None:
+        """Raise `EngineClosed` in a fork of its process: without the thread, which may have held the lock."""
+        if self._process != os.getpid():
+            raise EngineClosed("engine", self._process, "it works in this process, of which the caller's is a fork")
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise EngineClosed("engine", self.failure, "it was closed, or its thread has died")
+
+    # the thread -----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        self._mailbox.thread = threading.get_ident()
+        self.number, failures = threading.get_ident(), 0
         try:
-            while not self._mailbox.closed:
-                self._guarded_step()
+            while not self._closed.is_set():
+                try:
+                    self._next_step()
+                    failures = 0
+                except Exception as error:  # of the engine itself: it goes on without what ran in the step
+                    failures += 1
+                    if failures >= MAX_FAILURES:
+                        raise
+                    logger.exception("a step of the engine failed; what ran in it ends")
+                    self._core.recover(error)
         except BaseException as error:  # the thread ends here, and must leave no one waiting
-            self._mailbox.failure = error
+            self.failure = error
             logger.critical("the engine's thread ends", exc_info=error)
         finally:
-            self._mailbox.close()
-            self._mailbox.drain()
+            with self._lock:
+                self._closed.set()
+            self._drain()
             self._shut()
-            self._mailbox.thread = 0  # another thread may get its number
-
-    def _guarded_step(self) -> None:
-        """Run a step; after an error of the engine itself continue without what ran in it, unless `MAX_FAILURES` steps
-        in a row failed.
-        """
-        try:
-            self._next_step()
-            self._failures = 0
-        except Exception as error:
-            self._failures += 1
-            if self._failures >= MAX_FAILURES:
-                raise
-            logger.exception("a step of the engine failed; what ran in it ends")
-            self._core.recover(error)
+            self.number = 0  # another thread may get its number
 
     def _shut(self) -> None:
         """End every stream, whatever the state of the core."""
-        while self._idle_waiters:
-            self._idle_waiters.pop().set()
+        self._tell_idle()
         try:
-            self._core.shut(self._mailbox.failure)
+            self._core.shut(self.failure)
         except Exception as error:
             logger.exception("the engine could not be shut in order")
             self._core.requests.fail_streams(EngineClosed("engine", error, "its thread has died"))
 
     def _next_step(self) -> None:
         if not self._core.idle:
-            self._mailbox.drain()
+            self._drain()
             if not self._core.step():
-                self._mailbox.drain(wait=MAX_COPY_WAIT)
+                self._drain(wait=MAX_COPY_WAIT)
             return
         self._core.pump()
         if self._core.can_learn:
-            if not self._mailbox.drain(wait=0.0 if self._idle_waiters else LEARNING_DELAY):
+            if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
                 self._core.parts.learning.step()
         elif self._core.parts.cache.transferring:
-            self._mailbox.drain(wait=MAX_COPY_WAIT)
+            self._drain(wait=MAX_COPY_WAIT)
         else:
-            while self._idle_waiters:
-                self._idle_waiters.pop().set()
-            self._mailbox.drain(wait=None)
+            self._tell_idle()
+            self._drain(wait=None)
 
+    def _tell_idle(self) -> None:
+        while self._idle_waiters:
+            self._idle_waiters.pop().set()
 
-def _obey(command: Command) -> None:
-    """Run a command, and contain what it raises."""
-    try:
-        command()
-    except BaseException:
-        logger.exception("a command to the engine failed: %r", command)
+    def _drain(self, wait: float | None = 0.0) -> bool:
+        """Run the posted commands, waiting up to `wait` seconds (None: for ever) for a first one. Returns whether there
+        was one. What a command raises is contained.
+        """
+        ran = False
+        with suppress(queue.Empty):
+            command = self._commands.get(timeout=wait) if wait != 0.0 else self._commands.get_nowait()
+            while True:
+                ran = True
+                try:
+                    command()
+                except BaseException:
+                    logger.exception("a command to the engine failed: %r", command)
+                command = self._commands.get_nowait()
+        return ran
 
 
 def _settle(answer: Future[T], question: Callable[[], T]) -> None:
@@ -247,12 +223,6 @@ def _settle(answer: Future[T], question: Callable[[], T]) -> None:
         answer.set_result(question())
     except BaseException as error:  # the asker's, whatever it is
         answer.set_exception(error)
-
-
-def _end(mailbox: Mailbox, thread: EngineThread, patience: float = 10.0) -> None:
-    """End an engine's thread: one that computes while the interpreter goes aborts the process."""
-    mailbox.close()
-    thread.join(patience)
 
 
 class LocalEngine(Engine):
@@ -292,18 +262,22 @@ class LocalEngine(Engine):
     def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
         self.runner = runner
         """The model, with the results of the checks at load."""
-        self._mailbox = Mailbox(MAX_IN_FLIGHT)
-        parts = partial(build.EngineParts, runner, self.config, policy, self._mailbox.wake, components)
+        self._thread = EngineThread()
+        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, components)
         self._core = build.apart(lambda: EngineCore(parts()))
-        self.capacity = self._core.parts.capacity
-        self.tokenizer.most = self._core.parts.longest
+        self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
+        self.tokenizer.most = longest
+        self._require_sensible = partial(require_sensible, vocab_size=runner.vocab_size, most=longest - 1)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)
-        self._state = StateKeeper(self._open_state)
+        self._state: EngineState | None = None
+        """The state folder, opened when it is first asked for"""
+        self._opening = threading.Lock()
         self._core.judge = self._guard.sentinels_read
-        self._thread = EngineThread(self._core, self._mailbox)
-        weakref.finalize(self, _end, self._mailbox, self._thread)  # at the latest when the process exits
+        self._thread.start(self._core)
+        # At the latest when the process exits: a thread that computes while the interpreter goes aborts the process.
+        weakref.finalize(self, self._thread.close, patience=10.0)
 
     @property
     def translation_refusal(self) -> str | None:
@@ -320,13 +294,12 @@ class LocalEngine(Engine):
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the engine's thread; None while it works, and after a `close` of a working engine."""
-        return self._mailbox.failure
+        return self._thread.failure
 
-    def submit(self, request: GenerateRequest, draw: Draw | None = None) -> LocalStream:
+    def submit(self, request: GenerateRequest, draw: Draw | None = None) -> TokenStream:
         """Submit a request. `draw` replaces the request's own sampling: it sees all logits and may force an answer."""
-        self._mailbox.refuse_fork()
-        self._validate(request)
-        request = self._with_trails(request)
+        self._thread.refuse_fork()
+        self._require_sensible(request)
         tokens = list(request.tokens)
         max_tokens = min(request.sampling.max_tokens, self._core.parts.longest - len(tokens))
         is_watched = draw is None or bool(request.forced)
@@ -338,66 +311,53 @@ class LocalEngine(Engine):
             namespace=request.namespace,
             tokens=tokens,
             request=request,
-            stream=LocalStream(request.request_id, self._mailbox.leave),
+            stream=TokenStream(request.request_id, self._thread.leave),
             sampler=Sampler(request.sampling, draw, grammar, tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
         )
         self._guard.arriving(request)
-        self._mailbox.enter(request.request_id, partial(self._submit, sequence, is_watched=is_watched))
+        self._thread.enter(request.request_id, partial(self._submit, sequence, is_watched=is_watched))
         return sequence.stream
 
     def _submit(self, sequence: RequestSequence, *, is_watched: bool) -> None:
         """Pass a request to the core, `is_watched` by the guard; if that fails, end the request with the error."""
         try:
-            sequence.request = self._with_trails(self._core.parts.plain.arrived(sequence.request))
+            sequence.request = self._core.parts.plain.arrived(sequence.request)
             if is_watched:  # served as the guard orders, with the log-probabilities that it compares
                 asked = sequence.request
                 sequence.request, sequence.stream.tap = self._guard.begin(asked)
                 if sequence.request.logprobs != asked.logprobs:
-                    sequence.logprobs = Logprobs(sequence.request, self._guard.watched_tokens(asked))
-            if sequence.room + len(sequence.request.trail) <= self._core.parts.longest:
-                sequence.trail = sequence.request.trail
+                    first = COMPARED_TOKENS if asked.logprobs is None else None
+                    sequence.logprobs = Logprobs(sequence.request, first)
             self._core.requests.submit(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)
             self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
-    def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self.runner.vocab_size)
-        if (longest := self._core.parts.longest) <= request.prompt_tokens:
-            why = f"must be less than {longest}"
-            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, longest - 1, why)
-
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
-        return self._mailbox.ask(lambda: self._core.requests.cancel(request_id))
+        return self._thread.ask(lambda: self._core.requests.cancel(request_id))
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.checks.end_run(run, partial(self._mailbox.post, partial(self._core.end_run, run)))
+        self._guard.checks.end_run(run, partial(self._thread.post, partial(self._core.end_run, run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint of how soon agents run. A closed engine ignores it."""
         with suppress(EngineClosed):
-            self._mailbox.post(partial(self._core.forecast, *sensible_hints(changes, prompts)))
+            self._thread.post(partial(self._core.forecast, *sensible_hints(changes, prompts)))
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
-            self._validate(request)
-            self._mailbox.post(partial(self._core.prepare, self._guard.ordered(self._with_trails(request))))
+            self._require_sensible(request)
+            self._thread.post(partial(self._core.prepare, self._guard.ordered(request)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
-        return self._mailbox.ask(partial(self._core.parts.sessions.advise, namespace, hints))
-
-    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with the tokens that follow each value. Those of an answer cost its agent one more pass,
-        which pays only if tokens that no offset predicts are not computed again.
-        """
-        return with_trails(request, self.config.planner.trail, of_answers=not self.config.anchors.computes_weak_tokens)
+        return self._thread.ask(partial(self._core.parts.sessions.advise, namespace, hints))
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Wait until no work is left: requests, copies, prompts to assemble ahead, learning. Raises `TimeoutError`
@@ -417,7 +377,7 @@ class LocalEngine(Engine):
 
         For tests and experiments. Raises what the question raises, and `EngineClosed`.
         """
-        return self._mailbox.ask(partial(question, self._core.parts))
+        return self._thread.ask(partial(question, self._core.parts))
 
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
@@ -428,11 +388,11 @@ class LocalEngine(Engine):
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds, see `kedge.engine.base.Engine`."""
-        self._mailbox.ask(lambda: self._core.limit(tenant, quota))
+        self._thread.ask(lambda: self._core.limit(tenant, quota))
 
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV."""
-        self._mailbox.ask(self._core.clear)
+        self._thread.ask(self._core.clear)
         self._guard.guard.clear()
 
     def save(self, folder: str | Path) -> SavedState:
@@ -442,27 +402,37 @@ class LocalEngine(Engine):
         is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
         folder. Raises `ConfigError` if another process uses it, and `OSError`.
         """
-        return self._state.of(Path(folder)).save()
+        return self._state_in(Path(folder)).save()
 
     def load(self, folder: str | Path) -> SavedState:
         """Replace all anchors, base KV and records of the guard by saved ones; an empty folder holds none.
 
-        Damaged files are moved aside, logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
+        Damaged files are logged and listed in `SavedState.damaged`, and the rest is loaded. Raises
         `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process
         uses the folder, and `OSError`.
         """
-        return self._state.of(Path(folder)).load()
+        return self._state_in(Path(folder)).load()
 
-    def _open_state(self, folder: Path) -> EngineState:
-        identity, spec = state_identity(self.runner, self.tokenizer, self.config.anchors), self.runner.spec
-        like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
-        ask: AskLearned = lambda ask: self.query(lambda parts: ask(*parts.learned))  # noqa: E731
-        return EngineState(folder, identity, like, ask, guard=self._guard.guard)
+    def _state_in(self, folder: Path) -> EngineState:
+        """Return the engine's state in a folder; another one is given back."""
+        with self._opening:
+            if self._state is None or self._state.folder != folder:
+                self._give_back_state()
+                identity, spec = state_identity(self.runner, self.tokenizer, self.config.anchors), self.runner.spec
+                like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
+                ask: AskLearned = lambda ask: self.query(lambda parts: ask(*parts.learned))  # noqa: E731
+                self._state = EngineState(folder, identity, like, ask, guard=self._guard.guard)
+            return self._state
+
+    def _give_back_state(self) -> None:
+        state, self._state = self._state, None
+        if state:
+            state.close()
 
     def close(self) -> None:
         """End every stream as cancelled, and the engine's thread. Idempotent."""
         self._guard.checks.stop()
-        self._mailbox.close()
-        self._thread.join()
+        self._thread.close()
         self._guard.checks.join()
-        self._state.close()
+        with self._opening:
+            self._give_back_state()

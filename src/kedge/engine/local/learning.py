@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,10 +18,9 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import MAX_PENDING, BaseNeed, ReadKV
+from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING, BaseNeed, ReadKV
 from kedge.reuse.layout import Placed
 from kedge.reuse.runtime import Runtime
-from kedge.settings import LearningSettings
 from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class Learning:
         cache: CacheManager,
         storage: PagedStorage,
         jobs: deque[BaseJob],
-        settings: LearningSettings,
         longest: int,
         release: Callable[[RequestSequence], None],
     ) -> None:
@@ -71,10 +69,10 @@ class Learning:
         can be computed; `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
-        self._jobs, self._settings, self._longest = jobs, settings, longest
+        self._jobs, self._longest, self._share = jobs, longest, LEARNING_SHARE
         self._pending: deque[PendingObservation] = deque()
-        self._runs: Counter[RunKey] = Counter()
         self._ended: set[RunKey] = set()
+        """Ended runs with requests that are left to learn from"""
         self._stats = LearningStats()
         self._credit = 0.0
 
@@ -87,11 +85,9 @@ class Learning:
         request, plan, table = sequence.request, sequence.plan, sequence.table
         assert plan is not None and table is not None
         self._provide_bases(sequence, partial(self._storage.read, table))
-        if not request.guard.held_out and self._runtime.wants_harvest(request, plan):
+        if self._runtime.wants_harvest(request, plan):
             steps = self._runtime.observe(request, partial(self._storage.read, table), plan)
-            observation = PendingObservation(sequence, request.run_key, steps)
-            self._pending.append(observation)
-            self._runs[observation.run] += 1
+            self._pending.append(PendingObservation(sequence, request.run_key, steps))
             if len(self._pending) > MAX_PENDING:
                 self._give_up(self._pending[0])
 
@@ -107,15 +103,13 @@ class Learning:
             self._leave_run(observation.run)
 
     def keep_response(self, sequence: RequestSequence) -> None:
-        """Keep an answer's own KV, with that of the tokens that follow it, as base KV of the placeholder that
-        it fills.
-        """
-        request, table, plan = sequence.request, sequence.table, sequence.plan
-        assert table is not None and plan is not None
+        """Keep an answer's own KV as base KV of the placeholder that it fills."""
+        request, table = sequence.request, sequence.table
+        assert table is not None
         answer = tuple(sequence.tokens[request.prompt_tokens :])
         try:
             kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
-            self._runtime.keep_response(request, answer, kv, exact=not plan.translates)
+            self._runtime.keep_response(request, answer, kv)
         except Exception:  # out of memory, say: its readers compute it
             self._stats.failed += 1
             logger.exception("the KV of the answer to %s could not be kept", request.request_id)
@@ -143,7 +137,7 @@ class Learning:
 
     def spend(self, seconds: float) -> None:
         """Learn within the budget that a pass of `seconds` earned, while requests wait for their first token."""
-        share = self._settings.budget
+        share = self._share
         self._credit = min(self._credit + share * seconds, MAX_CREDIT)
         while self._credit > 0 and self.ready:
             began = time.monotonic()
@@ -165,11 +159,8 @@ class Learning:
 
     def end_run(self, run: RunKey) -> None:
         """Forget what a run shared, as soon as no request of it is left to learn from."""
-        if self._runs[run]:
-            self._ended.add(run)
-        else:
-            del self._runs[run]
-            self._runtime.end_run(run)
+        self._ended.add(run)
+        self._leave_run(run)
 
     def _next(self) -> PendingObservation | None:
         """Return the oldest request without a queued base prefill."""
@@ -186,12 +177,9 @@ class Learning:
         self._leave_run(observation.run)
 
     def _leave_run(self, run: RunKey) -> None:
-        self._runs[run] -= 1
-        if not self._runs[run]:
-            del self._runs[run]
-            if run in self._ended:
-                self._ended.remove(run)
-                self._runtime.end_run(run)
+        if run in self._ended and all(one.run != run for one in self._pending):
+            self._ended.remove(run)
+            self._runtime.end_run(run)
 
     # base KV --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from kedge.anchors.translator import translate_into
@@ -51,25 +51,6 @@ class Ended(StrEnum):
     GIVEN_BACK = "given_back"
     CANCELLED = "cancelled"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class PreassemblyStats:
-    """The counts of prepared prompts since the start, without those that never held blocks. `begun` is `live` plus all
-    that ended.
-    """
-
-    begun: int
-    live: int
-    used: int
-    wasted: int
-    given_back: int
-    cancelled: int
-    failed: int
-    used_tokens: int
-    """Prompt tokens that were ready when their request arrived."""
-    wasted_tokens: int
-    """Tokens translated or computed ahead that no request used."""
 
 
 class PromptPreassembler:
@@ -110,7 +91,7 @@ class PromptPreassembler:
         key = request.agent_key
         old = self.expected.get(key)
         if old is not None:
-            request = _filled(request, {one.sample: one.value for one in old.request.segments})
+            request = _filled(request, {one.sample: one.tokens for one in old.request.segments})
             if old.agrees(request):
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
@@ -347,18 +328,19 @@ class PromptPreassembler:
             self._ahead.remove(preparation)
 
     def stats(self) -> dict[str, int]:
-        """Return a snapshot as plain data."""
-        ended = {ended.value: self._ended[ended] for ended in Ended}
+        """Return counts of prompts that held blocks, `live` and by how they ended; of the tokens that were ready when a
+        request came, and of those that were translated or computed in vain.
+        """
         live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
         tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
-        return asdict(PreassemblyStats(self._begun, live, **ended, **tokens))
+        return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}, **tokens}
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:
     """Return the request with `values` filled in wherever it waits for them."""
     waiting = (one.is_placeholder and not one.tokens for one in request.segments)
     filled = (
-        replace(one, tokens=value + one.held) if waits and (value := values.get(one.sample)) else one
+        replace(one, tokens=value) if waits and (value := values.get(one.sample)) else one
         for one, waits in zip(request.segments, waiting, strict=True)
     )
     return replace(request, segments=tuple(filled))

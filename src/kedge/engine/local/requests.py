@@ -22,7 +22,7 @@ from kedge.engine.local.build import EngineParts
 from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
-from kedge.engine.local.sessions import stop_reason
+from kedge.engine.local.sessions import ending
 from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError, TranslationRefused
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import TurnEnd
@@ -93,8 +93,8 @@ class Requests:
         fixed = sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, segments))
         self._parts.cache.finish(sequence.key, sequence.tokens[:exact], fixed)
         if sequence.turn and sequence.finish:
-            stop = stop_reason(sequence.request.tool_mark, sequence.text.text, sequence.finish)
-            self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], TurnEnd(stop))
+            end = TurnEnd(ending(sequence.request.tool_mark, sequence.text.text, sequence.finish))
+            self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], end)
         if sequence.finish:
             served = Served.of(sequence.receipt())
             self._parts.plain.ended(sequence.namespace, sequence.request.request_id, sequence.response, served)
@@ -223,7 +223,7 @@ class Requests:
         sequence.parts[name] = spent - sum(sequence.parts.values())
         if sequence.request.reuse is not ReuseMode.OFF:
             self._parts.cache.commit_prefix(sequence.key, sequence.tokens[: sequence.plan.exact_tokens])
-            self._parts.fixed.called(sequence.request, sequence.turn)
+            self._parts.sessions.called(sequence.request, sequence.turn)
 
     def _finish(self, sequence: RequestSequence) -> None:
         """Complete the request, keep the answer's KV for its readers, and learn from the prompt or free its blocks."""
@@ -262,7 +262,14 @@ class Admission:
     def admit(self, sequence: Sequence) -> bool:
         """Find KV and room for a sequence. Returns False if it has to wait for blocks, or has ended with an error."""
         if isinstance(sequence, RequestSequence):
-            return self._admit_request(sequence)
+            try:
+                return self._begin(sequence)
+            except KedgeError as error:
+                self._requests.end(sequence, error)
+            except Exception as error:  # out of memory, say: planning is this request's alone
+                failure = GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error)
+                self._requests.end(sequence, failure)
+            return False
         lease = self._try_lease(sequence, len(sequence.tokens))
         while lease is None and isinstance(sequence, BaseJob) and sequence.is_awaited and self._reclaim_spare():
             lease = self._try_lease(sequence, len(sequence.tokens))
@@ -292,26 +299,19 @@ class Admission:
 
     # leases -------------------------------------------------------------------------------------------------------
 
-    def _admit_request(self, sequence: RequestSequence) -> bool:
-        try:
-            return self._begin(sequence)
-        except KedgeError as error:
-            self._requests.end(sequence, error)
-        except Exception as error:  # out of memory, say: planning is this request's alone
-            failure = GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error)
-            self._requests.end(sequence, failure)
-        return False
-
     def _begin(self, sequence: RequestSequence) -> bool:
-        """Lease blocks to a request, then plan its prompt and write what is translated. A preempted one is computed
-        again, as far as its tokens are not cached.
+        """Lease blocks to a request, taking them from prepared prompts first, then from prompts kept for learning, from
+        base prefills, and from another tenant's requests; then plan its prompt and write what is translated. One that
+        was preempted is computed again, as far as its tokens are not cached. Returns False if there is no room now.
         """
         parts, began = self._parts, time.monotonic()
         is_resumed = sequence.plan is not None
         adopted = None if is_resumed else parts.preassembly.adopt(sequence, sequence.room)
-        lease = adopted or self._lease(sequence)
-        if lease is None:
-            return False
+        lease = adopted or self._try_lease(sequence, sequence.room)
+        while lease is None:
+            if not (self._reclaim_spare() or parts.learning.reclaim_job() or self._requests.preempt(sequence)):
+                return False
+            lease = self._try_lease(sequence, sequence.room)
         sequence.table = SlotTable.of(lease.blocks, parts.cache.block_size)
         if is_resumed:
             sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
@@ -354,15 +354,6 @@ class Admission:
             seconds = time.monotonic() - began
             parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
         return matched
-
-    def _lease(self, sequence: RequestSequence) -> Lease | None:
-        """Lease blocks to a request, evicting speculatively prepared prompts first, then prompts kept for learning,
-        then base prefills, then another tenant's requests. Returns None if there is no room now.
-        """
-        while (lease := self._try_lease(sequence, sequence.room)) is None:
-            if not (self._reclaim_spare() or self._parts.learning.reclaim_job() or self._requests.preempt(sequence)):
-                return None
-        return lease
 
     def _reclaim_spare(self) -> bool:
         """Free blocks of work that no request waits for. Returns False if there is none."""

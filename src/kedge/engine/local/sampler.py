@@ -14,8 +14,6 @@ from kedge.types import SamplingParams, Tokens
 
 Draw = Callable[[Tensor], int]
 """A function that draws a request's next token from logits [vocab]; called by the engine's thread for every token"""
-GREEDY = 1e-5
-"""Temperatures below this are greedy, since dividing by them would overflow."""
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.draw is not None or self.params.temperature < GREEDY
+        return self.draw is not None or not self.params.temperature
 
     def __call__(self, logits: Tensor) -> int:
         """Draw one token from logits [vocab]. Raises the error that `draw_tokens` would return."""

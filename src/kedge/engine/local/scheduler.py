@@ -19,7 +19,6 @@ from kedge.cache import CacheManager
 from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.sessions import SessionCaching
-from kedge.errors import PlanError
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.reuse.costs import EngineCosts
 from kedge.types import TenantId
@@ -32,7 +31,9 @@ JOB_CHUNK = 256
 than this.
 """
 FEW = 64
-"""Prefills of at most this many tokens go before base prefills: they belong to translated prompts and end soon."""
+"""Tokens up to which a prefill is short: it goes before base prefills, as it belongs to a translated prompt and ends
+soon, and mostly the fixed cost of its pass is paid.
+"""
 AHEAD_CHUNK = 32
 """Tokens computed ahead of requests in one pass."""
 Allowances = dict[TenantId, float]
@@ -98,14 +99,9 @@ class FairQueue(Generic[T]):
         return [next(iter(self._queues[tenant])) for tenant in sorted(self._queues, key=self._rank)]
 
     def push(self, item: T, tenant: TenantId, cost: float) -> None:
-        """Add an item that will cost about `cost` tokens (above 0). O(1), or O(tenants) if its tenant was idle.
-
-        Raises `PlanError` for a duplicate item or an invalid cost.
+        """Add an item that does not wait yet, and will cost about `cost` tokens (above 0). O(1), or O(tenants) if its
+        tenant was idle.
         """
-        if item in self._owners:
-            raise PlanError("item", item, "waits already")
-        if not (math.isfinite(cost) and cost > 0):
-            raise PlanError("cost", cost, "must be a finite number of tokens above 0")
         if tenant not in self._queues:
             self._active[tenant] = max(self._idle.pop(tenant, 0.0), self._least())
             self._queues[tenant] = OrderedDict()
@@ -113,36 +109,27 @@ class FairQueue(Generic[T]):
         self._owners[item] = tenant
 
     def take(self, item: T) -> None:
-        """Remove an item to serve it, and charge its tenant the item's cost. Raises `PlanError` for an item that does
-        not wait.
-        """
-        tenant = self._owner(item)
+        """Remove an item to serve it, and charge its tenant the item's cost."""
+        tenant = self._owners[item]
         self._active[tenant] += self._queues[tenant][item].cost
         self.remove(item)
 
     def remove(self, item: T) -> None:
-        """Remove an item without serving it, at no cost. Raises `PlanError` for an item that does not wait."""
-        tenant = self._owner(item)
-        del self._owners[item], self._queues[tenant][item]
+        """Remove an item without serving it, at no cost."""
+        tenant = self._owners.pop(item)
+        del self._queues[tenant][item]
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._last, self._level = tenant, self._active.pop(tenant)
             self._remember(tenant, self._level)
 
     def arrange(self, items: Many[T]) -> None:
-        """Put waiting items before the others of their tenants, in this order. O(items).
-
-        Raises `PlanError` for an item that does not wait.
-        """
+        """Put waiting items before the others of their tenants, in this order. O(items)."""
         for item in reversed(items):
-            self._queues[self._owner(item)].move_to_end(item, last=False)
+            self._queues[self._owners[item]].move_to_end(item, last=False)
 
     def charge(self, tenant: TenantId, tokens: float) -> None:
-        """Charge a tenant for service beyond `take`, such as the tokens of an answer. Raises `PlanError` for a number
-        that cannot be.
-        """
-        if not (math.isfinite(tokens) and tokens >= 0):
-            raise PlanError("tokens", tokens, "must be a finite number of at least 0")
+        """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
         if tenant in self._active:
             self._active[tenant] += tokens
             return
@@ -150,11 +137,6 @@ class FairQueue(Generic[T]):
         self._remember(tenant, counter)
         if tenant == self._last:
             self._level = counter
-
-    def _owner(self, item: T) -> TenantId:
-        if item not in self._owners:
-            raise PlanError("item", item, "does not wait")
-        return self._owners[item]
 
     def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
         """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
@@ -238,10 +220,6 @@ class ServiceOrders:
                 changed = True
         if changed and overloaded:
             self._sessions.waiting([one.turn for one in queue if one.turn])
-
-    def check_integrity(self) -> None:
-        """Raise `PlanError` unless the live contexts add up."""
-        self._live.check_integrity()
 
     def _missing(self, sequence: RequestSequence) -> float:
         """Return the share of a prompt that would have to be computed; translation is not foreseen."""

@@ -17,9 +17,6 @@ from torch import Tensor
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.plan import Sentinel
 
-AT_ONCE = 256
-"""Tokens that are compared at once, which bounds the memory that this takes"""
-
 
 @dataclass(frozen=True, slots=True)
 class SentinelRows:
@@ -48,15 +45,10 @@ class Sentinels:
         difference over that of the computed KV, keys or values, whichever is larger.
         """
         slots, kv = torch.cat([rows.slots for rows in before]), torch.cat([rows.kv for rows in before], dim=2)
-        pairs = zip(kv.split(AT_ONCE, dim=2), slots.split(AT_ONCE), strict=True)
-        return torch.cat([_relative(translated, self._read(part)) for translated, part in pairs]).tolist()
+        computed, dims = self._read(slots).float(), (1, 3, 4)
+        errors = torch.linalg.vector_norm(kv.float() - computed, dim=dims)  # over all layers: of keys, and of values
+        of_computed = torch.linalg.vector_norm(computed, dim=dims).clamp_(min=1e-12)
+        return (errors / of_computed).amax(0).tolist()
 
     def _read(self, slots: Tensor) -> Tensor:
         return torch.stack([self._storage.keys[1:, slots], self._storage.values[1:, slots]])
-
-
-def _relative(translated: Tensor, computed: Tensor) -> Tensor:
-    """Return the relative error of each token, over all layers: of keys or of values [tokens]."""
-    dims, computed = (1, 3, 4), computed.float()
-    errors = torch.linalg.vector_norm(translated.float() - computed, dim=dims)
-    return (errors / torch.linalg.vector_norm(computed, dim=dims).clamp_(min=1e-12)).amax(0)

@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.tokenizer import TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.kv.storage import SlotTable
@@ -29,8 +28,6 @@ from kedge.types import (
     TokenDelta,
     Tokens,
 )
-
-LocalStream = TokenStream
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +158,7 @@ class RequestSequence(Sequence):
     """A request being served."""
 
     request: GenerateRequest
-    stream: LocalStream
+    stream: TokenStream
     sampler: Sampler
     text: TextStream
     max_tokens: int
@@ -180,12 +177,11 @@ class RequestSequence(Sequence):
     logprobs: Logprobs = field(init=False)
     preparation: PreparedPrompt | None = None
     """The part of its prompt that was assembled before it arrived."""
-    trail: Tokens = ()
     """The tokens that follow the response in its readers' prompts."""
     finish: FinishReason | None = None
     """Set when the response is complete; one more pass may follow, for KV that is kept for readers."""
     response_stop: int | None = None
-    """End of the response in `tokens`; its trail follows."""
+    """End of the response in `tokens`."""
     awaits: tuple[RequestId, ...] | None = None
     """Base prefills that it waits for before its admission; None before the first check."""
     is_over: bool = False
@@ -223,15 +219,14 @@ class RequestSequence(Sequence):
     @property
     def room(self) -> int:
         """Most tokens that it can come to have."""
-        return self.request.prompt_tokens + self.max_tokens + len(self.trail)
+        return self.request.prompt_tokens + self.max_tokens
 
     def end_response(self, reason: FinishReason, computed: int, *, is_read: bool) -> None:
         """Mark the response as complete, with the KV of the first `computed` tokens there. If others are going to read
-        it, the KV of the rest and of the trail is computed next; of a forced one it is for its logits.
+        it, the KV of the rest is computed next; of a forced one it is for its logits.
         """
         self.finish, self.response_stop = reason, len(self.tokens)
         if is_read or self.forced:
-            self.tokens += self.trail
             self.todo = list(range(computed, len(self.tokens)))
 
     @property

@@ -11,9 +11,9 @@ from kedge.cache import CacheManager, EvictionPolicy
 from kedge.hints.actions import ActionOutcome
 from kedge.policies.eviction import lru
 from kedge.policies.fixed_prompts import FixedLengths
-from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, StopReason, Turn, TurnEnd, refused
+from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, Turn, TurnEnd, refused
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
+from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, ReuseMode, TurnHints
 
 
 class SessionCaching:
@@ -24,6 +24,7 @@ class SessionCaching:
         self._cache, self._is_on = cache, is_on
         self.ledger = SessionLedger(cache.num_blocks, clock)
         self._other_policy: EvictionPolicy = lru
+        self._lengths = FixedLengths(cache.block_size)
 
     def arrived(self, request: GenerateRequest) -> Turn | None:
         """Protect what is cached of the prompt of a request that waits, more than that of those that come later.
@@ -50,7 +51,7 @@ class SessionCaching:
         key = turn.session
         self.ledger.answered(turn, chain_of(tokens, self._cache.block_size, turn.chain), end)
         self.advance()
-        if self.ledger.steps.expects(key):
+        if self.ledger.expects(key):
             self._cache.on_label(key.namespace, key, tokens)
 
     def cancelled(self, turn: Turn) -> None:
@@ -66,10 +67,19 @@ class SessionCaching:
         self.advance()
         return outcomes
 
-    def labelled(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
-        """Take the fixed prompt of an agent, which the cache has labelled. `turn` is that of a prompt that begins with
-        it, whose hashes are known.
+    def called(self, request: GenerateRequest, turn: Turn | None) -> None:
+        """Label the fixed prompt of `request`, now that the exact part of its prompt is cached. Without an agent it has
+        none.
         """
+        chain = turn.chain if turn else chain_of(request.tokens, self._cache.block_size)
+        if request.agent and (length := self._lengths.of(request, chain)):
+            self.label(request.agent_key, request.tokens[:length], turn)
+
+    def label(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
+        """Label the cached part of `tokens` as an agent's fixed prompt. `turn` is that of a prompt that begins with it,
+        whose hashes are known.
+        """
+        self._cache.on_label(agent.namespace, agent, tokens)
         if self._is_on:
             self.ledger.own(agent, chain_of(tokens, self._cache.block_size, turn.chain if turn else ()))
 
@@ -86,32 +96,8 @@ class SessionCaching:
             self._cache.on_forecast(steps)
 
 
-def stop_reason(tool_mark: str, text: str, finish: FinishReason) -> StopReason:
-    """Return what a session waits for after the answer `text`, in which a tool call has `tool_mark` ("": unknown)."""
+def ending(tool_mark: str, text: str, finish: FinishReason) -> str:
+    """Return what the answer `text`, in which a tool call has `tool_mark`, ended with; "" where that is not known."""
     if not tool_mark or finish is not FinishReason.STOP:
-        return StopReason.UNKNOWN
-    return StopReason.TOOL if tool_mark in text else StopReason.USER
-
-
-class FixedPrompts:
-    """The labels of cached fixed prompts. Requests without an agent have none."""
-
-    def __init__(self, cache: CacheManager, sessions: SessionCaching) -> None:
-        self._cache, self._sessions = cache, sessions
-        self._lengths = FixedLengths()
-
-    def called(self, request: GenerateRequest, turn: Turn | None) -> None:
-        """Label the fixed prompt of `request`, now that the exact part of its prompt is cached."""
-        if request.agent and (length := self._lengths.of(request, time.monotonic())):
-            key = request.agent_key
-            self._label(key, request.tokens[:length], turn)
-
-    def _label(self, key: AgentKey, tokens: Tokens, turn: Turn | None = None) -> None:
-        """Label the cached part of `tokens` as the fixed prompt of `key`."""
-        self._cache.on_label(key.namespace, key, tokens)
-        self._sessions.labelled(key, tokens, turn)
-
-    def known(self, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Label the fixed prompts of agents that are about to call."""
-        for key, tokens in prompts.items():
-            self._label(key, tokens)
+        return ""
+    return "tool" if tool_mark in text else "user"

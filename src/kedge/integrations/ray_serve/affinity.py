@@ -7,21 +7,20 @@ latency only: every replica gives a call the same answer.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 from kedge.errors import ConfigError
 from kedge.hints.values import read_text
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, Namespace, RunId, TenantId, WorkflowId
 from kedge.workflow.forecast import RunKey
 
 Template = tuple[str, ...]
 """The key of a fixed prompt: (tenant, workflow, agent), or (tenant, client, run) for a caller who names neither."""
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +87,12 @@ class Affinity:
         for name, value, least in bounds:
             if value < least:
                 raise ConfigError(f"ray_serve.{name}", value, f"must be at least {least}")
-        self._spill, self._most_runs, self._most_templates = spill, most_runs, most_templates
-        self._homes: OrderedDict[RunKey, str] = OrderedDict()
-        self._holders: OrderedDict[Template, frozenset[str]] = OrderedDict()
+        self._spill = spill
+        self._homes = BoundedDict[RunKey, str](most_runs)
         self._held: Counter[str] = Counter()
         """Number of fixed prompts by replica, with those that are expected there"""
-        self._expected: OrderedDict[Template, str] = OrderedDict()
+        self._holders = BoundedDict[Template, frozenset[str]](most_templates, lambda _, on: self._held.subtract(on))
+        self._expected = BoundedDict[Template, str](most_templates, lambda _, replica: self._held.subtract([replica]))
 
     def order(self, caller: Caller, loads: Mapping[str, int]) -> list[str]:
         """Return the replicas, best first. `loads` has the length of each one's queue.
@@ -122,8 +121,7 @@ class Affinity:
             return
         self._drop_expectation(caller.template)
         self._held[replica] += 1
-        if forgotten := _remember(self._expected, caller.template, replica, self._most_templates):
-            self._held[forgotten] -= 1
+        self._expected[caller.template] = replica
 
     def routed(self, caller: Caller, replica: str) -> None:
         """Note that a call went to this replica, which holds its run and its agent's fixed prompt from now on."""
@@ -131,27 +129,20 @@ class Affinity:
             if caller.final:
                 self._homes.pop(caller.run_key, None)
             else:
-                _remember(self._homes, caller.run_key, replica, self._most_runs)
+                self._homes[caller.run_key] = replica
         self._drop_expectation(caller.template)
         before = self._holders.get(caller.template, frozenset())
-        forgotten = _remember(self._holders, caller.template, before | {replica}, self._most_templates)
         self._held.update({replica} - before)
-        self._held.subtract(forgotten or ())
-
-    def inspect(self) -> dict[str, dict[Any, Any]]:
-        """Return the home of every run, the holders of every template, present or expected, and how many each holds."""
-        return {
-            "homes": dict(self._homes),
-            "holders": dict(self._holders),
-            "expected": dict(self._expected),
-            "held": {replica: count for replica, count in self._held.items() if count},
-        }
+        self._holders[caller.template] = before | {replica}
 
     def retain(self, replicas: Collection[str]) -> None:
         """Drop all replicas but these, with what they held. Their runs continue wherever they are sent next."""
-        self._homes = OrderedDict((run, home) for run, home in self._homes.items() if home in replicas)
-        alive = frozenset(replicas)
-        self._holders = OrderedDict((name, on & alive) for name, on in self._holders.items() if on & alive)
+        for run in [run for run, home in self._homes.items() if home not in replicas]:
+            del self._homes[run]
+        for template, on in list(self._holders.items()):  # in their order, which stays
+            self._holders[template] = on.intersection(replicas)
+            if not self._holders[template]:
+                del self._holders[template]
         self._expected.clear()
         self._held = Counter(replica for on in self._holders.values() for replica in on)
 
@@ -163,10 +154,3 @@ class Affinity:
 def rendezvous(key: Iterable[str], replica: str) -> int:
     """Return the rendezvous hash of a key and a replica. The replica with the highest one owns the key."""
     return int.from_bytes(blake2b("\x1f".join((*key, replica)).encode(), digest_size=8).digest())
-
-
-def _remember(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> Value | None:
-    """Put a key last. Returns the value that was dropped for it, if there is one."""
-    table[key] = value
-    table.move_to_end(key)
-    return table.popitem(last=False)[1] if len(table) > most else None

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kedge.errors import ConfigError
 from kedge.integrations.ray_serve.router import RunRouter
-from kedge.integrations.vllm.engine.launch import CPU_ENVIRONMENT, connector
+from kedge.integrations.vllm.engine.options import CPU_ENVIRONMENT, connector
 
 try:
     from ray.exceptions import RayActorError

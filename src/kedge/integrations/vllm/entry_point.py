@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from kedge.errors import EngineClosed
+
 NAME, MODULE = "KedgeConnector", "kedge.integrations.vllm.plugin.connector"
 FORCED = "kedge_forced"
 """Key of a request's `extra_args` with the token ids of its answer"""
@@ -30,3 +32,8 @@ def register() -> None:
     if vllm.handlers and not own.handlers and own.level == logging.NOTSET:
         own.handlers, own.propagate = list(vllm.handlers), False
         own.setLevel(vllm.level)
+
+
+def died() -> EngineClosed:
+    """Return the error that vLLM's engine core has ended."""
+    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
@@ -39,8 +40,6 @@ from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
 
 logger = logging.getLogger(__name__)
-LAST = 2**31 - 1
-"""The priority of checks, where vLLM goes by priorities"""
 KEPT = ("stop", "stop_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words")
 """Of a client's parameters for vLLM, those that a check draws by, too, besides Kedge's own"""
 ALIKE = ("temperature", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -175,7 +174,8 @@ class ServerGuard:
     async def _carry_out(self, response: StreamedResponse) -> None:
         check = response.request
         salt = "" if (name := str(check.namespace)) == "default" else name  # that of prompts without a salt
-        outputs = self._generate(tokens_prompt(check, salt), response.params, check.request_id, priority=LAST)
+        last = sys.maxsize  # where vLLM goes by priorities
+        outputs = self._generate(tokens_prompt(check, salt), response.params, check.request_id, priority=last)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

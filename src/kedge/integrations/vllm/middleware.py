@@ -27,11 +27,10 @@ from kedge.discovery.report import page
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
-from kedge.hints.values import without_infinity
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
 from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.plugin.hints import KNOWN
 from kedge.policies.sessions import refused
-from kedge.settings.sections import shown_fidelity
 from kedge.types import Namespace, RunKey
 
 if TYPE_CHECKING:
@@ -42,27 +41,9 @@ PAGE, DATA = "/kedge", "/kedge/report"
 """What the plug-in has found, as a page and as JSON"""
 MAX_BODY_BYTES = 64 << 20
 """Bodies that are longer are refused: a field in them that keeps caches apart would do nothing"""
-FIELDS = (
-    "workflow",
-    "run",
-    "agent",
-    "client",
-    "seq",
-    "fixed_tokens",
-    "reuse",
-    "session",
-    "parent",
-    "returns_in",
-    "keep_for",
-    "guard",
-    "pick",
-)
-"""Hints that have the same name and form in the plug-in"""
-
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
-MAX_HINT_BYTES = 1 << 20
 MAX_WAITING = 256
 """Calls that may wait for vLLM at once"""
 STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
@@ -168,13 +149,13 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
     """Return a whole body with its hints, or unchanged. Raises `RequestError` for one that cannot be served."""
-    body = await _content(receive, MAX_BODY_BYTES)
+    body = await _content(receive)
     if body is None:
         return {"type": "http.disconnect"}
     return {"type": "http.request", "body": add_hints(body, headers) or body, "more_body": False}
 
 
-async def _content(receive: Receive, most: int) -> bytes | None:
+async def _content(receive: Receive) -> bytes | None:
     """Return the bytes of a body, None of a client that has gone. Raises `RequestError` for one that is too long."""
     parts, size, has_more = [], 0, True
     while has_more:
@@ -183,8 +164,8 @@ async def _content(receive: Receive, most: int) -> bytes | None:
             return None
         parts.append(message.get("body", b""))
         size, has_more = size + len(parts[-1]), message.get("more_body", False)
-        if size > most:
-            raise RequestError("body", f"{size} bytes", f"must have at most {most}")
+        if size > MAX_BODY_BYTES:
+            raise RequestError("body", f"{size} bytes", f"must have at most {MAX_BODY_BYTES}")
     return b"".join(parts)
 
 
@@ -214,13 +195,8 @@ def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
 
 def plugin_hints(hints: Hints) -> dict[str, Any]:
     """Return hints as the plug-in reads them; those without an effect there are left out."""
-    found = {name: getattr(hints, name) for name in FIELDS}
-    for name, times in (("steps", hints.steps), ("expects", hints.expects)):
-        found[name] = times and without_infinity(times)
-    found["actions"] = [one.to_dict() for one in hints.actions] or None
-    found["final"] = hints.final or None
-    found["fidelity"] = shown_fidelity(hints.fidelity)
-    return {name: value for name, value in found.items() if value not in ("", None)}
+    found = {name: value for name, value in hints.to_dict().items() if name in KNOWN}
+    return {**found, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else found
 
 
 async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[], Awaitable[dict[str, Any]]]) -> None:
@@ -257,7 +233,7 @@ def _failed(error: KedgeError) -> Response:
 async def _body(receive: Receive) -> dict[str, Any]:
     """Return the body of a call. Raises `RequestError` for one that is no JSON object, or too long."""
     try:
-        body = json.loads(await _content(receive, MAX_HINT_BYTES) or b"")
+        body = json.loads(await _content(receive) or b"")
     except (ValueError, RecursionError) as error:
         raise RequestError("body", "…", f"must be JSON: {error}") from None
     if not isinstance(body, dict):
@@ -273,14 +249,8 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
     if connector != NAME:
         raise ConfigError("kv_connector", connector, f"must be {NAME} for hints")
 
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from kedge.integrations.vllm.engine.guarding import died
     from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 
     if len(ADVICE_CALLS) >= MAX_WAITING:
         raise Overloaded("hints", len(ADVICE_CALLS), f"at most {MAX_WAITING} calls wait for vLLM at once")
-    try:
-        return await ADVICE_CALLS.ask(client.engine_core, namespace, given)
-    except EngineDeadError:
-        raise died() from None
+    return await ADVICE_CALLS.ask(client.engine_core, namespace, given)

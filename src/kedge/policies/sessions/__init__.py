@@ -2,9 +2,9 @@
 
 from kedge.policies.sessions.advice import NO_SESSIONS, refused
 from kedge.policies.sessions.guard import Guard
-from kedge.policies.sessions.ledger import LedgerChanges, SessionLedger, Turn
-from kedge.policies.sessions.tracker import NextRuns, SessionSteps, SessionTracker
-from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, StopReason, TurnEnd
+from kedge.policies.sessions.ledger import LedgerChanges, NextRuns, SessionLedger, Turn
+from kedge.policies.sessions.tracker import SessionTracker
+from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, TurnEnd
 
 __all__ = [
     "NO_SESSIONS",
@@ -15,9 +15,7 @@ __all__ = [
     "SessionHints",
     "SessionKey",
     "SessionLedger",
-    "SessionSteps",
     "SessionTracker",
-    "StopReason",
     "Turn",
     "TurnEnd",
     "refused",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
-from kedge.policies.sessions.tracker import SessionState, SessionSteps
-from kedge.policies.sessions.turns import MAX_CLASSES, MAX_SESSIONS, SessionKey, TurnEnd
+from kedge.policies.sessions.tracker import SessionState, SessionTracker
+from kedge.policies.sessions.turns import SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId, TurnHints
 
@@ -33,54 +33,22 @@ class StandingHint:
     """Whether it ends with its next answer"""
 
 
-class StandingHints:
-    """The hints that stand, by session. Bounded, and no tenant alone pushes out another's."""
-
-    def __init__(self) -> None:
-        self._hints: BoundedDict[SessionKey, StandingHint] = BoundedDict(MAX_SESSIONS, lambda key, _: self._left(key))
-        self._of: dict[TenantId, OrderedDict[SessionKey, None]] = {}
-
-    def __len__(self) -> int:
-        """Return the number of sessions that a hint stands for."""
-        return len(self._hints)
-
-    def __contains__(self, key: SessionKey) -> bool:
-        """Return whether a hint stands for a session."""
-        return key in self._hints
-
-    def get(self, key: SessionKey) -> StandingHint:
-        """Return what stands for a session."""
-        return self._hints.get(key, StandingHint())
-
-    def put(self, key: SessionKey, hint: StandingHint) -> None:
-        """Replace what stands for a session; an empty hint is none."""
-        self.drop(key)
-        if hint == StandingHint():
-            return
-        own = self._of.setdefault(key.namespace.tenant, OrderedDict())
-        if len(own) >= MAX_CLASSES:
-            self.drop(next(iter(own)))
-        self._of.setdefault(key.namespace.tenant, own)[key] = None
-        self._hints[key] = hint
-
-    def drop(self, key: SessionKey) -> None:
-        """Forget what stands for a session."""
-        if self._hints.pop(key, None) is not None:
-            self._left(key)
-
-    def _left(self, key: SessionKey) -> None:
-        own = self._of[key.namespace.tenant]
-        del own[key]
-        if not own:
-            del self._of[key.namespace.tenant]
-
-
 class SessionAdvice:
     """Takes what clients say of sessions between requests. One thread owns it, together with the sessions."""
 
-    def __init__(self, steps: SessionSteps) -> None:
-        self._steps, self._tracker = steps, steps.tracker
-        self.standing = StandingHints()
+    def __init__(self, tracker: SessionTracker, obstacle: Callable[[SessionKey], str]) -> None:
+        """Begin without hints. `obstacle` says why one on when a session returns is not used yet; "" where it is."""
+        self._tracker, self._obstacle = tracker, obstacle
+        self._standing: BoundedDict[SessionKey, StandingHint] = BoundedDict(owner=_tenant)
+        """The hints that stand: no tenant pushes out those of others"""
+
+    def __len__(self) -> int:
+        """Return the number of sessions that a hint stands for."""
+        return len(self._standing)
+
+    def _stand(self, key: SessionKey, **said: Any) -> None:
+        """Let a hint stand for a session, beside what does already."""
+        self._standing[key] = replace(self._standing.get(key, StandingHint()), **said)
 
     # between requests -----------------------------------------------------------------------------------------
 
@@ -96,7 +64,7 @@ class SessionAdvice:
                 yield self._keep(key, hints.keep_for, now)
             if hints.returns_in is not None:
                 if self._tracker.state(key) is SessionState.IN_FLIGHT:
-                    self.standing.put(key, replace(self.standing.get(key), returns_in=hints.returns_in))
+                    self._stand(key, returns_in=hints.returns_in)
                     yield ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
                 else:
                     outcome = self._expect(key, hints.returns_in, now)
@@ -108,10 +76,10 @@ class SessionAdvice:
         yield from (ActionOutcome(name, GIVEN_UP) for name in said if name != "final")
         state = self._tracker.state(key)
         if state is SessionState.IN_FLIGHT:
-            self.standing.put(key, StandingHint(is_last=True))
+            self._standing[key] = StandingHint(is_last=True)
             yield ActionOutcome("final", "it is forgotten with the end of its request", ActionResult.DEFERRED)
             return
-        self.standing.drop(key)
+        self._standing.pop(key, None)
         self._tracker.end(key)
         is_known = state is SessionState.IDLE
         yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED) if is_known else _rejected("final")
@@ -119,12 +87,12 @@ class SessionAdvice:
     def _keep(self, key: SessionKey, wanted: float, now: float) -> ActionOutcome:
         """Keep a session from now on, and after each of its answers."""
         seconds = min(wanted, MAX_KEPT_SECONDS)
-        self.standing.put(key, replace(self.standing.get(key), keep_for=seconds))
+        self._stand(key, keep_for=seconds)
         limit = f"; {MAX_KEPT_SECONDS:g} s at most" if wanted > seconds else ""
         if self._tracker.state(key) is not SessionState.IDLE:
             return ActionOutcome("keep_for", LATER + limit, ActionResult.DEFERRED)
         self._tracker.keep(key, now, seconds)
-        if obstacle := self._steps.obstacle(key):
+        if obstacle := self._obstacle(key):
             return ActionOutcome("keep_for", obstacle + limit, ActionResult.DEFERRED)
         what = "is kept" if seconds else "goes before other KV"
         result = ActionResult.CLIPPED if limit else ActionResult.APPLIED
@@ -137,7 +105,7 @@ class SessionAdvice:
         if state is SessionState.IN_FLIGHT:
             return ActionOutcome("expects", "a request of it is in flight", session=name)
         self._tracker.expect(key, now, seconds)
-        if obstacle := self._steps.obstacle(key):
+        if obstacle := self._obstacle(key):
             return ActionOutcome("expects", obstacle, ActionResult.DEFERRED, name)
         how = "is kept and loaded by that time" if math.isfinite(seconds) else "goes before other KV"
         return ActionOutcome("expects", how, ActionResult.APPLIED, name)
@@ -146,23 +114,28 @@ class SessionAdvice:
 
     def completed(self, key: SessionKey, end: TurnEnd) -> TurnEnd:
         """Return the end of a turn with what stands where its request has said nothing."""
-        if key not in self.standing:
+        hint = self._standing.pop(key, None)
+        if hint is None:
             return end
-        hint = self.standing.get(key)
         end = replace(
             end,
             keep_for=hint.keep_for if end.keep_for is None else end.keep_for,
             returns_in=hint.returns_in if end.returns_in is None else end.returns_in,
             is_last=end.is_last or hint.is_last,
         )
-        self.standing.put(key, StandingHint(None if end.is_last else hint.keep_for))
+        if hint.keep_for is not None and not end.is_last:
+            self._standing[key] = StandingHint(hint.keep_for)
         return end
 
     def cancelled(self, key: SessionKey) -> None:
         """Take the end of a turn without an answer."""
-        if self.standing.get(key).is_last:
-            self.standing.drop(key)
+        if (hint := self._standing.get(key)) and hint.is_last:
+            del self._standing[key]
             self._tracker.end(key)
+
+
+def _tenant(key: SessionKey) -> TenantId:
+    return key.namespace.tenant
 
 
 def refused(hints: TurnHints, reason: str, outcome: ActionResult = ActionResult.REJECTED) -> tuple[ActionOutcome, ...]:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kedge.hints.actions import ActionOutcome
 from kedge.policies.sessions.advice import SessionAdvice
 from kedge.policies.sessions.guard import Guard
-from kedge.policies.sessions.tracker import NextRuns, SessionSteps
+from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import (
-    MAX_CLASSES,
     MAX_SESSIONS,
     NO_HINTS,
     UNKNOWN_END,
@@ -34,7 +33,15 @@ MEMORY = 10
 """Calls of a client after which old ones count for a third."""
 MIN_SKILL = 0.3
 """Skill of forecasts below which they are not believed: 0 is that of guessing, 1 is always right."""
+START_PACE = 1.0
+"""Seconds that a step of a workflow takes, until one was observed."""
+WEIGHT = 0.1
+"""Share of a new observation in the pace."""
+WAITING = -1.0
+"""The step of a session with a request in flight: sooner than all that is idle."""
 Client = tuple[Namespace, str]
+NextRuns = Mapping[SessionKey, tuple[float, float] | None]
+"""Steps until a session returns, with a probability (always 1); None: nothing is expected of it any more."""
 Forecasts = Mapping[AgentKey, tuple[float, float] | None]
 """Agents whose next run has changed, with steps and probability; None: it is not known any more."""
 _Expected = dict[AgentId, tuple[float, float]]
@@ -66,7 +73,7 @@ class ForecastRecord:
         self._now: BoundedDict[RunKey, _Expected] = BoundedDict(MAX_SESSIONS, self._forget)
         self._before: dict[RunKey, _Expected] = {}
         """What was expected before the last change: a call begins with a forecast of what follows it"""
-        self._skills: BoundedDict[Client, _Skill] = BoundedDict(MAX_CLASSES)
+        self._skills: BoundedDict[Client, _Skill] = BoundedDict()
 
     def __len__(self) -> int:
         """Return the number of clients that are remembered."""
@@ -147,26 +154,43 @@ class LedgerChanges(NamedTuple):
 
 
 class SessionLedger:
-    """Finds the session of every request, learns from its turns, and watches whether that wins. One thread owns it."""
+    """Finds the session of every request, learns from its turns, and watches whether that wins. One thread owns it.
+
+    A session's KV is needed when the forecast of its agent says (steps-to-execution, KVFlow), else when such sessions
+    tend to return. An agent's prompts are a session only if they were seen to continue one another: what varies behind
+    a fixed prompt is not needed again, and gets no step at all.
+    """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without sessions, for a cache of `num_blocks` blocks. `clock` is in seconds."""
         self._clock, self._arrivals = clock, itertools.count()
-        self.steps, self.guard = SessionSteps(), Guard(num_blocks)
-        self._advice = SessionAdvice(self.steps)
+        self.tracker, self.guard = SessionTracker(), Guard(num_blocks)
+        self._advice = SessionAdvice(self.tracker, self._obstacle)
         self._record = ForecastRecord()
         self._swaps_policy = False
+        self._pace = START_PACE
+        self._runs: dict[AgentKey, float] = {}
+        """Steps until each agent with a forecast runs"""
+        self._sessions: dict[AgentKey, SessionKey] = {}
+        self._agents: dict[SessionKey, tuple[AgentKey, Hashable]] = {}
+        """The agent of a session, in its run and in all runs"""
+        self._places: dict[SessionKey, float] = {}
+        """The places of sessions in flight among those that wait: the least is needed first"""
+        self._moved: set[SessionKey] = set()
 
     # turns ----------------------------------------------------------------------------------------------------
 
     def arrive(self, namespace: Namespace, chain: Chain, hints: SessionHints = NO_HINTS) -> Turn:
         """Begin a turn. Its session is needed before all idle ones, and after those whose turns began earlier."""
         now = self._clock()
+        key = self.tracker.arrive(namespace, chain, now, hints)
+        self._hold(key, next(self._arrivals))
         if hints.agent is not None:
             self._record.called(hints.agent)
-        key = self.steps.arrive(namespace, chain, now, hints, next(self._arrivals))
+            self._agents[key] = (hints.agent, hints.flow)
+            self._sessions[hints.agent] = key
         for other, seconds in hints.expects.items():
-            self.steps.tracker.expect(SessionKey(namespace, other), now, seconds)
+            self.tracker.expect(SessionKey(namespace, other), now, seconds)
         self._swaps_policy ^= self.guard.access(key, chain)
         return Turn(key, now, chain, hints)
 
@@ -176,24 +200,44 @@ class SessionLedger:
         Places count by powers of two, so that one that goes first changes the steps of few others.
         """
         for place, turn in enumerate(turns):
-            self.steps.hold(turn.session, place.bit_length())
+            self._hold(turn.session, place.bit_length())
+
+    def _hold(self, key: SessionKey, place: float) -> None:
+        if self._places.get(key) != place:
+            self._places[key] = place
+            self._moved.add(key)
 
     def answered(self, turn: Turn, chain: Chain, end: TurnEnd = UNKNOWN_END) -> None:
         """End a turn with an answer; `chain` is what its session is found by next."""
         now, key = self._clock(), turn.session
-        self.steps.observe_call(key, now - turn.began)
-        self.steps.answered(key, chain, now, self._advice.completed(key, turn.end(end)))
+        if now > turn.began and key in self._agents:
+            self._pace += WEIGHT * (now - turn.began - self._pace)
+        self.tracker.answered(key, chain, now, self._advice.completed(key, turn.end(end)))
+        self._ended(key)
         if len(chain) > len(turn.chain):
             self.guard.own(key, chain)
 
     def cancelled(self, turn: Turn) -> None:
         """End a turn without an answer."""
-        self.steps.cancelled(turn.session, self._clock())
+        self.tracker.cancelled(turn.session, self._clock())
         self._advice.cancelled(turn.session)
+        self._ended(turn.session)
+
+    def _ended(self, key: SessionKey) -> None:
+        self._places.pop(key, None)
+        self._moved.add(key)
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions without a request. Returns what becomes of each hint."""
         return tuple(self._advice.take(namespace, hints, self._clock()))
+
+    def _obstacle(self, key: SessionKey) -> str:
+        agent, flow = self._agents.get(key, (None, None))
+        if agent is None:
+            return ""
+        if not self.tracker.continues(flow):
+            return "counts once prompts of its agent are seen to continue one another"
+        return "counts once its agent's forecast is over" if agent in self._runs else ""
 
     # agents of workflows --------------------------------------------------------------------------------------
 
@@ -202,10 +246,17 @@ class SessionLedger:
         self.guard.own(agent, chain)
 
     def on_forecast(self, changes: Forecasts) -> Forecasts:
-        """Take the changes of the forecast. Returns them as the cache takes them: runs are less probable where the
-        client's forecasts do not come true.
+        """Take the changes of the forecast; an agent whose run is over takes its session along. Returns them as the
+        cache takes them: runs are less probable where the client's forecasts do not come true.
         """
-        self.steps.on_forecast(changes)
+        for agent, next_run in changes.items():
+            key = self._sessions.get(agent)
+            if next_run is not None:
+                self._runs[agent] = next_run[0]
+            elif self._runs.pop(agent, None) is not None and key is not None:
+                self.tracker.end(key)
+            if key is not None:
+                self._moved.add(key)
         self.guard.on_steps(changes)
         return self._record.on_forecast(changes)
 
@@ -213,8 +264,35 @@ class SessionLedger:
 
     def advance(self) -> LedgerChanges:
         """Return what has changed since the last call. O(changed sessions x log n)."""
-        steps = self.steps.advance(self._clock())
-        if steps:
-            self.guard.on_steps(steps)
+        ranks = self.tracker.advance(self._clock())
+        for key in self._moved:
+            ranks.setdefault(key, self.tracker.rank(key))
+        self._moved.clear()
+        steps = {key: self._next_run(key, rank) for key, rank in ranks.items()}
+        self.guard.on_steps(steps)
         swaps, self._swaps_policy = self._swaps_policy, False
         return LedgerChanges(steps, swaps)
+
+    def expects(self, key: SessionKey) -> bool:
+        """Return whether a session may return, as far as is known."""
+        return self._next_run(key, self.tracker.rank(key)) is not None
+
+    def _next_run(self, key: SessionKey, rank: float | None) -> tuple[float, float] | None:
+        if rank is None or key not in self.tracker:
+            self._forget(key)
+            return None
+        if (place := self._places.get(key)) is not None:
+            return WAITING / (1 + max(0.0, place)), 1.0
+        agent, flow = self._agents.get(key, (None, None))
+        if agent is None:
+            return rank / self._pace, 1.0
+        share = self.tracker.continues(flow)
+        if not share:
+            return None
+        return ((self._runs[agent] + 1) / share if agent in self._runs else rank / self._pace), 1.0
+
+    def _forget(self, key: SessionKey) -> None:
+        self._places.pop(key, None)
+        agent, _ = self._agents.pop(key, (None, None))
+        if agent is not None and self._sessions.get(agent) == key:
+            del self._sessions[agent]

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from kedge.policies.fixed_prompts import MAX_BLOCKS
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentKey, GenerateRequest, Namespace
-
-
-class StopReason(StrEnum):
-    """What an answer ended with: what the session now waits for."""
-
-    TOOL = "tool"
-    USER = "user"
-    UNKNOWN = "unknown"
+from kedge.types import AgentKey, GenerateRequest, Namespace, TurnHints
 
 
 class SessionKey(NamedTuple):
@@ -27,20 +19,9 @@ class SessionKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SessionHints:
-    """What a request says of its session; all optional."""
+class SessionHints(TurnHints):
+    """What a request says of its session, and who asks."""
 
-    session: str = ""
-    """Id of the session, the same for all its requests"""
-    sub_agent: bool = False
-    returns_in: float | None = None
-    """Seconds from the answer to the session's next request"""
-    is_last: bool = False
-    """Whether the session ends with this request"""
-    keep_for: float | None = None
-    """Seconds from the answer for which the session's KV is to be kept; 0: it may go first"""
-    expects: Mapping[str, float] = field(default_factory=dict)
-    """Other sessions -> seconds until they are needed; infinite: not any more"""
     flow: Hashable = None
     """The agent of a workflow that asks, the same in all runs, where it is known"""
     agent: AgentKey | None = None
@@ -49,22 +30,16 @@ class SessionHints:
     @classmethod
     def of(cls, request: GenerateRequest) -> SessionHints:
         """Return what a request says of its session."""
-        turn = request.turn
-        flow, agent = None, None
-        if request.agent:
-            flow, agent = (request.namespace, request.workflow, request.agent), request.agent_key
-        return cls(
-            turn.session, bool(turn.parent), turn.returns_in, turn.is_last, turn.keep_for, turn.expects, flow, agent
-        )
+        said = {one.name: getattr(request.turn, one.name) for one in fields(TurnHints)}
+        return cls(**said, flow=request.workflow_agent, agent=request.agent_key) if request.agent else cls(**said)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
     """What the end of a turn says of when the session returns; all optional."""
 
-    stop: StopReason = StopReason.UNKNOWN
-    tool: str = ""
-    """Name of what the answer calls"""
+    ending: str = ""
+    """What the answer ended with, such as a call of a tool, where that is known: sessions pause otherwise after it"""
     returns_in: float | None = None
     """Seconds until the session's next request"""
     is_last: bool = False
@@ -79,15 +54,13 @@ NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
 MAX_SESSIONS = 8192
 """Sessions, and agents and runs of workflows, of which something is remembered: the one that was active longest ago is
 forgotten first"""
-MAX_CLASSES = 1024
-"""Kinds of idle times, clients, and sessions of one tenant with hints that stand, likewise"""
+RECENT = 0.05
+"""Share of a new request in the moving means of all requests"""
 Chain = Sequence[Hashable]
 """Prefix hashes of the full blocks of a prompt, first block first."""
 BACK = (1, 2, 4)
 """Blocks from the end of a turn at which it is known again: what an application adds to the end of a prompt, such as a
 reminder, may be gone in the next one."""
-MAX_BEGINNINGS = 1 << 16
-"""Beginnings of sessions that are remembered: whole first prompts, and lengths that are powers of two."""
 
 
 class SessionLinks:
@@ -100,8 +73,8 @@ class SessionLinks:
     def __init__(self) -> None:
         self._ends: dict[Namespace, dict[Hashable, Hashable]] = {}
         self._marks: dict[Hashable, tuple[Namespace, list[Hashable]]] = {}
-        self._beginnings: BoundedDict[tuple[Namespace, Hashable], int] = BoundedDict(MAX_BEGINNINGS)
-        """Sessions that began with the blocks up to one"""
+        self._beginnings: BoundedDict[tuple[Namespace, Hashable], int] = BoundedDict(MAX_BLOCKS)
+        """Sessions that began with the blocks up to one, of whole first prompts and lengths that are powers of two"""
 
     def find(self, namespace: Namespace, chain: Chain) -> Hashable:
         """Return the session whose end lies deepest in `chain`; None without one. O(blocks behind it).

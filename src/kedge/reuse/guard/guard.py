@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isinf
@@ -376,7 +377,7 @@ class QualityGuard:
         for key, record in records:
             if owns(key.namespace):
                 with self._lock:
-                    copied = record.copy()
+                    copied = deepcopy(record)
                 yield key, copied
 
     def saved(self) -> dict[Group, dict[str, object]]:

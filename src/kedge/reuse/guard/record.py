@@ -8,14 +8,14 @@ only a multiple of it, in the mean of many, says that something is wrong.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from math import inf, isfinite, lgamma, log
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
@@ -38,6 +38,7 @@ WEAK_UNUSUAL, WEAK_REFUTES = 1.5, 2.0
 LEAST_WEAK = 4
 """Weak tokens that say something together"""
 
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 Errors = Mapping[str, Sequence[float]]
 """Placeholder -> the relative errors of its sentinel tokens"""
 
@@ -143,8 +144,13 @@ class ChangeEvidence:
     al., *Time-uniform, nonparametric, nonasymptotic confidence sequences*, 2021).
     """
 
-    checks: int = 0
-    changed: int = 0
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    checks: Count = 0
+    changed: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.changed > self.checks:
+            raise ValueError(f"{self.changed} of {self.checks} checks changed")
 
     def observe(self, changed: bool) -> None:
         """Count one comparison."""
@@ -209,67 +215,46 @@ class GuardRecord:
     Evidence restarts with every change of state but the one to `on`. So that all restarts together call an agent below
     the limit a breach with probability `alpha` at most, the k-th of them (from 0) tests at `alpha` / ((k + 1) (k + 2)),
     and the change that made it suspect, which has chosen the moment, is not counted again.
+
+    It is saved but for what is usual of sentinel tokens, which is learned anew. The limits are for saved ones.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
     state: GuardState = GuardState.SHADOW
     evidence: ChangeEvidence = field(default_factory=ChangeEvidence)
     """Since the last change of state, but for that from `canary` to `on`"""
     by_kind: dict[DecisionKind, ChangeEvidence] = field(default_factory=dict)
     """The same for each kind of decision that was compared; the state follows what these mean together"""
     withheld: bool = False
-    epoch: int = 0
+    epoch: Count = 0
     """Number of breaches: anchors of an earlier epoch are not used"""
-    suspicions: int = 0
+    suspicions: Count = 0
     kl: float = 0.0
     """Largest mean divergence of any check since the last change of state, in nats"""
-    drawn_errors: UsualError = field(default_factory=UsualError)
-    """Of sentinel tokens that were drawn from the translated ones"""
-    weak_errors: UsualError = field(default_factory=UsualError)
-    """Of those that are computed anyway"""
-    _calls: int = 0
-    """Translated calls since the last change of state, but for that from `canary` to `on`"""
-    _restarts: int = 0
-    _needed: int = 0
-    _streak: int = 0
-    """Trials in a row without a change"""
+    restarts: Count = 0
+    needed: Count = 0
+    """Trials in a row without a change by which it is translated again"""
+    streak: Count = 0
+    """Those seen"""
     refutations: ChangeEvidence = field(default_factory=ChangeEvidence)
     """Readings of sentinel tokens since the last breach, and those of them that refuted a translation"""
-
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """How often evidence began anew, the trials without a change that are needed, and those seen in a row."""
-        return self._restarts, self._needed, self._streak
-
-    @progress.setter
-    def progress(self, counts: tuple[int, int, int]) -> None:
-        self._restarts, self._needed, self._streak = counts
-
-    def copy(self) -> GuardRecord:
-        """Return a record of its own with the same counts: O(1)."""
-        return replace(
-            self,
-            evidence=replace(self.evidence),
-            by_kind={kind: replace(evidence) for kind, evidence in self.by_kind.items()},
-            drawn_errors=replace(self.drawn_errors),
-            weak_errors=replace(self.weak_errors),
-            refutations=replace(self.refutations),
-        )
+    drawn_errors: UsualError = field(default_factory=UsualError, init=False)
+    """Of sentinel tokens that were drawn from the translated ones"""
+    weak_errors: UsualError = field(default_factory=UsualError, init=False)
+    """Of those that are computed anyway"""
+    calls: int = field(default=0, init=False)
+    """Translated calls since the last change of state, but for that from `canary` to `on`"""
 
     def translated(self) -> None:
         """Note that a call was translated, so the anchors predict a small error."""
-        self._calls += 1
+        self.calls += 1
         if self.state is GuardState.SHADOW and not self.withheld:
             self.state = GuardState.CANARY
 
     @property
     def is_new(self) -> bool:
         """Whether so few calls were translated that translated tokens are drawn as sentinels in each of them."""
-        return self._calls < SETTLED
-
-    @property
-    def is_translated(self) -> bool:
-        """Whether a call was translated since the last change of state, but for that from `canary` to `on`."""
-        return self._calls > 0
+        return self.calls < SETTLED
 
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
@@ -279,11 +264,11 @@ class GuardRecord:
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
             self.state = GuardState.ON
-        elif self.evidence.exceeds(settings.max_changed, _spent(ALPHA, self._restarts)):
+        elif self.evidence.exceeds(settings.max_changed, _spent(ALPHA, self.restarts)):
             self._breach()
         elif self.withheld:
-            self._streak = 0 if seen.changed else self._streak + 1
-            if self._streak >= self._needed:
+            self.streak = 0 if seen.changed else self.streak + 1
+            if self.streak >= self.needed:
                 self._restart(GuardState.CANARY)
         elif seen.changed and self.evidence.share > settings.max_changed:
             self._suspect(seen.kl)
@@ -303,18 +288,18 @@ class GuardRecord:
     def _suspect(self, kl: float = 0.0) -> None:
         self.suspicions += 1
         self._restart(GuardState.SHADOW)
-        self.kl, self.withheld, self._needed = kl, True, TRIALS
+        self.kl, self.withheld, self.needed = kl, True, TRIALS
 
     def _breach(self) -> None:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
         self.withheld, self.refutations = True, ChangeEvidence()
-        self._needed = min(MAX_TRIALS, TRIALS * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
+        self.needed = min(MAX_TRIALS, TRIALS * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
 
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False
-        self.kl, self._streak, self._calls = 0.0, 0, 0
-        self._restarts += 1
+        self.kl, self.streak, self.calls = 0.0, 0, 0
+        self.restarts += 1
 
 
 def _spent(alpha: float, restarts: int) -> float:
@@ -323,71 +308,17 @@ def _spent(alpha: float, restarts: int) -> float:
 
 
 Name = Annotated[str, Field(max_length=4096)]
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-Progress = tuple[Count, Count, Count]
+_RECORDS: TypeAdapter[list[tuple[Name, Name, GuardRecord]]] = TypeAdapter(list[tuple[Name, Name, GuardRecord]])
+_LEARNED_ANEW = {"__all__": {2: {"drawn_errors", "weak_errors", "calls"}}}
 
 
-class _Saved(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SavedEvidence(_Saved):
-    """Counts of comparisons."""
-
-    checks: Count
-    changed: Count
-
-    @model_validator(mode="after")
-    def _counts(self) -> SavedEvidence:
-        if self.changed > self.checks:
-            raise ValueError(f"{self.changed} of {self.checks} checks changed")
-        return self
-
-    def evidence(self) -> ChangeEvidence:
-        """Return it as it is counted on."""
-        return ChangeEvidence(self.checks, self.changed)
-
-
-class SavedRecord(_Saved):
-    """The record of one placeholder in an agent's prompts as plain data. What is usual of sentinel tokens is learned
-    anew. Whatever is malformed raises `ValueError`, and nothing of it is taken over.
-    """
-
-    agent: Name
-    placeholder: Name
-    state: GuardState
-    evidence: SavedEvidence
-    by_kind: dict[DecisionKind, SavedEvidence]
-    withheld: bool
-    epoch: Count
-    suspicions: Count
-    kl: FiniteFloat
-    progress: Progress
-    refutations: SavedEvidence
-
-    @classmethod
-    def of(cls, agent: str, placeholder: str, record: GuardRecord) -> SavedRecord:
-        """Return a record as data: the fields have the names that they have there."""
-        held = {name: getattr(record, name) for name in cls.model_fields if name not in ("agent", "placeholder")}
-        return cls.model_validate({"agent": agent, "placeholder": placeholder, **held}, from_attributes=True)
-
-    def record(self) -> GuardRecord:
-        """Return the record as it goes on."""
-        record = GuardRecord(self.state, self.evidence.evidence())
-        record.by_kind = {kind: one.evidence() for kind, one in self.by_kind.items()}
-        record.withheld, record.epoch, record.suspicions = self.withheld, self.epoch, self.suspicions
-        record.kl, record.progress, record.refutations = self.kl, self.progress, self.refutations.evidence()
-        return record
-
-
-_RECORDS: TypeAdapter[list[SavedRecord]] = TypeAdapter(list[SavedRecord])
-
-
-def to_data(records: Mapping[tuple[str, str], GuardRecord]) -> list[dict[str, Any]]:
+def to_data(records: Mapping[tuple[str, str], GuardRecord]) -> list[Any]:
     """Return records, by agent and placeholder, as JSON's types."""
-    return [SavedRecord.of(*key, record).model_dump(mode="json") for key, record in records.items()]
+    held = [(*key, record) for key, record in records.items()]
+    data: list[Any] = _RECORDS.dump_python(held, mode="json", exclude=_LEARNED_ANEW)
+    return data
 
 
 def from_data(data: Iterable[object]) -> dict[tuple[str, str], GuardRecord]:
-    """Return the records in `data`. Raises `ValueError`."""
-    return {(one.agent, one.placeholder): one.record() for one in _RECORDS.validate_python(data)}
+    """Return the records in `data`. Raises `ValueError` for whatever is malformed."""
+    return {(agent, placeholder): record for agent, placeholder, record in _RECORDS.validate_python(data)}

@@ -1,4 +1,4 @@
-"""What the dashboard remembers of each tenant: who waits and runs now, and a bounded past. Nothing grows for ever.
+"""What the dashboard remembers of each tenant: its last calls, its runs and its failures. All else follows from these.
 
 Texts of calls are kept only where a tenant's may be. The lock of `History` guards everything, so that the threads of
 the engine's streams can tell and the event loop can read.
@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, islice
 from math import isfinite
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kedge.engine.base import Tokenizer
 from kedge.engine.common.watched import Watcher
 from kedge.reuse.reasons import pieces
-from kedge.server.http import OVERLOADED, CallFailure, FailureKind
+from kedge.server.http import OVERLOADED, CallFailure, FailureKind, receipt
 from kedge.server.tenancy import KeyRing
 from kedge.settings import ServerSettings
+from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     AgentId,
     Completion,
@@ -31,17 +32,21 @@ from kedge.types import (
     Namespace,
     Receipt,
     RequestId,
-    Segment,
     Source,
-    Span,
     TenantId,
     Tokens,
     WorkflowId,
 )
 from kedge.workflow.forecast import Changes, RunKey
 
-SAMPLES = 64
-"""Times to first token by agent and kind; the median is of these."""
+MAX_CALLS, MAX_RUNS, MAX_LISTED = 1024, 24, 40
+"""Calls and runs of a tenant that are remembered; receipts and failures that the page lists."""
+MAX_AGENTS = 64
+"""Agents of a run that are expected, and agents of a tenant whose fixed prompt is known."""
+MAX_TEXT_TOKENS = 1 << 17
+"""Of all prompts and answers that are kept of one tenant."""
+BUCKET_SECONDS, BUCKETS = 5, 60
+"""Tokens by source are summed over so many seconds, so many times."""
 
 
 class PromptKind(StrEnum):
@@ -73,57 +78,11 @@ class AgentName(NamedTuple):
     agent: AgentId
 
 
-class Time(NamedTuple):
-    """A time to first token, and the most requests in flight until then."""
-
-    ttft_ms: float
-    load: int
-
-
 def kind_of(receipt: Receipt) -> PromptKind:
-    """What a time to first token is to be compared as."""
+    """Return what a time to first token is to be compared as."""
     if 2 * (receipt.exact + receipt.translated) < receipt.prompt_tokens:
         return PromptKind.COMPUTED
     return PromptKind.TRANSLATED if receipt.translated > receipt.exact else PromptKind.EXACT
-
-
-@dataclass(slots=True)
-class AgentRecord:
-    """What is remembered of an agent over all its runs."""
-
-    calls: int = 0
-    tokens: Counter[Source] = field(default_factory=Counter)
-    times: dict[PromptKind, deque[Time]] = field(
-        default_factory=lambda: {kind: deque(maxlen=SAMPLES) for kind in PromptKind},
-    )
-    fixed: tuple[Namespace, Tokens] | None = None
-    """The namespace and the beginning that its prompts share, as of its last call."""
-
-    def answered(self, completion: Completion, load: int) -> None:
-        """Count a call; one that was answered without a token has no time to first token."""
-        receipt = completion.receipt
-        self.calls += 1
-        self.tokens.update(by_source(receipt))
-        if completion.tokens:
-            self.times[kind_of(receipt)].append(Time(completion.ttft_ms, load))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "calls": self.calls,
-            "tokens": plain(self.tokens),
-            "ttft_ms": {kind: _medians(times) for kind, times in self.times.items()},
-            "fixed": len(self.fixed[1]) if self.fixed else None,
-        }
-
-
-def by_source(receipt: Receipt) -> dict[Source, int]:
-    """A prompt's tokens by source."""
-    return {source: receipt.tokens(source) for source in Source}
-
-
-def plain(tokens: Mapping[Source, int]) -> dict[str, int]:
-    """Tokens by every source there is, by name."""
-    return {source.value: tokens.get(source, 0) for source in Source}
 
 
 def finite(steps: float | None) -> float | None:
@@ -131,10 +90,10 @@ def finite(steps: float | None) -> float | None:
     return steps if steps is not None and isfinite(steps) else None
 
 
-def _medians(times: deque[Time]) -> dict[str, Any]:
-    """The median of some times, and of the loads that they were measured at."""
-    medians = [median(values) for values in zip(*times, strict=True)] or [None, None]
-    return {"median": medians[0], "load": medians[1], "count": len(times)}
+def text_policy(settings: ServerSettings, keys: KeyRing) -> Callable[[TenantId], bool]:
+    """Return a function of the tenant: whether its texts may be kept, by its own setting or else the server's."""
+    chosen = {tenant.id: tenant.keep_texts for tenant in keys.tenants if tenant.keep_texts is not None}
+    return lambda tenant: chosen.get(tenant, settings.keep_texts)
 
 
 @dataclass(slots=True)
@@ -147,14 +106,18 @@ class CallRecord:
     name: AgentName
     run: RunKey | None
     request: GenerateRequest | None
-    """While the engine has it."""
+    """While the engine has it, and as long as its text is kept."""
     state: AgentState = AgentState.WAITING
     ttft_load: int = 1
     """Most requests of the tenant in flight at once, this one included, until the first token."""
     total_load: int = 1
     """The same until the end."""
     completion: Completion | None = None
-    """Where it was answered; without its text and tokens."""
+    """Where it was answered; without its text and tokens, unless its text is kept."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Of the prompt of an answered request, by source"""
+    has_token: bool = False
+    """Whether the answer has a token, so that there is a time to the first"""
 
     def see_load(self, in_flight: int) -> None:
         """Take note of how many requests are in flight now."""
@@ -162,8 +125,16 @@ class CallRecord:
         if self.state is not AgentState.RUNNING:
             self.ttft_load = self.total_load
 
+    def drop_text(self) -> None:
+        """Forget what was asked and answered."""
+        self.request = None
+        if self.completion:
+            self.completion = replace(self.completion, text="", tokens=(), logprobs=(), prompt_logprobs=())
+
     def to_dict(self, now: float) -> dict[str, Any]:
-        """Plain data for the page, without the engine's ids: their numbers would give away other tenants' requests."""
+        """Return plain data for the page, without the engine's ids: their numbers would give away other tenants'
+        requests.
+        """
         head = {
             "number": self.number,
             "age_s": round(now - self.at, 1),
@@ -173,70 +144,55 @@ class CallRecord:
         }
         if self.completion is None:
             return head
-        receipt = self.completion.receipt
         return head | {
-            "mode": receipt.mode,
-            "kind": kind_of(receipt),
-            "tokens": plain(by_source(receipt)),
-            "ttft_ms": self.completion.ttft_ms,
+            **receipt(self.completion),
+            "kind": kind_of(self.completion.receipt),
             "ttft_load": self.ttft_load,
-            "total_ms": self.completion.total_ms,
             "total_load": self.total_load,
             "finish_reason": self.completion.finish_reason,
-            "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
-            "parts_ms": dict(receipt.parts_ms),
         }
 
 
-MAX_AGENTS_OF_A_RUN = 64
-MAX_CALLS_OF_A_RUN = 128
+def text_of(request: GenerateRequest, completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a call's prompt, by segment and source, and its answer. Decodes the whole prompt, so call it off the event
+    loop.
+    """
+    prompt = []
+    for piece in pieces(request.segments, completion.receipt.spans):
+        # Special tokens are spelled out; a character cut in two becomes a replacement character.
+        text = b"".join(map(tokenizer.token_bytes, request.tokens[piece.start : piece.stop])).decode("utf-8", "replace")
+        prompt.append({"segment": request.segments[piece.segment].name, "source": piece.source, "text": text})
+    return {"prompt": prompt, "answer": completion.text}
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """Where a run is; at most `MAX_AGENTS_OF_A_RUN` of its agents, and its last `MAX_CALLS_OF_A_RUN` calls."""
+    """A run; its agents' states are those of its calls."""
 
     number: int
-    workflow: WorkflowId
     began: float
+    workflow: WorkflowId = WorkflowId("")
     has_ended: bool = False
-    states: dict[AgentId, AgentState] = field(default_factory=dict)
-    calls: Counter[AgentId] = field(default_factory=Counter)
     steps: dict[AgentId, float] = field(default_factory=dict)
-    """Steps-to-execution; infinite where unknown."""
-    log: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=MAX_CALLS_OF_A_RUN))
+    """Steps-to-execution of at most `MAX_AGENTS` expected agents; infinite where unknown."""
 
-    def put(self, agent: AgentId, state: AgentState) -> None:
-        """An agent's state; a call is counted when it is done."""
-        if self._has_room(agent):
-            self.states[agent] = state
-            self.calls[agent] += state is AgentState.DONE
-
-    def expect(self, agent: AgentId, steps: float) -> None:
-        """An agent's steps-to-execution; its state stays as it is."""
-        if self._has_room(agent):
-            self.states.setdefault(agent, AgentState.EXPECTED)
-            self.steps[agent] = steps
-
-    def _has_room(self, agent: AgentId) -> bool:
-        return agent in self.states or len(self.states) < MAX_AGENTS_OF_A_RUN
-
-    def to_dict(self, key: RunKey, now: float) -> dict[str, Any]:
-        """Plain data for the page."""
+    def to_dict(self, key: RunKey, calls: Iterable[CallRecord], now: float) -> dict[str, Any]:
+        """Return plain data for the page."""
+        states, done = dict.fromkeys(self.steps, AgentState.EXPECTED), Counter[AgentId]()
+        for call in calls:
+            states[call.name.agent] = call.state
+            done[call.name.agent] += call.state is AgentState.DONE
         agents = {
-            agent: {"state": state, "calls": self.calls[agent], "steps": finite(self.steps.get(agent))}
-            for agent, state in self.states.items()
+            agent: {"state": state, "calls": done[agent], "steps": finite(self.steps.get(agent))}
+            for agent, state in states.items()
         }
         age = round(now - self.began, 1)
         head = {"number": self.number, "id": key.name, "workflow": self.workflow, "age_s": age}
         return {**head, "ended": self.has_ended, "agents": agents}
 
 
-MAX_FAILURES = 40
-
-
 @dataclass(slots=True)
-class _Line:
+class FailureLine:
     """Equal failures in a row; `newest` is the last of them."""
 
     newest: CallFailure
@@ -245,160 +201,114 @@ class _Line:
 
 
 @dataclass(slots=True)
-class FailureLog:
-    """Counts of all failures, and a line for each of the last `MAX_FAILURES` that differ."""
-
-    counts: Counter[FailureKind] = field(default_factory=Counter)
-    last_overload: float | None = None
-    """When a call was refused for want of room, in seconds of the history's clock."""
-    _lines: deque[_Line] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
-
-    def add(self, failure: CallFailure, now: float) -> None:
-        """Record a failure."""
-        self.counts[failure.kind] += 1
-        if failure.code == OVERLOADED:
-            self.last_overload = now
-        if self._lines and self._lines[-1].newest.is_like(failure):
-            line = self._lines[-1]
-            line.newest, line.at, line.count = failure, now, line.count + 1
-        else:
-            self._lines.append(_Line(failure, now))
-
-    def to_dict(self, now: float) -> dict[str, Any]:
-        """Plain data for the page, newest first."""
-        lines = [
-            {**line.newest.to_dict(), "age_s": round(now - line.at, 1), "count": line.count}
-            for line in reversed(self._lines)
-        ]
-        return {**{kind.value: self.counts[kind] for kind in FailureKind}, "list": lines}
-
-
-MAX_TEXT_TOKENS = 1 << 17
-"""Of all prompts and answers that are kept of one tenant."""
-
-
-def text_policy(settings: ServerSettings, keys: KeyRing) -> Callable[[TenantId], bool]:
-    """Return a function of the tenant: whether its texts may be kept, by its own setting or else the server's."""
-    chosen = {tenant.id: tenant.keep_texts for tenant in keys.tenants if tenant.keep_texts is not None}
-    return lambda tenant: chosen.get(tenant, settings.keep_texts)
-
-
-@dataclass(frozen=True, slots=True)
-class CallText:
-    """The prompt of a call, by segment and source, and its answer."""
-
-    segments: tuple[Segment, ...]
-    spans: tuple[Span, ...]
-    answer: str
-    tokens: int
-    """Of prompt and answer."""
-
-    def to_dict(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Plain data for the page. Decodes the whole prompt, so call it off the event loop."""
-        tokens = list(chain.from_iterable(segment.tokens for segment in self.segments))
-        prompt = []
-        for piece in pieces(self.segments, self.spans):
-            # Special tokens are spelled out; a character cut in two becomes a replacement character.
-            text = b"".join(map(tokenizer.token_bytes, tokens[piece.start : piece.stop])).decode("utf-8", "replace")
-            prompt.append({"segment": self.segments[piece.segment].name, "source": piece.source, "text": text})
-        return {"prompt": prompt, "answer": self.answer}
-
-
-class CallTexts:
-    """Texts by the numbers of their calls; the oldest give way to the newest."""
-
-    def __init__(self, max_tokens: int = MAX_TEXT_TOKENS) -> None:
-        self._max_tokens, self._tokens = max_tokens, 0
-        self._texts: OrderedDict[int, CallText] = OrderedDict()
-
-    def add(self, number: int, request: GenerateRequest, completion: Completion) -> None:
-        """Keep a call's text; one that is longer than all that may be kept is dropped."""
-        size = request.prompt_tokens + len(completion.tokens)
-        self._texts[number] = CallText(request.segments, completion.receipt.spans, completion.text, size)
-        self._tokens += size
-        while self._tokens > self._max_tokens:
-            _, oldest = self._texts.popitem(last=False)
-            self._tokens -= oldest.tokens
-
-    def get(self, number: int) -> CallText | None:
-        """Return a call's text; None where it was not kept, or has given way."""
-        return self._texts.get(number)
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-MAX_AGENTS, MAX_RUNS, MAX_RECEIPTS = 128, 24, 40
-"""Of a tenant; those that were heard of longest ago go first."""
-BUCKET_SECONDS, BUCKETS = 5, 60
-"""Tokens by source are summed over so many seconds, so many times."""
-
-
-@dataclass(slots=True)
 class TenantHistory:
-    """One tenant's bounded past and present, as plain data for the page. Callers hold the lock of `History`."""
+    """One tenant's bounded past and present. Callers hold the lock of `History`."""
 
     version: int = 0
     submissions: int = 0
     requests: int = 0
     run_count: int = 0
-    tokens: Counter[Source] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
     live: dict[RequestId, CallRecord] = field(default_factory=dict)
-    agents: OrderedDict[AgentName, AgentRecord] = field(default_factory=OrderedDict)
-    runs: OrderedDict[RunKey, RunRecord] = field(default_factory=OrderedDict)
-    receipts: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECEIPTS))
-    series: deque[tuple[int, Counter[Source]]] = field(default_factory=lambda: deque(maxlen=BUCKETS))
-    failures: FailureLog = field(default_factory=FailureLog)
-    texts: CallTexts = field(default_factory=CallTexts)
-
-    def agent(self, name: AgentName) -> AgentRecord:
-        """Return an agent's record, as the newest."""
-        return _newest(self.agents, name, AgentRecord, MAX_AGENTS)
+    calls: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=MAX_CALLS))
+    """In the order of their submission"""
+    answered: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=MAX_LISTED))
+    texts: deque[CallRecord] = field(default_factory=deque)
+    """The calls whose text is kept"""
+    text_tokens: int = 0
+    runs: BoundedDict[RunKey, RunRecord] = field(default_factory=lambda: BoundedDict(MAX_RUNS))
+    fixed: BoundedDict[AgentName, tuple[Namespace, Tokens]] = field(default_factory=lambda: BoundedDict(MAX_AGENTS))
+    """The namespace and the beginning that an agent's prompts share, as of its last call"""
+    series: deque[tuple[int, Counter[str]]] = field(default_factory=lambda: deque(maxlen=BUCKETS))
+    failures: deque[FailureLine] = field(default_factory=lambda: deque(maxlen=MAX_LISTED))
+    failed: Counter[FailureKind] = field(default_factory=Counter)
 
     def run(self, key: RunKey, now: float) -> RunRecord:
         """Return a run's record, as the newest."""
         self.run_count += key not in self.runs
-        return _newest(self.runs, key, lambda: RunRecord(self.run_count, WorkflowId(""), now), MAX_RUNS)
+        return self.runs.use(key, lambda: RunRecord(self.run_count, now))
 
-    def run_of(self, call: CallRecord) -> RunRecord | None:
-        """Return the record of the run that a call is in, where that is remembered."""
-        return self.runs.get(call.run) if call.run else None
+    def keep_text(self, call: CallRecord) -> None:
+        """Keep a call's text; the oldest ones give way."""
+        self.texts.append(call)
+        self.text_tokens += _size(call)
+        while self.text_tokens > MAX_TEXT_TOKENS:
+            oldest = self.texts.popleft()
+            self.text_tokens -= _size(oldest)
+            oldest.drop_text()
+
+    def add_failure(self, failure: CallFailure, now: float) -> None:
+        """Record a failure; those in a row that differ in their reasons' figures at most have one line."""
+        self.failed[failure.kind] += 1
+        last = self.failures[-1] if self.failures else None
+        if last and replace(last.newest, reason=failure.reason) == failure:
+            last.newest, last.at, last.count = failure, now, last.count + 1
+        else:
+            self.failures.append(FailureLine(failure, now))
 
     def state(self, now: float) -> dict[str, Any]:
-        """Return everything, newest first where there is an order."""
-        agents = []
-        for name, agent in sorted(self.agents.items()):
-            runs = (run for run in self.runs.values() if run.workflow == name.workflow)
-            steps = min((run.steps[name.agent] for run in runs if name.agent in run.steps), default=None)
-            live = _in_flight(one for one in self.live.values() if one.name == name)
-            agents.append({**name._asdict(), **live, "steps": finite(steps), **agent.to_dict()})
+        """Return everything as plain data, newest first where there is an order."""
+        by_agent: dict[AgentName, list[CallRecord]] = {}
+        by_run: dict[RunKey | None, list[CallRecord]] = {}
+        for call in self.calls:
+            by_agent.setdefault(call.name, []).append(call)
+            by_run.setdefault(call.run, []).append(call)
         last, known = int(now // BUCKET_SECONDS), dict(self.series)
         slots = [known.get(slot, Counter()) for slot in range(last - BUCKETS + 1, last + 1)]
-        series = {source: [slot[source] for slot in slots] for source in Source}
+        series = {source.value: [slot[source] for slot in slots] for source in Source}
+        failures = [
+            {**asdict(one.newest), "kind": one.newest.kind, "age_s": round(now - one.at, 1), "count": one.count}
+            for one in self.failures
+        ]
         return {
             "requests": self.requests,
             **_in_flight(self.live.values()),
-            "tokens": plain(self.tokens),
-            "agents": agents,
-            "runs": [run.to_dict(key, now) for key, run in reversed(self.runs.items())],
+            "tokens": _by_source(self.tokens),
+            "agents": [self._agent(name, calls) for name, calls in sorted(by_agent.items())],
+            "runs": [run.to_dict(key, by_run.get(key, ()), now) for key, run in reversed(self.runs.items())],
             "series": {"seconds": BUCKET_SECONDS, "tokens": series},
-            "receipts": [call.to_dict(now) for call in reversed(self.receipts)],
-            "failures": self.failures.to_dict(now),
+            "receipts": [call.to_dict(now) for call in reversed(self.answered)],
+            "failures": {**{kind.value: self.failed[kind] for kind in FailureKind}, "list": failures[::-1]},
+        }
+
+    def _agent(self, name: AgentName, calls: list[CallRecord]) -> dict[str, Any]:
+        """Return what its remembered calls say of an agent."""
+        answered = [(one, one.completion) for one in calls if one.completion]
+        runs = (run for run in self.runs.values() if run.workflow == name.workflow)
+        times: dict[PromptKind, list[tuple[float, int]]] = {kind: [] for kind in PromptKind}
+        for call, done in answered:
+            if call.has_token:
+                times[kind_of(done.receipt)].append((done.ttft_ms, call.ttft_load))
+        steps = min((run.steps[name.agent] for run in runs if name.agent in run.steps), default=None)
+        return {
+            **name._asdict(),
+            **_in_flight(calls),
+            "steps": finite(steps),
+            "calls": len(answered),
+            "tokens": _by_source(sum((call.tokens for call, _ in answered), Counter())),
+            "ttft_ms": {kind: _medians(some) for kind, some in times.items()},
+            "fixed": len(self.fixed[name][1]) if name in self.fixed else None,
         }
 
 
-def _newest(table: OrderedDict[K, V], key: K, make: Callable[[], V], most: int) -> V:
-    """The entry of `key`, made where there is none, as the newest; of too many the oldest goes."""
-    if key not in table:
-        table[key] = make()
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
-    return table[key]
+def _size(call: CallRecord) -> int:
+    assert call.request and call.completion
+    return call.request.prompt_tokens + len(call.completion.tokens)
 
 
-def _in_flight(live: Iterable[CallRecord]) -> dict[str, int]:
-    begun = [one.state is AgentState.RUNNING for one in live]
-    return {"running": sum(begun), "waiting": len(begun) - sum(begun)}
+def _by_source(tokens: Counter[str]) -> dict[str, int]:
+    return {source.value: tokens[source] for source in Source}
+
+
+def _medians(times: list[tuple[float, int]]) -> dict[str, Any]:
+    """Return the median of some times, and of the loads that they were measured at."""
+    medians = [median(values) for values in zip(*times, strict=True)] or [None, None]
+    return {"median": medians[0], "load": medians[1], "count": len(times)}
+
+
+def _in_flight(calls: Iterable[CallRecord]) -> dict[str, int]:
+    states = Counter(one.state for one in calls)
+    return {"running": states[AgentState.RUNNING], "waiting": states[AgentState.WAITING]}
 
 
 class History(Watcher):
@@ -417,24 +327,20 @@ class History(Watcher):
             key = request.run_key if request.run else None
             mine.submissions += 1
             call = mine.live[request.request_id] = CallRecord(mine.submissions, now, name, key, request)
+            mine.calls.append(call)
             for one in mine.live.values():
                 one.see_load(len(mine.live))
-            agent = mine.agent(name)
             if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:
                 tokens = chain.from_iterable(segment.tokens for segment in request.segments)
-                agent.fixed = request.namespace, tuple(islice(tokens, request.fixed))
+                mine.fixed[name] = request.namespace, tuple(islice(tokens, request.fixed))
             if key:
                 run = mine.run(key, now)
                 run.workflow, run.has_ended = request.workflow, False
-                run.put(request.agent, AgentState.WAITING)
-                run.log.append(call)
 
     def begun(self, tenant: TenantId, request_id: RequestId) -> None:
         with self._changing(tenant) as mine:
             if call := mine.live.get(request_id):  # else it is being cancelled
                 call.state = AgentState.RUNNING
-                if run := mine.run_of(call):
-                    run.put(call.name.agent, AgentState.RUNNING)
 
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
         """Take note that a request is over; without a completion nothing of it is remembered. Idempotent."""
@@ -444,23 +350,23 @@ class History(Watcher):
             if call is None:
                 return
             mine.version += 1
-            now, request, call.request = self._clock(), call.request, None
-            call.at, call.state = now, AgentState.DONE if completion else AgentState.STOPPED
-            if run := mine.run_of(call):
-                run.put(call.name.agent, call.state)
+            now = self._clock()
+            call.at, call.state, call.completion = now, AgentState.STOPPED, completion
             if completion is None:
+                call.drop_text()
                 return
-            tokens, slot = by_source(completion.receipt), int(now // BUCKET_SECONDS)
-            if not mine.series or mine.series[-1][0] != slot:
-                mine.series.append((slot, Counter()))
+            call.state, call.has_token = AgentState.DONE, bool(completion.tokens)
+            call.tokens = Counter({source.value: completion.receipt.tokens(source) for source in Source})
+            if not mine.series or mine.series[-1][0] != int(now // BUCKET_SECONDS):
+                mine.series.append((int(now // BUCKET_SECONDS), Counter()))
             mine.requests += 1
-            mine.tokens.update(tokens)
-            mine.series[-1][1].update(tokens)
-            mine.agent(call.name).answered(completion, call.ttft_load)
-            call.completion = replace(completion, text="", tokens=(), logprobs=(), prompt_logprobs=())
-            mine.receipts.append(call)
-            if request and self.keeps_texts(tenant):
-                mine.texts.add(call.number, request, completion)
+            mine.tokens.update(call.tokens)
+            mine.series[-1][1].update(call.tokens)
+            mine.answered.append(call)
+            if self.keeps_texts(tenant):
+                mine.keep_text(call)
+            else:
+                call.drop_text()
 
     def cancelled(self, request_id: RequestId) -> None:
         with self._lock:
@@ -471,10 +377,13 @@ class History(Watcher):
     def forecast(self, changes: Changes) -> None:
         for key, next_run in changes.items():
             with self._changing(key.namespace.tenant) as mine:
-                if next_run is not None:
-                    mine.run(key.run, self._clock()).expect(key.agent, next_run.steps)
-                elif run := mine.runs.get(key.run):
-                    run.steps.pop(key.agent, None)
+                if next_run is None:
+                    if run := mine.runs.get(key.run):
+                        run.steps.pop(key.agent, None)
+                    continue
+                steps = mine.run(key.run, self._clock()).steps
+                if key.agent in steps or len(steps) < MAX_AGENTS:
+                    steps[key.agent] = next_run.steps
 
     def run_ended(self, run: RunKey) -> None:
         with self._changing(run.namespace.tenant) as mine:
@@ -485,10 +394,10 @@ class History(Watcher):
     def failed(self, tenant: TenantId, failure: CallFailure) -> None:
         """Record a call or a run of a tenant that ended in an error."""
         with self._changing(tenant) as mine:
-            mine.failures.add(failure, self._clock())
+            mine.add_failure(failure, self._clock())
 
     def version(self, tenant: TenantId) -> int:
-        """Another number whenever something has changed."""
+        """Return another number whenever something has changed."""
         with self._lock:
             return self._of(tenant).version
 
@@ -500,29 +409,35 @@ class History(Watcher):
     def run(self, tenant: TenantId, number: int) -> dict[str, Any] | None:
         """Return a run of a tenant with its calls; None where it is not remembered."""
         with self._lock:
-            found = (one for one in self._of(tenant).runs.items() if one[1].number == number)
-            now = self._clock()
-            shown = ({**run.to_dict(key, now), "calls": [one.to_dict(now) for one in run.log]} for key, run in found)
-            return next(shown, None)
+            mine, now = self._of(tenant), self._clock()
+            for key, run in mine.runs.items():
+                if run.number == number:
+                    calls = [call for call in mine.calls if call.run == key]
+                    return {**run.to_dict(key, calls, now), "calls": [one.to_dict(now) for one in calls]}
+        return None
 
-    def call(self, tenant: TenantId, number: int) -> tuple[dict[str, Any], CallText | None] | None:
-        """Return a call of a tenant and its text, as far as that is kept; None where it is not remembered."""
+    def call(
+        self, tenant: TenantId, number: int
+    ) -> tuple[dict[str, Any], GenerateRequest | None, Completion | None] | None:
+        """Return a call of a tenant, its request as far as its text is kept, and its completion; None where it is not
+        remembered.
+        """
         with self._lock:
-            mine = self._of(tenant)
-            calls = chain(mine.receipts, *(run.log for run in mine.runs.values()))
-            found = (call.to_dict(self._clock()) for call in calls if call.number == number)
-            return next(((details, mine.texts.get(number)) for details in found), None)
+            for call in self._of(tenant).calls:
+                if call.number == number:
+                    return call.to_dict(self._clock()), call.request, call.completion
+        return None
 
     def seconds_since_overload(self, tenant: TenantId) -> float | None:
         """Return how many seconds ago a call of the tenant was last refused for want of room; None: never."""
         with self._lock:
-            at = self._of(tenant).failures.last_overload
-            return None if at is None else self._clock() - at
+            refused = [one.at for one in self._of(tenant).failures if one.newest.code == OVERLOADED]
+            return self._clock() - max(refused) if refused else None
 
     def fixed_prompts(self, tenant: TenantId) -> dict[AgentName, tuple[Namespace, Tokens]]:
-        """Agent -> the namespace and the beginning that its prompts share, where that is known."""
+        """Return the namespace and the beginning that each agent's prompts share, where that is known."""
         with self._lock:
-            return {name: agent.fixed for name, agent in self._of(tenant).agents.items() if agent.fixed}
+            return dict(self._of(tenant).fixed)
 
     @contextmanager
     def _changing(self, tenant: TenantId) -> Iterator[TenantHistory]:

@@ -23,7 +23,7 @@ from kedge.discovery.report import page as traffic_as_html
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
-from kedge.server.dashboard.history import AgentName, History
+from kedge.server.dashboard.history import AgentName, History, text_of
 from kedge.server.http import ERRORS, EventStream, JSONAnswer, event
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
@@ -33,9 +33,7 @@ from kedge.workflow.export import columns, workflow_edges
 from kedge.workflow.graph import Workflow
 
 OVERLOAD_SECONDS = 10.0
-"""How long a refusal for want of room counts as overload."""
-SILENT_SECONDS = 6.0
-"""After so long without an answer, an engine counts as overloaded."""
+"""How long a refusal for want of room counts as overload, and after how long an engine's silence does."""
 
 
 def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s: float | None) -> tuple[str, str]:
@@ -54,7 +52,7 @@ def health(service: Service, *, is_closed: bool, silent_s: float, overload_age_s
     most = service.settings.max_in_flight
     if service.in_flight >= most:
         return "overloaded", f"all {most} places for generations and runs are taken"
-    if silent_s > SILENT_SECONDS:
+    if silent_s > OVERLOAD_SECONDS:
         return "overloaded", f"the engine has not answered for {silent_s:.0f} s"
     if overload_age_s is not None and overload_age_s < OVERLOAD_SECONDS:
         return "overloaded", "calls were refused for want of room"
@@ -262,9 +260,10 @@ async def call(number: int, request: Request, service: TheService, tenant: TheTe
     found = dashboard.history.call(tenant.id, number)
     if found is None:
         raise NotFound("call", number, FORGOTTEN)
-    details, text = found
-    decoded = await service.threads.work(partial(text.to_dict, service.engine.tokenizer)) if text else None
-    return JSONAnswer({**details, "text": decoded, "keeps_texts": dashboard.history.keeps_texts(tenant.id)})
+    details, asked, done = found
+    read = partial(text_of, asked, done, service.engine.tokenizer) if asked and done else None
+    text = await service.threads.work(read) if read else None
+    return JSONAnswer({**details, "text": text, "keeps_texts": dashboard.history.keeps_texts(tenant.id)})
 
 
 @router.get("/kedge", tags=["Operation"], responses=ERRORS, response_model=None, response_class=HTMLResponse)

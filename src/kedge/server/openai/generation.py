@@ -11,7 +11,7 @@ from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, ChatBody, CompletionBody, GenerationBody
-from kedge.server.openai.tool_calls import TOOL_MARKS
+from kedge.server.openai.tool_calls import PARSERS
 from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.client_runs import ClientRun, values_for
@@ -85,7 +85,7 @@ class GenerationJob:
                 self.name_field(error)
             raise
         if run and self.step and self.registered:
-            runs.lookahead.called(run, self.registered, self.step, call.requests[0], hints.reuse)
+            run.read(self.registered, self.step, call.requests[0], hints.reuse)
         if run and hints.agent:
             runs.moved(run, hints.agent, has_ended=False)
         return call
@@ -136,11 +136,10 @@ class GenerationJob:
                     run=self.run.key.run_id if self.run else RunId(""),
                     agent=hints.agent,
                     produces=produces if choice == 0 else None,
-                    trail=prompt.trail if prompt else (),
                     fixed=fixed,
                     is_plain=self.step is None and hints.reuse is None,
                     turn=hints.turn,
-                    tool_mark=TOOL_MARKS.get(tools, "") if tools else "",
+                    tool_mark=PARSERS[tools].mark if tools else "",
                     logprobs=self.body.top_logprobs_count,
                     prompt_logprobs=self.body.prompt_logprobs_count,
                 )

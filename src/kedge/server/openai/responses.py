@@ -1,6 +1,6 @@
 """Answers of chat and text completions with their logprobs, whole and as stream chunks.
 
-A `Format` writes one answer's envelope. Each choice has a `Writer`, which turns the choice's deltas, in order, into
+A `Format` writes one answer's envelope. Each choice has a writer, which turns the choice's deltas, in order, into
 what is sent.
 """
 
@@ -89,18 +89,6 @@ def spelled(tokenizer: Tokenizer, tokens: Tokens) -> str:
 Choice = dict[str, Any]
 
 
-class Writer(ABC):
-    """Writer of one choice."""
-
-    @abstractmethod
-    def whole(self, completion: Completion) -> Choice:
-        """Return the choice of a whole answer."""
-
-    @abstractmethod
-    def chunks(self, delta: TokenDelta) -> list[Choice]:
-        """Return what is sent of a stream's delta. With the completion, the last chunk ends the choice."""
-
-
 @dataclass(frozen=True)
 class Format(ABC):
     """Envelope of one answer."""
@@ -129,7 +117,7 @@ class Format(ABC):
         return {**head, "choices": choices, **fields}
 
     @abstractmethod
-    def writer(self, at: int, request: GenerateRequest) -> Writer:
+    def writer(self, at: int, request: GenerateRequest) -> ChatWriter | TextWriter:
         """Return the writer of the choice with this number."""
 
     @abstractmethod
@@ -152,7 +140,7 @@ class ChatFormat(Format):
     """Makes the reader of a choice."""
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def writer(self, at: int, request: GenerateRequest) -> Writer:
+    def writer(self, at: int, request: GenerateRequest) -> ChatWriter:
         return ChatWriter(at, request.logprobs is not None, self)
 
     def only_text(self, choice: Choice) -> str | None:
@@ -163,7 +151,7 @@ class ChatFormat(Format):
         return {**choice, "delta": {"content": text}}
 
 
-class ChatWriter(Writer):
+class ChatWriter:
     """Writer of a message, with the tool calls found in its text."""
 
     def __init__(self, at: int, has_logprobs: bool, form: ChatFormat) -> None:
@@ -172,6 +160,7 @@ class ChatWriter(Writer):
         self._new_entries: list[TokenLogprob] = []
 
     def whole(self, completion: Completion) -> Choice:
+        """Return the choice of a whole answer."""
         parsed = self._read(completion)
         content = parsed.content if parsed.content or not parsed.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -182,6 +171,7 @@ class ChatWriter(Writer):
         return {"index": self._at, "message": message, "logprobs": logprobs, "finish_reason": self._reason(completion)}
 
     def chunks(self, delta: TokenDelta) -> list[Choice]:
+        """Return what is sent of a stream's delta. With the completion, the last chunk ends the choice."""
         parsed = self._read(delta)
         self._new_entries += delta.logprobs[: len(delta.tokens)]
         out = [] if self._opened else [self._chunk({"role": "assistant", "content": ""})]
@@ -223,7 +213,7 @@ class CompletionFormat(Format):
     echo: bool = False
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def writer(self, at: int, request: GenerateRequest) -> Writer:
+    def writer(self, at: int, request: GenerateRequest) -> TextWriter:
         return TextWriter(at, self.tokenizer, request, echo=self.echo)
 
     def only_text(self, choice: Choice) -> str | None:
@@ -233,7 +223,7 @@ class CompletionFormat(Format):
         return {**choice, "text": text}
 
 
-class TextWriter(Writer):
+class TextWriter:
     """Writer of a text, which begins with the prompt if that is echoed."""
 
     def __init__(self, at: int, tokenizer: Tokenizer, request: GenerateRequest, *, echo: bool) -> None:
@@ -245,11 +235,13 @@ class TextWriter(Writer):
         self._new_prompt_entries: tuple[TokenLogprob | None, ...] = ()
 
     def whole(self, completion: Completion) -> Choice:
+        """Return the choice of a whole answer."""
         self._new_entries += completion.logprobs
         self._new_prompt_entries = completion.prompt_logprobs
         return self._choice(completion.text, completion.finish_reason)
 
     def chunks(self, delta: TokenDelta) -> list[Choice]:
+        """Return what is sent of a stream's delta, as a chat's writer does."""
         self._new_entries += delta.logprobs
         self._new_prompt_entries += delta.prompt_logprobs
         text = [self._choice(delta.text)] if delta.text or self._unsent else []

@@ -25,10 +25,11 @@ from kedge.server.http import (
     problem_of,
     usage,
 )
+from kedge.server.logs import CLIENT_GONE
 from kedge.server.openai.generation import CallContext, GenerationJob, completion_job
 from kedge.server.openai.protocol import ChatBody, CompletionBody
-from kedge.server.openai.responses import ChatFormat, Choice, ChunkEncoder, CompletionFormat, Format, Writer
-from kedge.server.openai.single import CLIENT_GONE, chat_call, read_call, reader_of, unless_gone
+from kedge.server.openai.responses import ChatFormat, Choice, ChunkEncoder, CompletionFormat, Format
+from kedge.server.openai.single import chat_call, read_call, reader_of, unless_gone
 from kedge.server.service import GenerationCall, Service, TheService, TheTenant
 from kedge.server.workflows.server_runs import TheWorkflows
 from kedge.types import Completion, TokenDelta
@@ -100,9 +101,13 @@ async def _chunks(job: GenerationJob, call: GenerationCall, form: Format, reques
     before_usage: dict[str, None] = {"usage": None} if wants_usage else {}
     encoder = ChunkEncoder(form, **before_usage)
     writers, left = [form.writer(at, one) for at, one in enumerate(call.requests)], job.count
+
+    def written(batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
+        return [choice for at, delta in batch for choice in writers[at].chunks(delta)]
+
     try:
         async for batch in call.batches():
-            write = partial(_choices, writers, batch)
+            write = partial(written, batch)
             is_long = any(delta.prompt_logprobs for _, delta in batch)  # those of a prompt are not for the event loop
             choices = await service.threads.work(write) if is_long else write()
             left -= sum(delta.completion is not None for _, delta in batch)
@@ -120,7 +125,3 @@ async def _chunks(job: GenerationJob, call: GenerationCall, form: Format, reques
         service.failed(job.context.tenant.id, failure_of(request, body, problem_of(error).status))
         yield event(body)
     yield DONE
-
-
-def _choices(writers: list[Writer], batch: list[tuple[int, TokenDelta]]) -> list[Choice]:
-    return [choice for at, delta in batch for choice in writers[at].chunks(delta)]

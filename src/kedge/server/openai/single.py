@@ -25,6 +25,7 @@ from kedge.server.http import (
     kedge_field,
     problem_of,
 )
+from kedge.server.logs import CLIENT_GONE
 from kedge.server.openai.generation import CallContext, GenerationJob, chat_job
 from kedge.server.openai.protocol import ChatBody, GenerationBody
 from kedge.server.openai.tool_calls import AnswerReader, ParsedText, grammar_of, unkept
@@ -32,9 +33,6 @@ from kedge.server.service import GenerationCall, Service
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.server_runs import Workflows
 from kedge.types import Completion, FinishReason, GenerateRequest
-
-CLIENT_GONE = 499
-"""Status of an answer whose client has disconnected, as in nginx."""
 
 
 class AnswerWriter(ABC):

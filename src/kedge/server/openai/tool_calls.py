@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
 from kedge.checks import brief
@@ -41,9 +42,18 @@ class ParsedText(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-class ToolParser(Protocol):
-    """Parser of one answer, which comes in pieces that may be cut anywhere."""
+class ToolParser(ABC):
+    """Parser of one answer, which comes in pieces that may be cut anywhere, and the words around a call's JSON."""
 
+    mark: ClassVar[str]
+    """Text that an answer with a call has in it"""
+    open: ClassVar[str] = ""
+    arguments: ClassVar[str]
+    """Name of the field with the arguments"""
+    close: ClassVar[str] = ""
+    between: ClassVar[str]
+
+    @abstractmethod
     def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         """Take the next piece and return what is certain now; after the last piece, everything left.
 
@@ -51,13 +61,14 @@ class ToolParser(Protocol):
         """
 
 
-class Hermes:
+class Hermes(ToolParser):
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which may occur several times (Hermes, Qwen).
 
     White space before a call and after the last one is dropped.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    mark, open, arguments, close, between = OPEN, f"{OPEN}\n", "arguments", f"\n{CLOSE}", "\n"
 
     def __init__(self) -> None:
         self._held, self._ends_in_call = "", False
@@ -104,13 +115,15 @@ class Hermes:
     @staticmethod
     def _read(text: str) -> ToolCall | None:
         try:
-            return _call(read_json(text), "arguments")
+            return _call(read_json(text), Hermes.arguments)
         except ValueError:
             return None
 
 
-class Llama3Json:
+class Llama3Json(ToolParser):
     """Parser of answers that are `{"name": …, "parameters": {…}}`, or several of them with semicolons (Llama 3)."""
+
+    mark, arguments, between = '{"name"', "parameters", "; "
 
     def __init__(self) -> None:
         self._held, self._is_text = "", False
@@ -122,17 +135,13 @@ class Llama3Json:
         if not (self._is_text or last):
             return ParsedText()
         calls = () if self._is_text else _calls(self._held)
-        is_begun = cut and self._held.lstrip().startswith(TOOL_MARKS["llama3_json"])
+        is_begun = cut and self._held.lstrip().startswith(self.mark)
         content, self._held = "" if calls or is_begun else self._held, ""
         return ParsedText(content, calls)
 
 
-PARSERS: Mapping[ToolCallFormat, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
+PARSERS: Mapping[ToolCallFormat, type[ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
 """Parsers by the format that the settings name. The names are vLLM's."""
-
-
-TOOL_MARKS: Mapping[ToolCallFormat, str] = {"hermes": Hermes.OPEN, "llama3_json": '{"name"'}
-"""Text that an answer with a call has in it, by format."""
 
 
 class AnswerReader:
@@ -193,7 +202,7 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
             data, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return ()
-        call = _call(data, "parameters")
+        call = _call(data, Llama3Json.arguments)
         if call is None:
             return ()
         calls.append(call)
@@ -212,22 +221,6 @@ UNKEPT = frozenset((
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-class _Wording(NamedTuple):
-    """How calls are written in a format that the server reads."""
-
-    open: str
-    arguments: str
-    """Name of the field with the arguments"""
-    close: str
-    between: str
-
-
-WORDINGS: Mapping[ToolCallFormat, _Wording] = {
-    "hermes": _Wording(f"{Hermes.OPEN}\n", "arguments", f"\n{Hermes.CLOSE}", "\n"),
-    "llama3_json": _Wording("", "parameters", "", "; "),
-}
-
-
 def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     """Return the grammar that a chat's answer conforms to; "" where it is free.
 
@@ -241,7 +234,7 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     several = body.parallel_tool_calls is not False
     offered = [tool.function for tool in body.tools_to_use if tool.function]
     functions = [one for one in offered if body.called in (None, one.name)]
-    calls = _call_rules(functions, WORDINGS[form], several=several) if form else []
+    calls = _call_rules(functions, PARSERS[form], several=several) if form else []
     if schema is None or body.must_call:
         return "\n".join(["start: calls", *calls])
     start = "start: content | calls" if calls else "start: content"
@@ -316,7 +309,7 @@ def _arguments(function: Function) -> Mapping[str, Any]:
     return {**given, "type": "object"}
 
 
-def _call_rules(functions: Sequence[Function], wording: _Wording, *, several: bool) -> list[str]:
+def _call_rules(functions: Sequence[Function], wording: type[ToolParser], *, several: bool) -> list[str]:
     """Return the rules of one call, or of `several`, of any of these functions; none without functions."""
     if not functions:
         return []

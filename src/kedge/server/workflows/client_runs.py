@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -21,13 +21,11 @@ from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunMemory, RunPrompts, fixed_prompts
 from kedge.server.workflows.registry import Registered
-from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     AgentId,
     Completion,
     GenerateRequest,
     Namespace,
-    RequestId,
     ReuseMode,
     RunId,
     SampleId,
@@ -41,21 +39,29 @@ from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
 
 MAX_RUNS = 1024
-"""Runs of a tenant."""
+"""Runs of a tenant, and answers of a run and values that its agents read, that are remembered"""
 MAX_FORECAST_AGENTS = 16_384
 """Agents in all forecasts of a tenant that came in hints without a prompt."""
 TTL = 600.0
 """Seconds without a call after which a run is over."""
+PREPARED_AGENTS = 4
+"""Agents of a run whose next prompts are given to the engine, which keeps a few of all runs"""
 
 
 class ClientRuns:
-    """Runs that clients drive, and their forecasts for the engine. Belongs to the event loop."""
+    """Runs that clients drive, their forecasts for the engine, and its hints for prompts to come. Belongs to the event
+    loop.
 
-    def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
-        """`default` and `withdraw` are those of `Lookahead`."""
+    Hints are for runs whose templates the server fills. What a call has bound is remembered, and so are the answers:
+    from them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess
+    costs idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. The engine drops hints that the
+    forecast does not expect any more.
+    """
+
+    def __init__(self, engine: Engine, default: ReuseMode) -> None:
+        """`default`: the reuse mode where neither agent nor workflow has one."""
         self.board = ForecastBoard(TTL)
-        self._engine = engine
-        self.lookahead = Lookahead(engine, default, withdraw)
+        self._engine, self._default = engine, default
         self._runs: dict[TenantId, OrderedDict[RunKey, ClientRun]] = {}
         """By tenant, so that no tenant's runs evict another's, in the order of their last calls."""
 
@@ -112,14 +118,14 @@ class ClientRuns:
         self.look_ahead(run)
 
     def look_ahead(self, run: ClientRun) -> None:
-        """Send the prompts of the upcoming agents to the engine."""
-        if forecast := self.board.forecast(run.key):
-            self.lookahead.expect(run, forecast.next_runs)
+        """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
+        forecast = self.board.forecast(run.key)
+        for agent in run.near(forecast.next_runs) if forecast else ():
+            self._engine.prepare(run.request(agent, self._default))
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
         if self._of(run.key.namespace).pop(run.key, None) is not None:
-            self.lookahead.end_run(run.key)
             self._publish(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key)
 
@@ -159,10 +165,6 @@ def _full(key: str, value: int, why: str, runs: Mapping[RunKey, ClientRun], now:
     return error
 
 
-MAX_ANSWERS = 1024
-"""Answers of a run that are remembered."""
-
-
 @dataclass
 class ClientRun:
     """Run that a client drives."""
@@ -172,7 +174,13 @@ class ClientRun:
     progress: RunProgress | None = None
     """None where no registered workflow has a forecast for the run, or the client sends its own."""
     turns: Counter[AgentId] = field(default_factory=Counter)
-    answers: RunMemory = field(default_factory=lambda: RunMemory(MAX_ANSWERS))
+    answers: RunMemory = field(default_factory=lambda: RunMemory(MAX_RUNS))
+    registered: Registered | None = None
+    """The workflow of its last call whose template the server has filled; None where there was none"""
+    asked: ReuseMode | None = None
+    """The reuse mode that this call named; the run's other calls are expected to name it, too"""
+    values: RunMemory = field(default_factory=lambda: RunMemory(MAX_RUNS))
+    """What was read last. A client may have bound another text than the answer, so these go before the answers."""
     running: Counter[AgentId] = field(default_factory=Counter)
     """Calls in flight by agent."""
     called: set[AgentId] = field(default_factory=set)
@@ -207,6 +215,29 @@ class ClientRun:
         if tokens := tokenizer.plain(completion.tokens):
             self.answers.put(step.sample(), Value(tokens, step.sample()), completion.text)
 
+    def read(self, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None) -> None:
+        """Remember what a step has read, `filled` for its template. What is left out of its prompt is empty."""
+        self.registered, self.asked = registered, asked
+        values = {one.name: Value(one.tokens, one.sample) for one in filled.segments if one.is_placeholder}
+        for placeholder in registered.prompts[step.agent].placeholders:
+            if sample := registered.workflow.sample(step, placeholder):
+                self.values.put(sample, values.get(placeholder.name, NOTHING))
+
+    def near(self, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
+        """Return the agents that run within a step, soonest first, without those whose expected call has come already.
+        None where the server has filled no template of the run.
+        """
+        known = self.registered.workflow.ids if self.registered else ()
+        soon = [one for one in known if one in next_runs and one not in self.acting and next_runs[one].steps <= 1]
+        return sorted(soon, key=lambda agent: next_runs[agent].steps)[:PREPARED_AGENTS]
+
+    def request(self, agent: AgentId, default: ReuseMode) -> GenerateRequest:
+        """Return the next call of an agent of `registered`."""
+        assert self.registered
+        prompts = RunPrompts(self.key, self.registered.workflow, self.registered.prompts, (self.values, self.answers))
+        reuse = self.asked or self.registered.mode(self.registered.agent(agent), default)
+        return prompts.request(Step(agent, self.turns[agent]), reuse)
+
 
 def values_for(
     prompt: CompiledAgent,
@@ -237,95 +268,6 @@ def values_for(
         else:
             values[placeholder] = value_of(tokenizer, placeholder, text or "")
     return values
-
-
-PREPARED_STEPS = 1.0
-"""Steps-to-execution up to which an agent's prompt is given to the engine."""
-PREPARED_RUNS, PREPARED_AGENTS, MAX_VALUES = 16, 4, 64
-"""Runs of a tenant that get hints; hints of a run; values that are remembered of a run."""
-
-
-class Lookahead:
-    """The engine's hints for upcoming prompts. Belongs to the event loop.
-
-    This is for runs whose templates the server fills. What a call has bound is remembered, and so are the answers: from
-    them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess costs
-    idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. Hints that are no longer valid are
-    withdrawn: by the engine itself where the forecast does not expect the agent any more or the run has ended, and from
-    here where there are too many.
-    """
-
-    def __init__(self, engine: Engine, default: ReuseMode, withdraw: Callable[[Sequence[RequestId]], None]) -> None:
-        """`default`: the reuse mode where neither agent nor workflow has one. `withdraw` cancels hints, soon."""
-        self._engine, self._default, self._withdraw = engine, default, withdraw
-        self._runs: dict[TenantId, BoundedDict[RunKey, _KnownRun]] = {}
-        """By tenant, and by the time of the last call."""
-
-    def called(
-        self, run: ClientRun, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None
-    ) -> None:
-        """Take in the call of a registered agent, with `filled` for its template.
-
-        `asked` is the reuse mode that the call names; the run's other calls are expected to name it, too.
-        """
-        known = self._of(run.key).use(run.key, lambda: _KnownRun(registered))
-        known.registered, known.asked = registered, asked
-        known.read(filled, step)
-
-    def expect(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> None:
-        """Give the engine the prompts, as far as they are known, of the agents that run next by the forecast."""
-        known = self._of(run.key).get(run.key)
-        if known is None:
-            return
-        requests = [known.request(run, agent, self._default) for agent in known.near(run, next_runs)]
-        for request in requests:
-            self._engine.prepare(request)
-        hints = {request.agent: request.request_id for request in requests}
-        self._withdraw([hint for agent, hint in known.hints.items() if agent not in hints])
-        known.hints = hints
-
-    def end_run(self, key: RunKey) -> None:
-        """Forget a run that has ended. The engine drops its hints by itself."""
-        self._of(key).pop(key, None)
-
-    def _of(self, key: RunKey) -> BoundedDict[RunKey, _KnownRun]:
-        return self._runs.setdefault(key.namespace.tenant, BoundedDict(PREPARED_RUNS, self._evicted))
-
-    def _evicted(self, _: RunKey, oldest: _KnownRun) -> None:
-        self._withdraw([*oldest.hints.values()])
-
-
-@dataclass
-class _KnownRun:
-    """What one run's calls have bound, and the hints that the engine has of it."""
-
-    registered: Registered
-    asked: ReuseMode | None = None
-    values: RunMemory = field(default_factory=lambda: RunMemory(MAX_VALUES))
-    """What was read last. A client may have bound another text than the answer, so these go before the answers."""
-    hints: dict[AgentId, RequestId] = field(default_factory=dict)
-    """Expected agents with the ids of their hints."""
-
-    def read(self, filled: GenerateRequest, step: Step) -> None:
-        """Remember the values that a step has read. What is left out of its prompt is empty."""
-        self.hints.pop(step.agent, None)
-        values = {one.name: Value(one.tokens, one.sample) for one in filled.segments if one.is_placeholder}
-        for placeholder in self.registered.prompts[step.agent].placeholders:
-            if sample := self.registered.workflow.sample(step, placeholder):
-                self.values.put(sample, values.get(placeholder.name, NOTHING))
-
-    def near(self, run: ClientRun, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
-        """Return the agents that run next, soonest first, without those whose expected call has come already."""
-        known = [agent for agent in self.registered.workflow.ids if agent in next_runs and agent not in run.acting]
-        soon = [agent for agent in known if next_runs[agent].steps <= PREPARED_STEPS]
-        return sorted(soon, key=lambda agent: next_runs[agent].steps)[:PREPARED_AGENTS]
-
-    def request(self, run: ClientRun, agent: AgentId, default: ReuseMode) -> GenerateRequest:
-        """Return the agent's next call."""
-        registered = self.registered
-        prompts = RunPrompts(run.key, registered.workflow, registered.prompts, (self.values, run.answers))
-        reuse = self.asked or registered.mode(registered.agent(agent), default)
-        return prompts.request(Step(agent, run.turns[agent]), reuse)
 
 
 def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value:

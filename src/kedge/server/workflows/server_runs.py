@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -17,10 +16,8 @@ from fastapi import Depends, Request
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
 from kedge.server.http import BUG, INTERNAL, CallFailure, StreamEvent, error_body, problem_body, problem_of, receipt
-from kedge.server.metrics import InFlight
 from kedge.server.service import Service
 from kedge.server.tenancy import Tenant, Ticket
-from kedge.server.tracing import RunSpan
 from kedge.server.workflows.client_runs import ClientRuns
 from kedge.server.workflows.registry import WorkflowRegistry
 from kedge.types import RequestId, ReuseMode, RunId, TenantId
@@ -44,22 +41,35 @@ class RunStatus(StrEnum):
 
 @dataclass(eq=False)
 class ServerRun:
-    """Run that the server drives. Belongs to the event loop, except `is_cancelled`, which its thread reads."""
+    """Run that the server drives, in a thread of its own, which posts all events to the event loop. Belongs to the
+    event loop, except `is_cancelled`, which its thread reads.
+    """
 
-    tenant: TenantId
-    workflow: str
+    service: Service
+    tenant: Tenant
+    flow: Workflow
+    inputs: Mapping[str, str]
+    ticket: Ticket
     id: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex}")
     status: RunStatus = RunStatus.RUNNING
     events: list[StreamEvent] = field(default_factory=list)
     in_flight: set[RequestId] = field(default_factory=set)
     is_cancelled: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
-    def add_event(self, name: str, data: Mapping[str, Any]) -> None:
-        """Append an event and wake the followers."""
-        self.events.append(StreamEvent(name, data))
-        self._news.set()
-        self._news = asyncio.Event()
+    def __post_init__(self) -> None:
+        """Start the run."""
+        tracing = self.service.tracing
+        self._span = tracing.run(self.tenant.id, self.id, self.flow) if tracing else None
+        self.service.metrics.runs.labels(self.tenant.id).inc()
+        result = self.service.threads.wait(self._run)
+        result.add_done_callback(lambda ended: self._loop.call_soon_threadsafe(self._end, ended))
+
+    @property
+    def workflow(self) -> str:
+        """The workflow's name."""
+        return self.flow.name
 
     async def follow(self, start: int = 0) -> AsyncIterator[tuple[int, StreamEvent] | None]:
         """Yield the events from number `start` on until the run ends, and None after a while without one."""
@@ -86,6 +96,85 @@ class ServerRun:
         ended = self.events[-1].data if self.status is not RunStatus.RUNNING else {}
         return {"id": self.id, "object": "run", "workflow": self.workflow, "status": self.status, **ended}
 
+    # the run's thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> RunResult:
+        return run(
+            self.service.engine,
+            self.flow,
+            self.inputs,
+            reuse=ReuseMode.EXACT,
+            run_id=RunId(self.id),
+            tenant=self.tenant.id,
+            on_event=self._post,
+        )
+
+    def _post(self, event: RunEvent) -> None:
+        if self._span:
+            self._span.record(event)
+        self._loop.call_soon_threadsafe(self._take, event)
+        if self.is_cancelled:
+            raise RequestError("run", self.id, "was cancelled")
+
+    # the event loop -----------------------------------------------------------------------------------------------
+
+    def _take(self, event: RunEvent) -> None:
+        metrics, request = self.service.metrics, event.request_id
+        if event.kind is EventKind.SUBMITTED:
+            self.in_flight.add(request)
+            metrics.moved(self.tenant.id, request, metrics.waiting)
+            if self.is_cancelled:
+                self.service.threads.cancel([request])
+        if event.kind is EventKind.TEXT:
+            metrics.moved(self.tenant.id, request, metrics.running)
+        if event.completion:
+            metrics.moved(self.tenant.id, request, None)
+            self.in_flight.discard(request)
+            self.service.finished(self.tenant, event.completion)
+        if event.kind is not EventKind.TEXT or event.text:
+            data: dict[str, Any] = {"agent": event.agent, "turn": event.turn}
+            if event.kind is not EventKind.SUBMITTED:
+                data["text"] = event.text
+            if event.completion:
+                data |= {"finish_reason": event.completion.finish_reason, "receipt": receipt(event.completion)}
+            self._add_event(event.kind, data)
+
+    def _add_event(self, name: str, data: Mapping[str, Any]) -> None:
+        """Append an event and wake the followers."""
+        self.events.append(StreamEvent(name, data))
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _end(self, ended: Future[RunResult]) -> None:
+        self.ticket.release()
+        for request in self.in_flight:
+            self.service.metrics.moved(self.tenant.id, request, None)
+        error, died = ended.exception(), self.service.engine_error
+        status, data = RunStatus.FAILED, dict[str, Any]()
+        if error is None:
+            status, data = RunStatus.FINISHED, _result(ended.result())
+        elif died:
+            data = error_body(died)
+        elif self.is_cancelled:
+            status = RunStatus.CANCELLED
+        elif isinstance(error, KedgeError):
+            data = error_body(error)
+        else:
+            logger.error("a run failed", exc_info=error)
+            data = problem_body(BUG, INTERNAL)
+        if self._span:
+            self._span.ended(status.value, error if status is RunStatus.FAILED else None)
+        self.status = status
+        self.service.metrics.runs.labels(self.tenant.id).dec()
+        self.service.metrics.run_ended(self.tenant.id, status)
+        self._add_event(status, data)
+        if status is RunStatus.FAILED:
+            cause, body = died or error, data["error"]
+            code = problem_of(cause).status if isinstance(cause, KedgeError) else INTERNAL.status
+            place = {"workflow": self.workflow, "run": self.id}
+            failure = CallFailure(code, body["code"] or body["type"], body["message"], **place)
+            self.service.report_failure(self.tenant.id, failure)
+
 
 class ServerRuns:
     """Runs that a server drives, by tenant. Belongs to the event loop."""
@@ -100,19 +189,12 @@ class ServerRuns:
         Raises `MissingInput` or `RequestError` for bad inputs, `LimitReached` or `Overloaded`.
         """
         check_inputs(workflow, inputs)
-        ticket = self._service.admit(tenant, 1)
-        started = ServerRun(tenant.id, workflow.name)
+        started = ServerRun(self._service, tenant, workflow, inputs, self._service.admit(tenant, 1))
         mine = self._of.setdefault(tenant.id, {})
         mine[started.id] = started
         ended = [name for name, served in mine.items() if served.status is not RunStatus.RUNNING]
         for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
             del mine[name]
-        self._service.metrics.runs.labels(tenant.id).inc()
-        span = self._service.tracing.run(tenant.id, started.id, workflow)
-        in_flight = InFlight(self._service.metrics, tenant.id)
-        loop = asyncio.get_running_loop()
-        execution = _Execution(self._service, tenant, started, workflow, inputs, span, in_flight, loop)
-        self._service.threads.wait(execution).add_done_callback(partial(execution.post_end, ticket))
         return started
 
     def get(self, tenant: Tenant, name: str) -> ServerRun:
@@ -144,92 +226,6 @@ class ServerRuns:
                 self.cancel(served)
 
 
-@dataclass(frozen=True)
-class _Execution:
-    """Execution of a run in a thread of its own, which posts all events to the event loop."""
-
-    service: Service
-    tenant: Tenant
-    served: ServerRun
-    workflow: Workflow
-    inputs: Mapping[str, str]
-    span: RunSpan
-    in_flight: InFlight
-    loop: asyncio.AbstractEventLoop
-
-    # the run's thread ---------------------------------------------------------------------------------------------
-
-    def __call__(self) -> RunResult:
-        return run(
-            self.service.engine,
-            self.workflow,
-            self.inputs,
-            reuse=ReuseMode.EXACT,
-            run_id=RunId(self.served.id),
-            tenant=self.tenant.id,
-            on_event=self._post,
-        )
-
-    def _post(self, event: RunEvent) -> None:
-        self.span.record(event)
-        self.loop.call_soon_threadsafe(self._take, event)
-        if self.served.is_cancelled:
-            raise RequestError("run", self.served.id, "was cancelled")
-
-    def post_end(self, ticket: Ticket, ended: Future[RunResult]) -> None:
-        self.loop.call_soon_threadsafe(self._end, ticket, ended)
-
-    # the event loop -----------------------------------------------------------------------------------------------
-
-    def _take(self, event: RunEvent) -> None:
-        if event.kind is EventKind.SUBMITTED:
-            self.served.in_flight.add(event.request_id)
-            self.in_flight.submitted(event.request_id)
-            if self.served.is_cancelled:
-                self.service.threads.cancel([event.request_id])
-        if event.kind is EventKind.TEXT:
-            self.in_flight.begun(event.request_id)
-        if event.completion:
-            self.in_flight.ended(event.request_id)
-            self.served.in_flight.discard(event.request_id)
-            self.service.finished(self.tenant, event.completion)
-        if event.kind is not EventKind.TEXT or event.text:
-            data: dict[str, Any] = {"agent": event.agent, "turn": event.turn}
-            if event.kind is not EventKind.SUBMITTED:
-                data["text"] = event.text
-            if event.completion:
-                data |= {"finish_reason": event.completion.finish_reason, "receipt": receipt(event.completion)}
-            self.served.add_event(event.kind, data)
-
-    def _end(self, ticket: Ticket, ended: Future[RunResult]) -> None:
-        ticket.release()
-        self.in_flight.clear()
-        error, died = ended.exception(), self.service.engine_error
-        status, data = RunStatus.FAILED, dict[str, Any]()
-        if error is None:
-            status, data = RunStatus.FINISHED, _result(ended.result())
-        elif died:
-            data = error_body(died)
-        elif self.served.is_cancelled:
-            status = RunStatus.CANCELLED
-        elif isinstance(error, KedgeError):
-            data = error_body(error)
-        else:
-            logger.error("a run failed", exc_info=error)
-            data = problem_body(BUG, INTERNAL)
-        self.span.ended(status.value, error if status is RunStatus.FAILED else None)
-        self.served.status = status
-        self.service.metrics.runs.labels(self.tenant.id).dec()
-        self.service.metrics.run_ended(self.tenant.id, status)
-        self.served.add_event(status, data)
-        if status is RunStatus.FAILED:
-            cause, body = died or error, data["error"]
-            code = problem_of(cause).status if isinstance(cause, KedgeError) else INTERNAL.status
-            place = {"workflow": self.workflow.name, "run": self.served.id}
-            failure = CallFailure(code, body["code"] or body["type"], body["message"], **place)
-            self.service.report_failure(self.tenant.id, failure)
-
-
 def _result(result: RunResult) -> dict[str, Any]:
     agents = [
         {
@@ -251,7 +247,7 @@ class Workflows:
     def __init__(self, service: Service) -> None:
         self.registry = WorkflowRegistry()
         mode = service.default_mode(ReuseMode.TRANSLATE)
-        self.client_runs = ClientRuns(service.engine, mode, service.threads.cancel)
+        self.client_runs = ClientRuns(service.engine, mode)
         self.server_runs = ServerRuns(service)
         service.metrics.expose_ignored_forecasts(self.client_runs.board.ignored)
 

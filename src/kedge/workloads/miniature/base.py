@@ -1,23 +1,29 @@
 """The common form of the miniature tasks: generated questions, roles and the split into train and test.
 
 The tasks mirror the role cycles of KVCOMM (paper, 6.3.2) at a size that a model of a few million parameters learns.
-Every agent's reference answer follows from the question, so that every agent can be scored.
+Every agent's reference answer follows from the question, so that every agent can be scored. The default wording of
+`connect` is the one that the bundled model was trained on.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kedge.workloads.base import Question
+from kedge.types import AgentId
+from kedge.workflow.graph import Agent, Tool
+from kedge.workflow.topologies import PresentedAnswer, Wording, user_template
+from kedge.workloads.base import Question, Team
 
 Split = Literal["train", "test"]
 
 TEST_SHARE = 8
 """One question in eight, chosen by a hash of its text, is kept for testing and never trained on."""
+MAX_TOKENS = 192
+"""Limit of an answer, longer than any reference answer."""
 
 
 @dataclass(frozen=True)
@@ -29,59 +35,54 @@ class Role:
     system: str
     reference: Callable[[Question], str] = field(repr=False)
     correct: Callable[[str, Question], bool] = field(repr=False)
-    tool_lead: str | None = None
-    """Text before the result of this role's tool, if it has one."""
-    tool: Callable[[str, Question], str] | None = field(default=None, repr=False)
-    """(answer, question) -> the text of the tool's result."""
+    tool: Tool | None = field(default=None, repr=False)
     tool_reference: Callable[[Question], str] | None = field(default=None, repr=False)
     """Question -> the tool's result for the reference answer, so that training data needs no sandbox."""
-    reacts: Callable[[Question, Mapping[str, str]], str] | None = field(default=None, repr=False)
-    """(question, what it reads beside it, by placeholder) -> the reference answer, where that is more than the question
-    decides."""
-
     pick: str = ""
     """Where its pick stands, see `Agent.pick`"""
 
-    def answer(self, question: Question, read: Mapping[str, str]) -> str:
-        """Return the reference answer to a question and to what the role reads beside it, by placeholder."""
-        return self.reacts(question, read) if self.reacts else self.reference(question)
-
 
 @dataclass(frozen=True)
-class Task:
-    """A miniature task: its roles in speaking order (the last one decides) and its generator."""
+class Task(Team):
+    """A miniature task: a team whose agents all have a reference answer, and the generator of its questions."""
 
-    name: str
-    roles: tuple[Role, ...]
-    generate: Callable[[random.Random], Question] = field(repr=False)
-    corrupt: Callable[[random.Random, str], str] = field(repr=False)
-    """Returns a plausible wrong version of an answer, to train the others not to trust blindly."""
-    final: Callable[[str], str | None] = field(repr=False)
-    """The decision in the last agent's answer, or None where there is none."""
+    roles: tuple[Role, ...] = ()
+    generate: Callable[[random.Random], Question] = field(kw_only=True, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        roles: tuple[Role, ...],
+        *,
+        generate: Callable[[random.Random], Question],
+        corrupt: Callable[[random.Random, str], str],
+        final: Callable[[str], str | None],
+        tool_lead: str,
+    ) -> Task:
+        """Return the task of some roles in speaking order; `tool_lead` is the text before the result of a tool."""
+        agents = tuple(Agent(one.id, one.system, "", one.tool, one.title, MAX_TOKENS, pick=one.pick) for one in roles)
+        return cls(name, agents, Wording(tool=tool_lead), final, corrupt=corrupt, roles=roles, generate=generate)
 
     def role(self, role_id: str) -> Role:
         """Return the role of this id."""
         return next(role for role in self.roles if role.id == role_id)
 
-    def questions(self, split: Split, seed: int) -> _Questions:
-        """Return an endless seeded stream of questions of one split."""
-        return _Questions(self, split, random.Random(f"{self.name}/{split}/{seed}"))
+    def right(self, agent: AgentId, answer: str, question: Question) -> bool:
+        return self.role(agent).correct(answer, question)
 
+    def prompt(self, role: Role, heard: Sequence[Role]) -> str:
+        """Return the user message of `role` when it reads the answers of `heard`, with placeholders still in it."""
+        answers = [PresentedAnswer(one.id, one.title, self.wording.tool if one.tool else None) for one in heard]
+        return user_template(role.title, answers, self.wording)
 
-@dataclass
-class _Questions:
-    task: Task
-    split: Split
-    rng: random.Random
-
-    def __iter__(self) -> _Questions:
-        return self
-
-    def __next__(self) -> Question:
+    def questions(self, split: Split, seed: int) -> Iterator[Question]:
+        """Yield questions of one split without an end, the same for the same seed."""
+        rng = random.Random(f"{self.name}/{split}/{seed}")
         while True:
-            question = self.task.generate(self.rng)
-            if split_of(question.text) == self.split:
-                return question
+            question = self.generate(rng)
+            if split_of(question.text) == split:
+                yield question
 
 
 def split_of(text: str) -> Split:

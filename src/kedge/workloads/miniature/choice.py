@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from kedge.workloads.base import Question
+from kedge.workloads.base import QUESTION, Question
 from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.miniature.math import ITEMS, NAMES
 
@@ -83,10 +84,10 @@ def _entities(question: Question) -> list[str]:
     return [each["name"] for each in (question.facts["people"] if everybody else [question.facts["person"]])]
 
 
-def look_up(text: str, question: Question) -> str:
-    """Return the sentences of the passage about the names after `Look up:`."""
+def look_up(text: str, inputs: Mapping[str, str]) -> str:
+    """Return the sentences of the passage about the names after `Look up:` (the Wiki Searcher's tool)."""
     names = set(re.findall(r"\w+", text.partition("Look up:")[2]))
-    passage = question.text.partition("\n")[0]
+    passage = inputs[QUESTION].partition("\n")[0]
     found = [s for s in re.split(r"(?<=\.) ", passage) if s.split(" ", 1)[0] in names]
     return " ".join(found) or "Nothing found."
 
@@ -123,7 +124,12 @@ def states_answer(text: str, question: Question) -> bool:
 
 def finds_evidence(text: str, question: Question) -> bool:
     """Return whether the tool finds exactly the sentences that the question needs."""
-    return look_up(text, question) == look_up(search(question), question)
+    return look_up(text, {QUESTION: question.text}) == evidence_found(question)
+
+
+def evidence_found(question: Question) -> str:
+    """Return what the tool finds for the Wiki Searcher's reference answer."""
+    return look_up(search(question), {QUESTION: question.text})
 
 
 def corrupt(rng: random.Random, text: str) -> str:
@@ -135,9 +141,9 @@ def corrupt(rng: random.Random, text: str) -> str:
     return text.replace(f"answer is {option}", f"answer is {rng.choice([other for other in kind if other != option])}")
 
 
-TASK = Task(
-    name="choice",
-    roles=(
+TASK = Task.of(
+    "choice",
+    (
         Role(
             "expert",
             "Knowledge Expert",
@@ -153,9 +159,8 @@ TASK = Task(
             "nothing else.",
             search,
             finds_evidence,
-            tool_lead="\nThe search finds:\n",
             tool=look_up,
-            tool_reference=lambda question: look_up(search(question), question),
+            tool_reference=evidence_found,
         ),
         Role(
             "critic",
@@ -186,4 +191,5 @@ TASK = Task(
     generate=generate,
     corrupt=corrupt,
     final=stated,
+    tool_lead="\nThe search finds:\n",
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.workloads.base import Question
+from kedge.workloads.base import QUESTION, Question
 from kedge.workloads.miniature.base import Role, Task
 from kedge.workloads.sandbox import run_python
 
@@ -137,9 +137,9 @@ def tests_accept(text: str, question: Question) -> bool:
     return "assert f(" in text and check(question.answer, text)
 
 
-def run_example(text: str, question: Question) -> str:
+def run_example(text: str, inputs: Mapping[str, str]) -> str:
     """Run the Programming Expert's code on the example of the question (the agent's tool)."""
-    example = question.text.partition("Example: ")[2]
+    example = inputs[QUESTION].partition("Example: ")[2]
     return "passed" if check(text, f"assert {example}") else "failed"
 
 
@@ -157,9 +157,9 @@ def stated(text: str) -> str | None:
     return text.strip() if text.lstrip().startswith("def f(") else None
 
 
-TASK = Task(
-    name="code",
-    roles=(
+TASK = Task.of(
+    "code",
+    (
         Role(
             "manager",
             "Project Manager",
@@ -183,7 +183,6 @@ TASK = Task(
             "line for each step.",
             program,
             code_passes,
-            tool_lead="\nRunning the example:\n",
             tool=run_example,
             tool_reference=lambda question: "passed",
         ),
@@ -207,4 +206,5 @@ TASK = Task(
     generate=generate,
     corrupt=corrupt,
     final=stated,
+    tool_lead="\nRunning the example:\n",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import re
+from collections.abc import Mapping
 
 from kedge.workloads.base import Question
 from kedge.workloads.miniature.base import Role, Task
@@ -93,14 +94,14 @@ def states_answer(text: str, question: Question) -> bool:
     return stated(text) == question.answer
 
 
-def run_solve(text: str, question: Question) -> str:  # noqa: ARG001 (a tool's signature)
+def run_solve(text: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (a tool's signature)
     """Run the Programming Expert's code in the sandbox; return the printed result, or the error's name."""
     return run_python(f"{text}\nprint(solve())").summary
 
 
 def code_returns_answer(text: str, question: Question) -> bool:
     """Return whether a text is code that returns the question's answer."""
-    return run_solve(text, question) == question.answer
+    return run_solve(text, {}) == question.answer
 
 
 def corrupt(rng: random.Random, text: str) -> str:
@@ -112,9 +113,9 @@ def corrupt(rng: random.Random, text: str) -> str:
     return text[: spot.start()] + str(rng.randint(0, MAX)) + text[spot.end() :]
 
 
-TASK = Task(
-    name="math",
-    roles=(
+TASK = Task.of(
+    "math",
+    (
         Role(
             "solver",
             "Math Solver",
@@ -138,7 +139,6 @@ TASK = Task(
             "returns the result of the problem.",
             program,
             code_returns_answer,
-            tool_lead="\nRunning this code prints:\n",
             tool=run_solve,
             tool_reference=lambda question: question.answer,
         ),
@@ -163,4 +163,5 @@ TASK = Task(
     generate=generate,
     corrupt=corrupt,
     final=stated,
+    tool_lead="\nRunning this code prints:\n",
 )

@@ -25,18 +25,11 @@ def role_last(workflow: Workflow) -> Workflow:
     return replace(workflow, agents=tuple(map(_role_last, workflow.agents)))
 
 
-def role_last_prompt(system: str, user: str) -> str:
-    """Return the user message that has both templates in it: the shared part of `user`, `system`, the rest of `user`.
-
-    Raises `WorkflowError` for a malformed template.
-    """
-    if not system:
-        return user
-    at = after_last_placeholder(user)
-    shared, own = user[:at], user[at:]
-    gap = "" if not own or own[:1].isspace() else GAP
-    return f"{shared}{GAP if shared else ''}{system}{gap}{own}"
-
-
 def _role_last(agent: Agent) -> Agent:
-    return replace(agent, system="", user=role_last_prompt(agent.system, agent.user))
+    """Return the agent with the shared part of its user message, its system text, and the rest in one message."""
+    if not agent.system:
+        return agent
+    at = after_last_placeholder(agent.user)
+    shared, own = agent.user[:at], agent.user[at:]
+    gap = "" if not own or own[:1].isspace() else GAP
+    return replace(agent, system="", user=f"{shared}{GAP if shared else ''}{agent.system}{gap}{own}")

@@ -19,7 +19,7 @@ from tests.reuse.guard.answers import answer, position
 
 ASKED = replace(
     request("a", "b", temperature=0.7, seed=3, max_tokens=500, grammar="start: /x/"),
-    produces=SampleId.parse("agent_solver@0"), trail=(1, 2), turn=TurnHints("session"), is_plain=True, tool_mark="<t>",
+    produces=SampleId.parse("agent_solver@0"), turn=TurnHints("session"), is_plain=True, tool_mark="<t>",
     guard=GuardOrders(withheld=frozenset("ab"), epoch=4),
 )  # fmt: skip
 
@@ -29,7 +29,7 @@ def three_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "COMPARED_TOKENS", 3)
 
 
-NO_TRACE = (None, (), TurnHints(), False, "")
+NO_TRACE = (None, TurnHints(), False, "")
 
 
 def served(*names: str, first: TokenLogprob = GOOD) -> Completion:
@@ -49,7 +49,7 @@ def test_a_dense_check_computes_the_whole_prompt_and_leaves_no_trace() -> None:
     assert (again.workflow, again.agent, again.run) == ("", "", "")
     assert (again.sampling.temperature, again.sampling.seed, again.sampling.max_tokens) == (0.0, None, 3)
     assert again.segments == ASKED.segments
-    assert (again.produces, again.trail, again.turn, again.is_plain, again.tool_mark) == NO_TRACE
+    assert (again.produces, again.turn, again.is_plain, again.tool_mark) == NO_TRACE
     assert again.request_id != ASKED.request_id and check.run is None and check.cost == ASKED.prompt_tokens + 3
 
 

@@ -387,10 +387,3 @@ def test_an_end_that_fails_does_not_end_the_thread() -> None:
         one.add()
         one.finish()
         assert one.checks.drain(10) and one.checks.done == 2
-
-
-def test_a_cancelled_check_shows_nothing() -> None:
-    with bench() as one:
-        one.add()
-        one.finish(FinishReason.CANCELLED)
-        assert one.checks.drain(10) and one.judged == [] and one.checks.dropped == 1

@@ -1,4 +1,4 @@
-"""The guard's records in a folder of their own: they outlive a process, and are taken by nobody else."""
+"""The guard's records in snapshots: they outlive a process, and are taken by nobody else."""
 
 from __future__ import annotations
 
@@ -8,23 +8,33 @@ from pathlib import Path
 
 import pytest
 
-from kedge.engine.common.state.files import SUFFIX
-from kedge.engine.common.state.folder import StateFolder
-from kedge.engine.common.state.snapshot import GuardFolder
-from kedge.errors import ConfigError, StateRefused
-from kedge.guard import GuardState
+from kedge.engine.common.state.files import SUFFIX, StateFolder
+from kedge.engine.common.state.snapshot import EngineState
+from kedge.errors import StateRefused
+from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard import guard as guard_module
+from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import GuardSettings
-from tests.engine.common.state.test_guard_records import CHANGED, asked
+from kedge.types import AgentId, GenerateRequest, ReuseMode, SampleId, Segment, TenantId, WorkflowId
 from tests.engine.common.state_helpers import record, saved
+from tests.engine.local.conftest import engine_of, tiny_model
 
 MODEL = "a model"
+CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
+
+
+def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> GenerateRequest:
+    value = Segment((1, 2), "question", SampleId.parse("input_question@0"))
+    return GenerateRequest(
+        (value,), reuse=ReuseMode.TRANSLATE, tenant=TenantId(tenant), workflow=WorkflowId(workflow),
+        agent=AgentId(agent),
+    )  # fmt: skip
 
 
 @contextmanager
-def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[GuardFolder]:
-    state = GuardFolder(folder, identity, guard)
+def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[EngineState]:
+    state = EngineState(folder, identity, guard=guard)
     try:
         yield state
     finally:
@@ -51,7 +61,7 @@ def test_all_that_evidence_has_cost_survives(tmp_path: Path) -> None:
     with opened(tmp_path, after) as state:
         assert not state.load().damaged
     assert after.saved() == before.saved() and after.stats() == before.stats()
-    restarts = [after._records[key].progress[0] for key in after._records]
+    restarts = [after._records[key].restarts for key in after._records]
     assert restarts and min(restarts) > 0, "the next test is one at a smaller alpha"
     assert after._records.popitem()[1].state is GuardState.SHADOW
 
@@ -102,6 +112,20 @@ def test_unchanged_records_are_not_written_again(tmp_path: Path, monkeypatch: py
     assert writes == ["a", "b"]
 
 
-def test_one_process_has_the_folder(tmp_path: Path) -> None:
-    with opened(tmp_path, guard()), pytest.raises(ConfigError), opened(tmp_path, guard()):
-        pass
+def test_an_agent_that_an_engine_withheld_is_withheld_after_a_restart(tmp_path: Path) -> None:
+    with engine_of(tiny_model("llama"), guard=GuardSettings()) as one:
+        for number, workflow in enumerate("ab"):
+            for _ in range(1 + 9 * number):  # the second one has a breach
+                one._guard.guard.observe(asked(workflow), ("question",), CHANGED)
+        one.save(tmp_path)
+        one._guard.guard.observe(asked("c"), ("question",), CHANGED)
+        one.load(tmp_path)
+        assert {found["workflow"] for found in one._guard.guard.stats()} == {"a", "b"}, "records are replaced"
+    with engine_of(tiny_model("llama"), guard=GuardSettings()) as other:
+        assert not other.load(tmp_path).damaged
+        found = other._guard.guard
+        orders = [found.orders(asked(workflow)) for workflow in "ab"]
+        assert [one.withheld for one in orders] == [{"question"}] * 2
+        assert orders[0].epoch == 0 and orders[1].epoch >= 1, "its anchors are those of an earlier epoch"
+        assert not found.orders(asked("a", tenant="other")).withheld
+        assert not found.orders(asked("a", agent="critic")).withheld

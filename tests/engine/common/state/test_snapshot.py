@@ -10,20 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 
-from kedge.engine.common.state.files import MANIFEST, PREVIOUS
+from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed, StateRefused
-from kedge.settings import AnchorSettings, PlannerSettings
-from tests.engine.common.state_helpers import DAMAGES, damage, listed, record_files
+from kedge.settings import AnchorSettings, PlannerConstants
+from tests.engine.common.state_helpers import damage, listed, record_files
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
 ROOT = Path(__file__).parents[4]
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
-    "planner": PlannerSettings(by_cost=False, recompute_head=0),
+    "planner": PlannerConstants(by_cost=False, recompute_head=0),
 }
 
 
@@ -72,8 +71,8 @@ def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_pat
     assert {path: path.stat().st_mtime_ns for path in [*record_files(tmp_path), tmp_path / MANIFEST]} == before
     ask(teacher, 90)
     teacher.save(tmp_path)
-    assert set(record_files(tmp_path)) > before.keys() - {tmp_path / MANIFEST}, "the snapshot before is kept"
-    assert len(record_files(tmp_path)) == 5, "the template is as it was, both pools are new"
+    kept = set(record_files(tmp_path)) & before.keys()
+    assert (len(record_files(tmp_path)), len(kept)) == (3, 1), "the template is as it was, both pools are new"
 
 
 @pytest.mark.parametrize(
@@ -119,22 +118,6 @@ def files_of(folder: Path, kind: str) -> list[Path]:
     return [folder / one["file"] for one in listed(folder / MANIFEST)["entries"] if one["name"][0] == kind]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_pool_is_what_it_was_a_snapshot_ago(teacher: LocalEngine, tmp_path: Path, how: str) -> None:
-    teacher.save(tmp_path)
-    before = pools(teacher)
-    ask(teacher, 90)
-    teacher.save(tmp_path)
-    now = pools(teacher)
-    victim = files_of(tmp_path, "pool")[0]
-    damage(victim, how)
-    found = teacher.load(tmp_path)
-    assert (found.pools, found.templates) == (2, 1)
-    assert [(one.file, one.lost) for one in found.damaged] == [(victim.name, False)]
-    assert sorted(pools(teacher).values()) == sorted([min(before.values()), max(now.values())])
-    teacher.query(lambda parts: parts.learned[0].check_integrity())
-
-
 @pytest.mark.parametrize("kind", ["pool", "template"])
 def test_what_is_lost_is_lost_alone_and_learned_again(teacher: LocalEngine, tmp_path: Path, kind: str) -> None:
     saved = teacher.save(tmp_path)
@@ -142,32 +125,11 @@ def test_what_is_lost_is_lost_alone_and_learned_again(teacher: LocalEngine, tmp_
     teacher.close()
     with engine() as pupil:
         found = pupil.load(tmp_path)
-        assert [(one.name[0], one.lost) for one in found.damaged] == [(kind, True)]
+        assert [one.name[0] for one in found.damaged] == [kind]
         assert found.pools + found.templates == saved.pools + saved.templates - 1
         ask(pupil, 70)
         assert pupil.save(tmp_path).pools == 2
         assert pupil.load(tmp_path).damaged == ()
-
-
-def test_a_damaged_manifest_costs_no_more_than_one_snapshot(teacher: LocalEngine, tmp_path: Path) -> None:
-    teacher.save(tmp_path)
-    before = pools(teacher)
-    ask(teacher, 90)
-    teacher.save(tmp_path)
-    damage(tmp_path / MANIFEST, "truncated")
-    assert [one.file for one in teacher.load(tmp_path).damaged] == [MANIFEST]
-    assert pools(teacher) == before
-
-
-def test_where_everything_is_damaged_the_engine_starts_empty(teacher: LocalEngine, tmp_path: Path) -> None:
-    teacher.save(tmp_path)
-    for file in [*record_files(tmp_path), tmp_path / MANIFEST, tmp_path / PREVIOUS]:
-        damage(file, "random")
-    found = teacher.load(tmp_path)
-    assert (found.pools, found.templates, teacher.inspect()["anchors"]["anchors"]) == (0, 0, 0)
-    ask(teacher, 50)
-    assert teacher.save(tmp_path).pools == 2
-    assert teacher.load(tmp_path).damaged == ()
 
 
 def test_a_file_that_vanishes_while_the_engine_runs_is_written_again(teacher: LocalEngine, tmp_path: Path) -> None:
@@ -183,11 +145,6 @@ def test_a_folder_that_another_engine_has_is_a_wrong_setting(teacher: LocalEngin
     teacher.save(tmp_path)
     with engine() as fresh, pytest.raises(ConfigError, match="another process"):
         fresh.load(tmp_path)
-
-
-def pools(engine: LocalEngine) -> dict[object, int]:
-    """How many anchors every pool has."""
-    return engine.query(lambda parts: {key: len(pool.anchors) for key, pool in parts.learned[0].pools.items()})
 
 
 SAVES_FOR_EVER = """
@@ -231,16 +188,6 @@ def test_saving_while_the_engine_learns(teacher: LocalEngine, tmp_path: Path) ->
     before = teacher.inspect()["anchors"]["anchors"]
     teacher.load(tmp_path)
     assert teacher.inspect()["anchors"]["anchors"] == before
-
-
-def test_a_full_disk_is_an_os_error(teacher: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise SafetensorError("IoError: No space left on device")
-
-    monkeypatch.setattr("kedge.engine.common.state.files.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        teacher.save(tmp_path)
-    assert teacher.load(tmp_path).pools == 0
 
 
 def test_a_closed_engine_saves_nothing(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_attention_reads_its_context_run_by_run(
     contiguous = bool(positions[0] == 800 - len(positions))
     sequence = SequenceSlice(0, len(positions), runs, 800, positions, contiguous)
 
-    out = _attend(query, (keys, values), sequence, SCALE, window, sinks)
+    out = _attend(query, (keys, values), sequence, Scoring(SCALE, window, sinks=sinks))
 
     keys, values = (torch.cat([x[run] for run in runs]) for x in (keys, values))
     assert (out.float() - expected(query, keys, values, positions, window, sinks)).abs().max() < TOLERANCE[dtype]

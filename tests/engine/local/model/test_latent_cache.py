@@ -14,24 +14,24 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model import probe
 from kedge.engine.local.model.comparing import attention
 from kedge.engine.local.model.identity import model_digest
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.replica import Architecture, random_model
+from kedge.engine.local.model.replica import random_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import Sequence
 from kedge.errors import UnsupportedModel
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.types import Namespace, RequestId, ReuseMode, TenantId
+from kedge.types import Namespace, RequestId, TenantId
 from tests.engine.local.conftest import engine_of
+from tests.engine.local.model.architectures import Architecture
 from tests.engine.local.model.test_architectures import BY_NAME, model_of
 from tests.engine.local.test_engine import greedy, prompt
 from tests.engine.local.test_engine import request as plain
-from tests.engine.local.test_translation import SETTINGS, Driver, request, tokens
+from tests.engine.local.test_translation import Driver, request, tokens
 
 MANY_HEADS = Architecture(
     "DeepSeek-V3 with 16 heads", "deepseek_v3",
@@ -172,22 +172,6 @@ def test_a_repeated_value_is_translated_to_the_answer_of_all_heads(name: str) ->
         assert again.receipt().translated > 40
         answers.append(again.response)
     assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_answers_stay_right_in_a_full_pool_beside_cancelled_requests(name: str) -> None:
-    one = model(name)
-    prompts = [prompt(i % 3, 60 + 9 * i) for i in range(8)]
-    wanted = [greedy(one, asked, 12) for asked in prompts]
-    with engine_of(one, kv_memory="20 blocks", max_batch_tokens=48, **SETTINGS) as engine:
-        for mode in (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.EXACT):
-            streams = [engine.submit(plain(asked, mode, max_tokens=12)) for asked in prompts]
-            lost = [engine.submit(plain(prompt(20 + i, 100), mode, max_tokens=200)) for i in range(4)]
-            assert all(engine.cancel(stream.request_id) for stream in lost)
-            assert [stream.result(120).tokens for stream in streams] == wanted
-            engine.wait_idle(60)
-            engine.query(EngineParts.check_integrity)
-            assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
 def with_bias(layer: Any) -> None:

@@ -54,14 +54,6 @@ def test_a_model_in_memory_is_refused_with_the_reason(config: PretrainedConfig, 
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(("config", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_folder_is_refused_with_the_reason(config: PretrainedConfig, why: str, tmp_path: Path) -> None:
-    random_model(small_config(config)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel) as refused:
-        checked_runner(models.load(tmp_path, torch.float32, torch.device("cpu")))
-    assert why in refused.value.why
-
-
 @pytest.mark.parametrize("text", ['{"model_type": "llama", "hidden_size": "wide"}', '{"model_type": "nothing"}', "["])
 def test_a_config_that_cannot_be_read_is_unsupported(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,9 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.utils.system_utils import get_mp_context  # noqa: E402
 
-from kedge.engine.common.guarding import check, guarded_calls  # noqa: E402
+from kedge.engine.common.guarding import check  # noqa: E402
 from kedge.engine.common.guarding.check import dense_check  # noqa: E402
-from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
 from kedge.integrations.vllm.forced_answers import ForcedAnswers  # noqa: E402
@@ -37,7 +35,7 @@ from kedge.types import (  # noqa: E402
     WorkflowId,
     new_request_id,
 )
-from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_llama  # noqa: E402
+from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_nano  # noqa: E402
 
 PATIENCE = 120.0
 FAULT = "KEDGE_TEST_FAULT"
@@ -80,9 +78,7 @@ def engine(
 ) -> Iterator[VLLMEngine]:
     """An engine whose workers obey the fault, and that gives few log-probabilities."""
     fault.unlink(missing_ok=True)
-    folder = save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=1152, bos_token_id=0, eos_token_id=1)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model_path(None) / name, folder)
+    folder = save_tiny_nano(tmp_path_factory.mktemp("model"))
     own = {
         "max_model_len": 384, "num_gpu_blocks_override": 16, "max_num_seqs": 4, "max_logprobs": TOP,
         "async_scheduling": request.param, "logits_processors": [PROCESSOR],
@@ -93,8 +89,7 @@ def engine(
         "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0},
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patched, VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
-        for module in (check, guarded_calls):
-            patched.setattr(module, "COMPARED_TOKENS", 4)
+        patched.setattr(check, "COMPARED_TOKENS", 4)
         yield built
 
 

@@ -108,7 +108,7 @@ def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 
 # kedge serve ----------------------------------------------------------------------------------------------------------
 
-KEYS = '[tenants.acme]\nanchors = 5\nhost_memory = "1MiB"\nkeys = ["sha256:' + "0" * 64 + '"]\n'
+KEYS = '[tenants.acme]\nanchor_bytes = 5\nhost_memory = "1MiB"\nkeys = ["sha256:' + "0" * 64 + '"]\n'
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     monkeypatch.setattr("kedge.cli.run.require_vllm", lambda: None)
     monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
     args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
-    result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": "", "KEDGE_SERVER__SNAPSHOT_INTERVAL": "5"})
+    result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": ""})
     assert isinstance(result.exception, Started)
-    assert seen == [options.KeepingOptions(Path("kept"), 5.0, {TenantId("acme"): Quota(5, None, 1 << 20)})]
+    assert seen == [options.KeepingOptions(Path("kept"), 60.0, {TenantId("acme"): Quota(5, 1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
-    assert (found.state, found.snapshot_interval) == (tmp_path / "kept", 5.0)
-    assert found.quotas == {"acme": QuotaSettings(anchors=5, host_memory=1 << 20)}
+    assert (found.state, found.snapshot_interval) == (tmp_path / "kept", 60.0)
+    assert found.quotas == {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from kedge.guard import GuardOrders
@@ -67,12 +68,11 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
 
 
 def test_what_the_guard_orders_is_sent() -> None:
-    orders = GuardOrders(
-        withheld=frozenset({"q", "r"}), epoch=2, rung=len(RUNGS) - 1, left_out=True, pick="answer is <word>"
-    )  # fmt: skip
+    orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2, rung=len(RUNGS) - 1, pick="answer is <word>")
+    orders = replace(orders, left_out=True, held_out=True)
     assert read(request(guard=orders)).guard == orders
     assert read(request(guard=GuardOrders(rung=0))).guard.rung == 0
-    assert not {"withheld", "epoch", "rung", "left_out", "pick"} & request_hints(request()).keys()
+    assert not {"withheld", "epoch", "rung", "left_out", "held_out", "pick"} & request_hints(request()).keys()
 
 
 def test_the_fixed_length_is_sent_without_segments() -> None:
@@ -117,11 +117,6 @@ def test_stock_vllm_gets_no_hints_and_draws_no_token_for_others() -> None:
     hinted, plain = sampling_arguments(asked, 100), sampling_arguments(asked, 100, hinted=False)
     assert (hinted["max_tokens"], plain["max_tokens"]) == (6, 5)
     assert plain == {**hinted, "max_tokens": 5, "extra_args": None}
-
-
-def test_the_trail_of_an_answer_that_others_read_is_a_hint() -> None:
-    assert read(request(trail=(5, 6))).trail == (5, 6)
-    assert "trail" not in request_hints(request(trail=(5, 6), produces=None))
 
 
 def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.engine.base import Quota  # noqa: E402
-from kedge.engine.common.model_folder import model_path  # noqa: E402
 from kedge.errors import ConfigError  # noqa: E402
 from kedge.guard import DecisionKind  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
@@ -32,14 +30,14 @@ from kedge.types import (  # noqa: E402
     ValueKind,
     WorkflowId,
 )
-from tests.integrations.vllm.conftest import prompt, save_tiny_llama  # noqa: E402
+from tests.integrations.vllm.conftest import prompt, save_tiny_nano  # noqa: E402
 
 PATIENCE = 120.0
 HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
 LEAD_IN, STAND_IN = tuple(prompt(5, 3)), tuple(prompt(4, 4))
-NANO_SHAPE = {"vocab_size": 1152, "bos_token_id": 0, "eos_token_id": 1}
 CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 ACME = TenantId("acme")
+MOST = 1 << 20
 
 
 def engine(model: Path, state: Path) -> VLLMEngine:
@@ -51,7 +49,7 @@ def engine(model: Path, state: Path) -> VLLMEngine:
         guard={"mode": "off"},
         vllm=own,
     )
-    return VLLMEngine(model, settings, keeping=KeepingOptions(state, 3600.0, {ACME: Quota(anchors=3)}))
+    return VLLMEngine(model, settings, keeping=KeepingOptions(state, 3600.0, {ACME: Quota(anchor_bytes=MOST)}))
 
 
 def ask(built: VLLMEngine, seed: int, run: str) -> Receipt:
@@ -89,9 +87,7 @@ def teach(built: VLLMEngine) -> None:
 
 
 def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
-    model, state = save_tiny_llama(tmp_path / "model", **NANO_SHAPE), tmp_path / "state"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model_path(None) / name, model)
+    model, state = save_tiny_nano(tmp_path / "model"), tmp_path / "state"
     with engine(model, state) as built:
         assert built.state == state
         teach(built)
@@ -105,7 +101,7 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         after = ask(built, 12, "after")
         assert (after.computed, after.translated) == (before.computed, before.translated + before.exact)
         assert guard_of(built) == known, "the evidence against an agent outlives a restart"
-        built.limit(ACME, Quota(anchors=3))
+        built.limit(ACME, Quota(anchor_bytes=MOST))
         built.limit(TenantId("other"), Quota())
         with pytest.raises(ConfigError, match="takes quotas at its start only"):
-            built.limit(ACME, Quota(anchors=4))
+            built.limit(ACME, Quota(anchor_bytes=2 * MOST))

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin.lanes import TOKEN_SHARE, AnswerTails, EndedAnswer, HeldBlocks, PassLimits
+from kedge.integrations.vllm.plugin.lanes import AnswerTails, EndedAnswer, HeldBlocks, PassLimits
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Segment, Tokens
@@ -26,9 +26,7 @@ STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_
 AMPLE = LaneBudget(1000, 1000)
 
 
-def ended(
-    prompt: int, output: Tokens, trail: Tokens = (), *, computed: int | None = None, status: RequestStatus = LENGTH
-) -> EndedAnswer:
+def ended(prompt: int, output: Tokens, *, computed: int | None = None, status: RequestStatus = LENGTH) -> EndedAnswer:
     known = prompt + len(output) - 1 if computed is None else computed
     request: Any = SimpleNamespace(
         prompt_token_ids=[1] * prompt,
@@ -37,8 +35,8 @@ def ended(
         num_computed_tokens=known,
         status=status,
     )
-    asked = GenerateRequest((Segment((1,) * prompt, "p0"),), trail=trail)
-    return EndedAnswer.of(asked, request, is_exact=True)
+    asked = GenerateRequest((Segment((1,) * prompt, "p0"),))
+    return EndedAnswer.of(asked, request)
 
 
 class Stage:
@@ -60,30 +58,30 @@ class Stage:
         self.pool.free_blocks(blocks)
 
 
-def test_the_end_is_the_last_token_and_the_trail() -> None:
+def test_the_end_is_the_last_token() -> None:
     stage = Stage()
-    stage.end(ended(6, (7, 8), (9,)))
-    assert stage.tails.grant(AMPLE, running=0) == LaneBudget(2, 1)
+    stage.end(ended(6, (7, 8)))
+    assert stage.tails.grant(AMPLE, running=0) == LaneBudget(1, 1)
     (lane,), (capture,) = stage.tails.granted, stage.captures
-    assert (lane.span, lane.tokens) == (range(7, 9), [1] * 6 + [7, 8, 9, 9])
-    assert len(lane.blocks) == 3 and list(capture.blocks) == lane.blocks
-    assert capture.response == (7, 8, 9) and capture.end == 2
+    assert (lane.span, lane.tokens) == (range(7, 8), [1] * 6 + [7, 8, 8])
+    assert len(lane.blocks) == 2 and list(capture.blocks) == lane.blocks
+    assert capture.response == (7, 8)
 
 
 def test_an_answer_whose_tokens_all_have_kv_needs_no_lane() -> None:
     stage = Stage()
     stage.end(ended(6, (7, 8, 2), status=STOPPED))
     assert stage.tails.grant(AMPLE, running=0) == LaneBudget(0, 0)
-    assert stage.captures[0].response == (7, 8) and not stage.captures[0].end
+    assert stage.captures[0].response == (7, 8)
 
 
 @pytest.mark.parametrize(
     ("budget", "running"),
-    [(LaneBudget(2 * TOKEN_SHARE - 1, 9), 0), (LaneBudget(99, 0), 0), (LaneBudget(-9, -9), 0), (AMPLE, BLOCKS)],
+    [(LaneBudget(0, 9), 0), (LaneBudget(99, 0), 0), (LaneBudget(-9, -9), 0), (AMPLE, BLOCKS)],
 )
 def test_without_room_what_is_there_is_captured(budget: LaneBudget, running: int) -> None:
     stage = Stage()
-    stage.end(ended(7, (7, 8), (9,)))
+    stage.end(ended(7, (7, 8)))
     assert stage.tails.grant(budget, running) == LaneBudget(0, 0)
     assert [capture.response for capture in stage.captures] == [(7,)]
 
@@ -95,15 +93,14 @@ def test_of_an_answer_without_kv_nothing_is_held_where_there_is_no_room() -> Non
     assert not stage.captures and not stage.held
 
 
-@given(st.integers(1, LIMIT - 1), st.integers(1, 8), st.integers(0, 8), st.integers(90, 110))
-def test_no_lane_leaves_the_context(prompt: int, answer: int, trail: int, token: int) -> None:
+@given(st.integers(1, LIMIT - 1), st.integers(1, 8))
+def test_no_lane_leaves_the_context(prompt: int, answer: int) -> None:
     stage = Stage()
     output = tuple(range(3, 3 + min(answer, LIMIT - prompt)))
-    stage.end(ended(prompt, output, (token,) * trail))
+    stage.end(ended(prompt, output))
     stage.tails.grant(AMPLE, running=0)
     for lane in stage.tails.granted:
         assert lane.span.stop < len(lane.tokens) <= LIMIT, "the runner draws nothing within the prompt"
-        assert max(lane.tokens) < VOCABULARY
         assert len(lane.blocks) * BLOCK >= lane.span.stop
 
 
@@ -118,12 +115,11 @@ class Machine(RuleBasedStateMachine):
     @rule(
         prompt=st.integers(1, 20),
         output=st.integers(1, 6),
-        trail=st.integers(0, 5),
         status=st.sampled_from([STOPPED, LENGTH, RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR]),
     )
-    def end(self, prompt: int, output: int, trail: int, status: RequestStatus) -> None:
+    def end(self, prompt: int, output: int, status: RequestStatus) -> None:
         if self.stage.pool.get_num_free_blocks() >= 7:
-            self.stage.end(ended(prompt, tuple(range(3, 3 + output)), (9,) * trail, status=status))
+            self.stage.end(ended(prompt, tuple(range(3, 3 + output)), status=status))
 
     @rule(tokens=st.integers(-5, 60), rows=st.integers(-1, 3), running=st.integers(0, BLOCKS))
     def step(self, tokens: int, rows: int, running: int) -> None:
@@ -131,7 +127,7 @@ class Machine(RuleBasedStateMachine):
         taken = self.stage.tails.grant(LaneBudget(tokens, rows), running)
         granted = self.stage.tails.granted
         assert taken == LaneBudget(sum(len(lane.span) for lane in granted), len(granted))
-        assert taken.tokens <= max(0, tokens) // TOKEN_SHARE and taken.rows <= max(0, rows)
+        assert taken.tokens <= max(0, tokens) and taken.rows <= max(0, rows)
         now = self.stage.pool.get_num_free_blocks()
         assert now >= min(free, running)
         for lane in granted:

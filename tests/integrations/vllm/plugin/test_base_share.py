@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.learning_budget import GRACE, PATIENCE, BaseShare
+from kedge.engine.common.guarding.guarded_calls import GRACE
+from kedge.integrations.vllm.plugin.learning_budget import PATIENCE, BaseShare
 from kedge.policies.service import StepTimes
 
 

@@ -14,23 +14,6 @@ def test_memory_order_is_a_view_without_gaps() -> None:
     assert view.is_contiguous() and view.data_ptr() == pages.data_ptr() and len(view) == 2
 
 
-def test_blocks_behind_another_dimension_are_a_view() -> None:
-    """As FlashAttention had them in older versions: [2, blocks, size, heads, dim]."""
-    layer = fake_layer(Layout((1, 0, 2, 3, 4)))
-    axis = find_block_axis(layer, 6, 4)
-    assert axis == BlockAxis(1, 1)
-    view = memory_order(axis.blocks(layer.pages))
-    assert view.shape == (6, 2, 4, 2, 8) and view.data_ptr() == layer.pages.data_ptr()
-    assert torch.equal(view[3], layer.pages[:, 3])
-
-
-def test_a_block_may_be_several_of_the_backends() -> None:
-    layer = fake_layer(Layout(parts=2))
-    axis = find_block_axis(layer, 6, 4)
-    assert axis == BlockAxis(0, 2)
-    assert torch.equal(axis.blocks(layer.pages)[3], layer.pages[6:8])
-
-
 def test_pages_are_written_through_the_view_that_vllm_bound() -> None:
     """With blocks in parts the registered view may be the scheduler's, the bound one the backend's."""
     layer = fake_layer(Layout(parts=2))

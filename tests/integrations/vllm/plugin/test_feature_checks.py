@@ -21,7 +21,6 @@ from transformers import (  # noqa: E402
     Olmo3Config,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
-from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
@@ -71,53 +70,53 @@ def test_everything_is_on_where_it_fits() -> None:
 def test_a_pool_without_its_map_of_hashes_keeps_vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "BlockPool", lambda *_: SimpleNamespace(cached_block_hash_to_block=None))
     found = compat.find_features(config(), ONE, 10)
-    reason = "vLLM's block pool has no _reuse_watchers, cached_block_hashes_by_block, _cache"
+    reason = "vLLM's block pool has no _insert_block_hash, _cache"
     assert (found.eviction, found.host) == (reason, reason)
-
-
-@pytest.mark.parametrize("kept", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_floats_of_8_bits_are_translated(kept: str) -> None:
-    found = compat.find_features(config(cache_dtype=kept), ONE, 10)
-    assert found == compat.find_features(config(), ONE, 10) and found.translation is None
 
 
 def test_a_block_is_keys_and_values_of_all_layers() -> None:
     assert compat.block_bytes(ONE) == 2 * 2 * 32 * 2 * 32 * 4
 
 
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+GIVES_WRONG = "kv_load_failure_policy must be 'fail' with {}: 'recompute' gives wrong answers there"
+WINDOW = groups(FullAttentionSpec(**SPEC, sliding_window=64))
+
+
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "cache", "reason"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
-        ({"cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
-        ({"use_mla": True}, "MLA"),
-        ({"uses_mrope": True}, "M-RoPE"),
-        ({"hf_text_config": DYNAMIC}, "dynamic"),
+        ({"pipeline_parallel_size": 2}, ONE, "pipeline"),
+        ({"decode_context_parallel_size": 2}, ONE, "context parallelism"),
+        ({"cache_dtype": "int8_per_token_head"}, ONE, "int8_per_token_head"),
+        ({"cache_dtype": "fp8_ds_mla"}, ONE, "fp8_ds_mla"),
+        ({"use_mla": True}, ONE, "MLA"),
+        ({"uses_mrope": True}, ONE, "M-RoPE"),
+        ({"hf_text_config": DYNAMIC}, ONE, "dynamic"),
+        ({"use_ubatching": True}, ONE, "microbatching"),
+        ({"data_parallel_size": 2, "is_moe": True}, ONE, "data parallelism"),
+        ({"use_v2_model_runner": True, **RECOMPUTE}, ONE, GIVES_WRONG.format("Model Runner V2")),
+        ({"async_scheduling": True, **RECOMPUTE}, ONE, GIVES_WRONG.format("asynchronous scheduling")),
+        ({}, groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), "attention in chunks"),
+        *(({"hf_text_config": one()}, WINDOW, "sliding-window attention") for one in (MistralConfig, Olmo3Config)),
     ],
 )
-def test_models_that_cannot_be_translated_are_cached_all_the_same(changes: dict[str, Any], reason: str) -> None:
-    found = compat.find_features(config(**changes), ONE, 10)
+def test_what_cannot_be_translated_is_cached_all_the_same(changes: dict[str, Any], cache: Any, reason: str) -> None:
+    found = compat.find_features(config(**changes), cache, 10)
     assert found.translation and reason in found.translation
     assert found.eviction is None and found.host is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
-    [({"use_v2_model_runner": True}, "Model Runner V2"), ({"async_scheduling": True}, "asynchronous scheduling")],
+    "changes",
+    [
+        *({"cache_dtype": kept} for kept in ("fp8", "fp8_e4m3", "fp8_e5m2")),
+        *(RECOMPUTE, {"use_v2_model_runner": True}, {"async_scheduling": True}),
+        {"data_parallel_size": 2, "is_moe": False},  # vLLM lets these run as if each were alone
+    ],
 )
-def test_where_vllm_cannot_recompute_a_failed_load_that_policy_is_refused(changes: dict[str, Any], where: str) -> None:
-    refused = compat.find_features(config(**changes, kv_load_failure_policy="recompute"), ONE, 10)
-    assert refused.translation == (
-        f"kv_load_failure_policy must be 'fail' with {where}: 'recompute' gives wrong answers there"
-    )
-    assert refused.eviction is None and refused.host is None
-    assert compat.find_features(config(**changes), ONE, 10).translation is None
-
-
-def test_where_vllm_can_recompute_that_policy_is_accepted() -> None:
-    assert compat.find_features(config(kv_load_failure_policy="recompute"), ONE, 10).translation is None
+def test_everything_is_on_beside_what_changes_nothing(changes: dict[str, Any]) -> None:
+    assert compat.find_features(config(**changes), ONE, 10) == compat.Features(None, None, None)
 
 
 def test_several_groups_are_cached_and_not_translated() -> None:
@@ -146,17 +145,6 @@ def test_windows_are_translated_where_one_group_keeps_what_they_leave_behind(mod
     assert compat.find_features(given, kept, 10) == compat.Features(None, None, None)
     alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10)
     assert alone.translation == "its KV is a SlidingWindowSpec, not full attention"
-
-
-@pytest.mark.parametrize("model", [LlamaConfig(), MistralConfig(), Olmo3Config()], ids=lambda model: model.model_type)
-def test_windows_are_not_translated_where_it_is_not_known_how_layers_rotate(model: Any) -> None:
-    found = compat.find_features(config(hf_text_config=model), groups(FullAttentionSpec(**SPEC, sliding_window=64)), 10)
-    assert found.translation == "sliding-window attention"
-
-
-def test_attention_in_chunks_is_not_translated() -> None:
-    found = compat.find_features(config(), groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), 10)
-    assert found.translation == "attention in chunks"
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
@@ -250,15 +238,6 @@ def test_translation_needs_kedges_scheduler(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == [f"kedge: translation is off: {reason}"]
 
 
-def test_translation_is_off_where_a_pass_may_be_split() -> None:
-    assert "microbatching" in (lanes(use_ubatching=True) or "")
-
-
-def test_replicas_with_experts_in_common_run_no_lanes_alone() -> None:
-    assert "data parallelism" in (lanes(data_parallel_size=2, is_moe=True) or "")
-    assert lanes(data_parallel_size=2, is_moe=False) is None, "vLLM lets these run as if each were alone"
-
-
 def test_another_request_data_switches_lanes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class More(NewRequestData):
@@ -327,5 +306,5 @@ def test_a_version_is_too_old_known_or_untested() -> None:
 
 
 def test_the_installed_vllm_has_what_is_read_of_it() -> None:
-    assert hasattr(KVConnectorBase_V1, "bind_kv_cache_manager") and hasattr(BlockPool(1, True, 1), "_reuse_watchers")
+    assert hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
     assert scheduler.scheduler_refusal() is None

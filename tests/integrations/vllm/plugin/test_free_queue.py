@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.integrations.vllm.plugin import free_queue
+from kedge.integrations.vllm.plugin.free_queue import MAX_NAMED, BlockOwners, StepFreeQueue
 from kedge.policies.eviction import StepPolicy, lru, steps_to_execution
 
 BLOCKS = 10
@@ -242,10 +243,23 @@ class WholeMachine(Machine):
     whole = True
 
 
+class FewNames(WholeMachine):
+    """Sets of several owners have no names, as those of heads that many prompts share, and grow in place."""
+
+    def __init__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(free_queue, "MAX_NAMED", 1)
+        super().__init__()
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
 TestSteps = Machine.TestCase
+TestFewNames = FewNames.TestCase
 TestLru = LruMachine.TestCase
 TestWhole = WholeMachine.TestCase
-TestSteps.settings = TestLru.settings = TestWhole.settings = settings(
+TestSteps.settings = TestLru.settings = TestWhole.settings = TestFewNames.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None
 )
 
@@ -269,28 +283,18 @@ def test_farthest_agent_first_then_tail_first() -> None:
     assert queue.evicted == {"varying": 1, "9": 2, "unlabelled": 2, "4": 2, "1": 2}
 
 
-def test_a_shared_prefix_goes_after_all_that_follow_it() -> None:
-    blocks = [Block(i) for i in range(4)]
-    queue = queue_of(blocks)
-    held = queue.popleft_n(4)
-    queue.on_forecast({"a": (3, 1.0), "b": (3, 1.0)})
-    queue.own([0, 1], "a")
-    queue.own([0, 2, 3], "b")
-    queue.append_n([held[1], held[3], held[2], held[0]])
-    assert [block.block_id for block in queue.popleft_n(4)] == [1, 3, 2, 0]
-
-
-def test_agents_with_the_same_step_go_by_recency_block_by_block() -> None:
-    blocks = [Block(i) for i in range(6)]
-    queue = queue_of(blocks)
-    held = queue.popleft_n(6)
-    queue.on_forecast({"a": (3, 1.0), "b": (3, 1.0)})
-    queue.own([0, 1, 2], "a")
-    queue.own([3, 4, 5], "b")
-    for i in (0, 3, 1, 4, 5, 2):
-        queue.append(held[i])
-    assert [queue.popleft().block_id for _ in range(3)] == [0, 3, 1]
-    assert [block.block_id for block in queue.popleft_n(3)] == [4, 5, 2]
+def test_a_head_of_many_owners_is_one_set_that_grows_in_place_and_may_be_split() -> None:
+    owners = BlockOwners(4)
+    sessions = [f"s{i}" for i in range(3 * MAX_NAMED)]
+    owners.update_steps(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
+    for session in sessions:
+        owners.own([0, 1, 2], session)
+    assert owners.set_of[0] is owners.set_of[1] and len(list(owners.sets())) == 3, "the head, and those without owners"
+    owners.own([0], "new")
+    assert owners.set_of[0].owners == {*sessions, "new"} and owners.set_of[1].owners == set(sessions)
+    with pytest.raises(PlanError, match="has no step"):
+        owners.own([3], "stranger")
+    owners.check_integrity()
 
 
 def test_another_policy_ranks_what_is_free_already() -> None:
@@ -310,31 +314,6 @@ def test_another_policy_ranks_what_is_free_already() -> None:
     assert [block.block_id for block in queue.popleft_n(4)] == [4, 5, 1, 2]
 
 
-def test_a_forecast_moves_whole_sets() -> None:
-    blocks = [Block(i) for i in range(4)]
-    queue = queue_of(blocks)
-    held = queue.popleft_n(4)
-    queue.on_forecast({"a": (1, 1.0), "b": (2, 1.0)})
-    queue.own([0, 1], "a")
-    queue.own([2, 3], "b")
-    queue.append_n(held)
-    assert queue.popleft().block_id == 2
-    queue.on_forecast({"a": (5, 1.0)})
-    assert [block.block_id for block in queue.popleft_n(2)] == [0, 1]
-
-
-def test_an_owner_that_is_forgotten_protects_nothing() -> None:
-    blocks = [Block(i) for i in range(3)]
-    queue = queue_of(blocks)
-    held = queue.popleft_n(3)
-    queue.on_forecast({"a": (0, 1.0), "b": (7, 1.0)})
-    queue.own([0], "a")
-    queue.own([1], "b")
-    queue.append_n(held)
-    queue.on_forecast({"a": None})
-    assert [block.block_id for block in queue.popleft_n(3)] == [0, 2, 1]
-
-
 def test_more_than_is_free_changes_nothing() -> None:
     queue = queue_of([Block(0)])
     with pytest.raises(PlanError):
@@ -348,44 +327,3 @@ def test_a_block_that_is_not_free_cannot_be_removed() -> None:
     queue = queue_of([Block(0)])
     with pytest.raises(PlanError):
         queue.remove(queue.popleft())
-
-
-def test_what_a_session_leaves_behind_goes_first() -> None:
-    blocks = [Block(i) for i in range(6)]
-    queue = StepFreeQueue(blocks, 6, steps_to_execution(math.inf))
-    held = queue.popleft_n(6)
-    queue.on_forecast({"s": (1, 1.0), "other": (9, 1.0)})
-    queue.own_history([0, 1, 2, 3], "s")
-    queue.own_history([5], "other")
-    queue.append_n(held[::-1])
-    for block in (0, 1):
-        queue.remove(blocks[block])
-    assert queue.own_history([0, 1], "s") == [blocks[3], blocks[2]]
-    queue.append_n([blocks[1], blocks[0]])
-    queue.check_integrity()
-    assert [block.block_id for block in queue.popleft_n(6)] == [4, 3, 2, 5, 1, 0]
-
-
-def test_a_prompt_that_was_found_in_other_blocks_is_owned_there() -> None:
-    blocks = [Block(i) for i in range(6)]
-    queue = queue_of(blocks)
-    queue.popleft_n(6)
-    queue.on_forecast({"s": (1, 1.0)})
-    queue.own_history([0, 1, 2], "s")
-    queue.append_n([blocks[1], blocks[0]])
-    assert queue.own_history([4, 5, 2, 3], "s") == [blocks[1], blocks[0]]
-    assert [queue.owns(block, "s") for block in range(6)] == [False, False, True, True, True, True]
-    assert queue.members_of("s") == 4
-    queue.check_integrity()
-
-
-def test_a_history_that_grows_by_parts_is_evicted_from_its_end() -> None:
-    blocks = [Block(i) for i in range(7)]
-    queue = StepFreeQueue(blocks, 7, steps_to_execution(math.inf), whole_sets=True)
-    held = queue.popleft_n(7)
-    queue.on_forecast({"a": (5, 1.0), "b": (5, 1.0)})
-    for owner, part in (("a", [0, 1]), ("b", [2, 3]), ("a", [4, 5])):
-        queue.own(part, owner)
-        queue.append_n([held[block] for block in reversed(part)])
-    queue.append(held[6])
-    assert [block.block_id for block in queue.popleft_n(7)] == [6, 3, 2, 5, 4, 1, 0]

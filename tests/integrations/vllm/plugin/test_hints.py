@@ -31,7 +31,7 @@ TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
     *("session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
-    *("pick", "rung", "left_out"),
+    *("pick", "rung", "left_out", "held_out"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -72,8 +72,10 @@ def test_all_hints_are_read() -> None:
 def test_orders_of_a_guard_that_are_not_accepted_are_ignored(
     withheld: Any, epoch: Any, pick: Any, rung: Any, left_out: Any
 ) -> None:
-    call = read({"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "left_out": left_out})
-    assert call.request.guard == GuardOrders() and call.ignored == 5
+    call = read(
+        {"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "left_out": left_out, "held_out": left_out}
+    )
+    assert call.request.guard == GuardOrders() and call.ignored == 6
 
 
 @pytest.mark.parametrize("rung", range(len(RUNGS)))
@@ -101,7 +103,7 @@ def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"agent": 7}, {"run": "x" * 257}, {"agent": "a\n"}, {"seq": -1}, {"seq": True}, {"steps": {"a": -1}},
+        {"agent": 7}, {"run": "x" * 257}, {"agent": "a\n"}, {"seq": 1.5}, {"seq": True},
         {"steps": {"a": math.nan}}, {"steps": {"a": "1"}}, {"steps": []}, {"fixed_tokens": 1.0}, {"final": "yes"},
         {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
         {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},

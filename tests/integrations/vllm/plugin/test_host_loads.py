@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.integrations.vllm.plugin import host_loads
 from kedge.integrations.vllm.plugin.host_loads import MAX_LOADS, HostLoads
-from kedge.integrations.vllm.plugin.receipts import RequestLoad
+from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.settings import TierSettings
 
 SIZE = 16
@@ -63,15 +63,17 @@ class World:
         settings = TierSettings(host_memory="10 blocks")
         prompts: Any = SimpleNamespace(prompts={}, steps={})
         self.policy = HostLoads(self.tier, prompts, SimpleNamespace(), settings, SIZE)  # type: ignore[arg-type]
-        self.requests = [RequestLoad(self.request(name), owner=name) for name in "abc"]
+        self.requests = [self.request(name) for name in "abc"]
 
     @staticmethod
-    def request(name: str) -> Any:
-        return SimpleNamespace(num_tokens=40, num_prompt_tokens=40, block_hashes=[f"{name}0", f"{name}1"])
+    def request(name: str) -> LiveRequest:
+        asked: Any = SimpleNamespace(num_tokens=40, num_prompt_tokens=40, block_hashes=[f"{name}0", f"{name}1"])
+        turn: Any = SimpleNamespace(session=name)
+        return LiveRequest(asked, turn=turn)
 
     def step(self, order: str, idle: bool = False) -> str:
         """vLLM comes to these requests in this order. Returns those that wait."""
-        named = {str(load.owner): load for load in self.requests}
+        named = {str(live.session): live for live in self.requests}
         waits = [name for name in order if self.policy.must_wait(named[name], 0)]
         self.policy._demand(idle)
         return "".join(waits)
@@ -94,7 +96,7 @@ def test_a_request_behind_others_does_not_lose_its_patience(world: World) -> Non
     for _ in range(5):
         assert "ca" in world.step("bca")
         world.now += 8.0
-    assert [load.computes for load in world.requests] == [False, True, False], "only the first has waited for room"
+    assert [live.computes for live in world.requests] == [False, True, False], "only the first has waited for room"
 
 
 def test_who_waits_for_a_load_too_long_computes(world: World) -> None:
@@ -108,7 +110,7 @@ def test_the_first_computes_when_there_is_no_room_for_long_or_nothing_else_to_do
     world.tier.has_room = False
     assert world.step("ab") == "ab"
     world.now = 10.1
-    assert world.step("ab") == "ab" and [load.computes for load in world.requests] == [True, False, False]
+    assert world.step("ab") == "ab" and [live.computes for live in world.requests] == [True, False, False]
     world.step("b", idle=True)
     assert world.requests[1].computes, "an idle engine waits for nothing"
 

@@ -224,8 +224,8 @@ def test_what_is_needed_sooner_is_not_given_up() -> None:
 
 
 def test_quotas_are_in_whole_blocks_and_only_where_there_are_any() -> None:
-    limits = {"a": QuotaSettings(host_memory="1KiB"), "b": QuotaSettings(anchors=3)}
+    limits = {"a": QuotaSettings(host_memory="1KiB"), "b": QuotaSettings(anchor_bytes=3)}
     quotas = HostQuotas.of(limits, 300, 9)
     assert quotas is not None
     assert [quotas.excess(TenantId(name), 4) for name in "abc"] == [1, 0, 0]
-    assert HostQuotas.of({"b": QuotaSettings(anchors=3)}, 300, 9) is None
+    assert HostQuotas.of({"b": QuotaSettings(anchor_bytes=3)}, 300, 9) is None

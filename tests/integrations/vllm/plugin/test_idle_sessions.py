@@ -143,15 +143,6 @@ def test_only_what_is_needed_strictly_later_goes() -> None:
     assert engine.on_device("d", 6) == 0 and engine.on_device("e", 6) == 6
 
 
-@pytest.mark.parametrize("step", [None, -0.5, math.inf])
-def test_what_is_forgotten_or_in_flight_or_not_expected_is_not_loaded(step: float | None) -> None:
-    engine = Engine()
-    engine.turn("c", 4, 1.0)
-    engine.evict()
-    engine.set_step("c", step)
-    assert engine.prefetch() == []
-
-
 def test_nothing_is_loaded_that_does_not_pay_or_while_lru_rules() -> None:
     engine = Engine()
     engine.turn("c", 4, 1.0)
@@ -193,14 +184,6 @@ def test_an_empty_device_is_filled_again_and_an_empty_host_is_not_looked_at() ->
     engine.tier.clear()
     engine.idle.clear()
     assert engine.prefetch() == [] and len(engine.idle) == 0
-
-
-def test_hashes_of_as_many_blocks_are_kept_as_the_host_has() -> None:
-    engine = Engine()
-    for number in range(50):
-        engine.idle.ended(number, chain(str(number), 5))
-        engine.idle.check_integrity()
-    assert HOST - 5 < len(engine.idle) <= HOST + 1
 
 
 class Prefetches(RuleBasedStateMachine):

@@ -12,18 +12,17 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin import lanes as module
+from kedge.integrations.vllm.plugin import requests as module
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import (
-    NEAR,
     AnswerTails,
     BaseJobs,
     HeldBlocks,
     LaneGrants,
     PassLimits,
-    TranslationCandidate,
 )
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget
 from kedge.types import Namespace, ReuseMode
@@ -32,21 +31,21 @@ from tests.reuse.test_holes import SIZE, layouts, positions
 HOLES: Holes = (range(10, 20), range(30, 31), range(40, 42), range(59, 60))
 
 
-def candidate(name: str = "r", tokens: int = SIZE) -> TranslationCandidate:
+def candidate(name: str = "r", tokens: int = SIZE) -> LiveRequest:
     prompt = tuple(range(tokens))
     hinted = read_hints(name, prompt, None, {"kedge": {}}, ReuseMode.TRANSLATE)
     assert hinted is not None
     request: Any = SimpleNamespace(request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_preemptions=0)
-    return TranslationCandidate(hinted, request, None)
+    return LiveRequest(request, hinted)
 
 
-def lane_grants(candidates: dict[str, TranslationCandidate]) -> LaneGrants:
+def lane_grants(candidates: dict[str, LiveRequest]) -> LaneGrants:
     """Without ends of answers and base prefills."""
     held = HeldBlocks(1)
     return LaneGrants(candidates, AnswerTails(held, lambda _: None), BaseJobs(held, lambda _: None))
 
 
-def judged(holes: Holes = HOLES, name: str = "r") -> TranslationCandidate:
+def judged(holes: Holes = HOLES, name: str = "r") -> LiveRequest:
     found = candidate(name)
     found.take_verdict(TranslationVerdict(holes))
     return found

@@ -36,7 +36,7 @@ def cpu_layer(
     isa: str, dtype: torch.dtype, kv: str = "auto", scales: tuple[float, float] = (1.0, 1.0), size: int = SIZE
 ) -> KVLayer:
     impl: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
-    impl.attn_type, impl.kv_cache_dtype, impl.isa = AttentionType.DECODER, kv, isa  # `isa` is read here in 0.28
+    impl.attn_type, impl.kv_cache_dtype = AttentionType.DECODER, kv
     layer = SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM, isa=isa, kv_cache_dtype=kv)
     for name, scale in zip("kv", scales, strict=True):
         setattr(layer, f"_{name}_scale", torch.tensor(scale))

@@ -11,17 +11,14 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.guard import GuardOrders
 from kedge.integrations.vllm.plugin.learner import (
-    MAX_EXPECTED,
-    MAX_WRITTEN,
-    ExpectedPrompt,
-    ExpectedPrompts,
     Learner,
     PlannedWrite,
     PlannedWrites,
 )
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
-from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
@@ -45,6 +42,12 @@ def learner() -> Learner:
     return found
 
 
+def captured(learner: Learner, request: GenerateRequest) -> None:
+    """Ask about a prompt, and capture it, as it says that it leaves something."""
+    assert learner.judge(TranslationQuery(request, 0, has_waited=True)).teaches
+    learner.capture(Capture(request, (1,), 0))
+
+
 @pytest.fixture
 def lacking(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what base KV the prompts lack. It gets an entry more with every look at a prompt."""
@@ -61,7 +64,7 @@ def lacking(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_prompt_without_its_base_kv_is_looked_at_once(learner: Learner, lacking: list[str]) -> None:
     assert not learner.is_learning and not learner.learn() and lacking == ["first"]
-    learner.capture(Capture(REQUEST, (1,), 0))
+    captured(learner, REQUEST)
     assert not learner.learn() and lacking == ["first", "look"]
     for _ in range(3):
         assert not learner.learn() and not learner.is_learning
@@ -69,7 +72,7 @@ def test_a_prompt_without_its_base_kv_is_looked_at_once(learner: Learner, lackin
 
 
 def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking: list[str]) -> None:
-    learner.capture(Capture(REQUEST, (1,), 0))
+    captured(learner, REQUEST)
     assert not learner.learn()
     lacking.clear()
     assert not learner.learn(), "nothing has come"
@@ -78,6 +81,13 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
     while learner.learn():
         pass
     assert not learner.is_learning
+
+
+def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(learner: Learner) -> None:
+    captured(learner, replace(REQUEST, guard=GuardOrders(left_out=True, held_out=True)))
+    assert not learner._captured
+    captured(learner, REQUEST)
+    assert len(learner._captured) == 1
 
 
 def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +104,7 @@ def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.M
 class Spent(list[float]):
     """Stands for balances, and keeps what is spent."""
 
-    def spend(self, _: GenerateRequest, device: float = 0.0, *, host: float = 0.0, learning: bool = False) -> None:  # noqa: ARG002
+    def spend(self, _: GenerateRequest, device: float = 0.0, *, host: float = 0.0) -> None:
         self.append(device + host)
 
     def save(self, _: GenerateRequest, seconds: float) -> None:
@@ -108,32 +118,9 @@ def test_asking_about_a_prompt_costs_a_small_pass(learner: Learner, monkeypatch:
     assert spent[0] == learner._costs.pass_seconds(1, 1) > 0
 
 
-def test_what_is_prepared_in_vain_is_spent() -> None:
-    spent = Spent()
-    runtime: Any = SimpleNamespace()
-    expected = ExpectedPrompts(runtime, runtime, lambda _: 4, 1 << 20, spent.spend)
-
-    def prepared(seconds: float, agent: str = "a") -> GenerateRequest:
-        request = replace(REQUEST, agent=AgentId(agent))
-        draft: Any = SimpleNamespace(drafted=1)
-        expected._expected[request.agent_key] = ExpectedPrompt(request, 4, draft, seconds=seconds)
-        return request
-
-    expected.end_run(prepared(1.0).run_key)
-    assert spent == [1.0]
-    expected.expect(replace(prepared(2.0), segments=SEGMENTS[1:]))
-    assert spent == [1.0, 2.0], "another prompt took its place"
-    assert expected.claim(replace(prepared(3.0), segments=SEGMENTS[1:]), 4) is None
-    assert spent == [1.0, 2.0, 3.0], "it turned out otherwise"
-    assert expected.claim(prepared(4.0), 4) is not None and spent == [1.0, 2.0, 3.0]
-    for number in range(MAX_EXPECTED + 1):
-        prepared(5.0, f"agent-{number}")
-    assert spent == [1.0, 2.0, 3.0, 5.0], "the oldest had to go"
-
-
 def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
     pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
-    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=(), teaches=False)
+    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=())
     balances: Any = spent
     writes = PlannedWrites(pages, costs, balances)
     spans = range(4, 6), range(8, 9), range(12, 30)
@@ -145,12 +132,12 @@ def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
     assert costs.added_seconds(0, 2) > 0
 
 
-# prompts that are learned from although something in them is translated -----------------------------------------------
+# prompts that are captured although something in them is translated --------------------------------------------------
 
 
 def planned(teaches: bool) -> PlannedWrite:
-    plan: Any = SimpleNamespace(translations=(), teaches=teaches)
-    return PlannedWrite(REQUEST, plan, None, {}, 0.0)
+    plan: Any = SimpleNamespace(translations=())
+    return PlannedWrite(REQUEST, plan, None, {}, 0.0, teaches)
 
 
 @pytest.fixture
@@ -160,7 +147,7 @@ def writes() -> PlannedWrites:
     return PlannedWrites(pages, EngineCosts(), balances)
 
 
-def test_a_plan_that_teaches_is_kept_until_its_prompt_is_captured(writes: PlannedWrites) -> None:
+def test_the_plan_of_a_prompt_that_leaves_something_is_kept_until_it_is_captured(writes: PlannedWrites) -> None:
     writes.put(REQUEST.request_id, one := planned(teaches=True))
     assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
     writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
@@ -182,7 +169,7 @@ def test_a_verdict_that_is_withdrawn_takes_the_written_plan_along(writes: Planne
 
 
 def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:
-    for number in range(MAX_WRITTEN + 5):
+    for number in range(REMEMBERED + 5):
         writes.put(name := RequestId(f"aborted-{number}"), planned(teaches=True))
         writes.write(TranslationWrite(name, (1,), (range(4, 6),)))
-    assert len(writes._written) == MAX_WRITTEN
+    assert len(writes._written) == REMEMBERED

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.integrations.vllm.plugin.learning_budget import GRACE, MAX_CREDIT, PATIENCE, LearningBudget
+from kedge.engine.common.guarding.guarded_calls import GRACE
+from kedge.integrations.vllm.plugin.learning_budget import MAX_CREDIT, PATIENCE, LearningBudget
 
 
 class Stage:

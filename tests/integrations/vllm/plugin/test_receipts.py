@@ -10,29 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.receipts import TrackedRequest, receipt_of, receipt_to_dict
+from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, ReuseMode, Source
 
 PROMPT = tuple(range(3, 103))
 
 
-def tracked(**given: Any) -> TrackedRequest:
-    hinted = read_hints("r1", PROMPT, None, {"kedge": {}}, ReuseMode.TRANSLATE)
-    assert hinted is not None
+def live(**given: Any) -> LiveRequest:
     request: Any = SimpleNamespace(num_prompt_tokens=len(PROMPT))
-    state = dict(given)
-    loaded = state.pop("host", range(0))
-    found = TrackedRequest(hinted, request, **state)
-    found.load.tokens = loaded
-    return found
+    return LiveRequest(request, read_hints("r1", PROMPT, None, {"kedge": {}}, ReuseMode.TRANSLATE), **given)
 
 
 @pytest.mark.parametrize(
     ("state", "tokens"),
     [
         ({}, {"device": 0, "host": 0, "translated": 0, "computed": 100}),
-        ({"device": 64, "host": range(32, 100)}, {"device": 32, "host": 32, "translated": 0, "computed": 36}),
+        ({"device": 64, "loaded": range(32, 100)}, {"device": 32, "host": 32, "translated": 0, "computed": 36}),
         (
             {"device": 32, "translated": (range(32, 40), range(44, 99))},
             {"device": 32, "host": 0, "translated": 63, "computed": 5},
@@ -42,12 +37,12 @@ def tracked(**given: Any) -> TrackedRequest:
     ids=["computed", "loaded", "translated", "device tokens include the answer's"],
 )
 def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
-    data = receipt_to_dict(receipt_of(tracked(**state), ()))
+    data = receipt_to_dict(receipt_of(live(**state), ()))
     assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
 
 
 def test_misses_are_json() -> None:
-    data = receipt_to_dict(receipt_of(tracked(translated=(range(8, 90),)), (Miss("q", "too far"),)))
+    data = receipt_to_dict(receipt_of(live(translated=(range(8, 90),)), (Miss("q", "too far"),)))
     assert data["mode"] == "translate"
     assert data["misses"] == [{"segment": "q", "reason": "too far"}]
     assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
@@ -67,4 +62,4 @@ def test_spans_are_those_of_one_source_per_token(
     sources += [Source.COMPUTED] * (100 - len(sources))
     for span in holes:
         sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
-    assert receipt_of(tracked(device=device, host=loaded, translated=holes), ()).spans == spans_of(sources)
+    assert receipt_of(live(device=device, loaded=loaded, translated=holes), ()).spans == spans_of(sources)

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
-from kedge.integrations.vllm.plugin.scheduler_side import Upkeep
+from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.integrations.vllm.plugin.session_histories import SessionHistories
 from kedge.policies.eviction import steps_to_execution
 
@@ -38,11 +38,11 @@ class Engine:
     def __init__(self) -> None:
         self.pool = BlockPool(BLOCKS + 1, True, SIZE)
         self.queue = replace_queue(self.pool, steps_to_execution(math.inf), whole_sets=True)
-        self.now, self.upkeep = 0.0, Upkeep()
-        self.queue.before_eviction = self.upkeep.catch_up
-        self.sessions = SessionHistories(lambda: self.now, self.upkeep.put_off)
+        self.now = 0.0
+        self.sessions = SessionHistories(lambda: self.now)
         self.sessions.bind(self.pool)
         self.running: dict[str, tuple[Any, list[Any]]] = {}
+        self.live: dict[str, LiveRequest] = {}
         self._count = 0
 
     def request(self, hashes: list[BlockHash], session_id: str | None = None) -> Any:
@@ -53,7 +53,8 @@ class Engine:
             request_id=f"r{self._count}", block_hashes=hashes, cache_salt=None, status=RequestStatus.WAITING,
             stop_reason=None, num_computed_tokens=0, num_prompt_tokens=tokens, session_id=session_id,
         )  # fmt: skip
-        self.sessions.arrive(asked, None)
+        live = self.live[asked.request_id] = LiveRequest(asked)  # type: ignore[arg-type]
+        self.sessions.arrive(live)
         return asked
 
     def admit(self, asked: Any) -> int:
@@ -64,22 +65,24 @@ class Engine:
         if missing > self.pool.get_num_free_blocks():
             self.pool.free_blocks(reversed(found))
             return -1
-        self.sessions.on_match(asked, SIZE * len(found))
+        self.live[asked.request_id].device = SIZE * len(found)
         blocks = found + self.pool.get_new_blocks(missing)
         self.running[asked.request_id] = (asked, blocks)
         return len(found)
 
     def end(self, name: str, status: RequestStatus = STOPPED, computed: int | None = None) -> None:
         """End a running request after so many blocks have KV."""
-        self.upkeep.catch_up()
         asked, blocks = self.running.pop(name)
         computed = len(blocks) if computed is None else computed
         for block, one in zip(blocks[:computed], asked.block_hashes, strict=False):
             if block.block_hash is None and cached_block(self.pool, one) is None:
                 self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
         asked.status, asked.num_computed_tokens = status, SIZE * computed
-        self.sessions.finish(asked, [block.block_id for block in blocks[:computed]])
+        self.finish(asked, [block.block_id for block in blocks[:computed]])
         self.pool.free_blocks(reversed(blocks))
+
+    def finish(self, asked: Any, *blocks: list[int]) -> None:
+        self.sessions.finish(self.live.pop(asked.request_id), *blocks)
 
     def turn(self, hashes: list[BlockHash]) -> int:
         """Run a request from its arrival to its end; the number of blocks that were cached."""
@@ -100,14 +103,7 @@ def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
         asked = engine.request(hashes, name)
         engine.admit(asked)
         engine.end(asked.request_id)
-    assert [key.name for key in engine.sessions.ledger.steps.tracker._sessions] == ["mine"], "b continues it"
-
-
-def test_prompts_that_continue_one_another_are_one_session() -> None:
-    engine = Engine()
-    assert [engine.turn(chain("a", length)) for length in (4, 6, 9)] == [0, 4, 6]
-    assert len(engine.sessions.ledger.steps.tracker) == 1 and engine.owned() == 9
-    engine.queue.check_integrity()
+    assert [key.name for key in engine.sessions.ledger.tracker._sessions] == ["mine"], "b continues it"
 
 
 def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
@@ -133,15 +129,6 @@ def test_the_end_of_a_history_goes_first_though_a_backup_has_held_it_longer() ->
     assert len(leading_blocks(engine.pool, chain("a", 8))) == 5
 
 
-def test_a_first_turn_that_was_aborted_midway_is_no_session_to_return_to() -> None:
-    engine = Engine()
-    asked = engine.request(chain("a", 8))
-    engine.admit(asked)
-    engine.end(asked.request_id, ABORTED, computed=3)
-    assert engine.turn(chain("a", 8)) == 3, "what it has computed is of use all the same"
-    engine.queue.check_integrity()
-
-
 def test_blocks_of_all_groups_are_owned() -> None:
     engine = Engine()
     asked = engine.request(chain("a", 2))
@@ -149,14 +136,15 @@ def test_blocks_of_all_groups_are_owned() -> None:
     others = engine.pool.get_new_blocks(2)
     asked.num_computed_tokens, asked.status = 2 * SIZE, STOPPED
     _, blocks = engine.running.pop(asked.request_id)
-    engine.sessions.finish(asked, [block.block_id for block in blocks], [block.block_id for block in others])
+    engine.finish(asked, [block.block_id for block in blocks], [block.block_id for block in others])
     assert engine.owned() == 4 and not engine.queue.set_of[0].owners, "vLLM's null block has no owner"
 
 
 def test_before_it_is_bound_it_does_nothing() -> None:
     idle = SessionHistories()
     asked: Any = SimpleNamespace(request_id="r", cache_salt=None, block_hashes=[])
-    assert idle.arrive(asked, None) is None and idle.finish(asked, []) is None
+    idle.arrive(live := LiveRequest(asked))
+    assert live.session is None and idle.finish(live, []) is None
 
 
 class Turns(RuleBasedStateMachine):
@@ -189,7 +177,7 @@ class Turns(RuleBasedStateMachine):
     def abort(self) -> None:
         asked = self.waiting.pop()
         asked.status = ABORTED
-        self.engine.sessions.finish(asked, [])
+        self.engine.finish(asked, [])
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 500.0, 1e6]))
     def pass_time(self, seconds: float) -> None:
@@ -206,8 +194,7 @@ class Turns(RuleBasedStateMachine):
     def sound(self) -> None:
         engine = self.engine
         engine.queue.check_integrity()
-        assert len(engine.sessions._turns) == len(self.waiting) + len(engine.running)
-        assert len(engine.queue._steps) <= len(engine.sessions.ledger.steps.tracker)
+        assert len(engine.queue._steps) <= len(engine.sessions.ledger.tracker)
 
 
 TestTurns = Turns.TestCase

@@ -13,9 +13,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kedge.cache import Copy, Direction
 from kedge.integrations.vllm.plugin import worker_side
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
-from kedge.integrations.vllm.plugin.messages import Capture, CopyResult, Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.messages import CopyResult, Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
-from kedge.reuse.costs import EngineCosts, LinearCost
+from kedge.reuse.costs import EngineCosts
 from kedge.types import GenerateRequest, RequestId
 
 WRITE = TranslationWrite(RequestId("r"), (1,), (range(3),))
@@ -36,10 +36,6 @@ class SlowLearner:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.charged: list[float] = []
-
-    def capture(self, _: Capture, seconds: float) -> None:
-        self.charged.append(seconds)
 
     def write(self, _: object) -> None:
         self._clock.now += 2.0
@@ -76,27 +72,6 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
     side.after_pass(orders)
     assert costs.seen == [(100, 3, 5.0)]
     assert side.take_reports().computed == (100, 5.0)
-
-
-ENDS = tuple(Capture(GenerateRequest(()), (1,), number, end=end) for number, end in enumerate((1, 0, 3)))
-
-
-@pytest.mark.parametrize(
-    ("scheduled", "charged"), [(4, [1.25, 0.0, 3.75]), (100, [0.075, 0.0, 0.225])], ids=["alone", "beside others"]
-)
-def test_ends_of_answers_pay_for_a_pass_of_their_own(
-    scheduled: int, charged: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, costs = Clock(), Costs()
-    costs._passes = LinearCost((1.0, 0.05, 0.05))
-    monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
-    side.measure_passes(costs, is_cpu=True)
-    side._learner = SlowLearner(clock)
-    side.begin_step()
-    clock.now += 5.0
-    side.after_pass(Orders(scheduled=scheduled, rows=2, captures=ENDS))
-    assert side._learner.charged == pytest.approx(charged)
 
 
 class Device:

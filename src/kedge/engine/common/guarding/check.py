@@ -186,7 +186,6 @@ def _again(request: GenerateRequest, served: Completion, *, is_free: bool = True
         request_id=new_request_id(),
         sampling=sampling,
         produces=None,
-        trail=(),
         turn=TurnHints(),
         is_plain=False,
         tool_mark="",

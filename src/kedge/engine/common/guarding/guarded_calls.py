@@ -23,7 +23,7 @@ from kedge.engine.common.guarding.check import Check, by_placeholder, dense_chec
 from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.reuse.guard.comparison import COMPARED_TOKENS, TOP
+from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
 from kedge.reuse.guard.record import SentinelFinding
@@ -56,60 +56,9 @@ MAX_CREDIT = 16384
 logger = logging.getLogger(__name__)
 
 
-class DeferredEnds:
-    """The runs that checks need, and the ends that wait for these checks. Any thread may call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holds: Counter[RunKey] = Counter()
-        self._ends: dict[RunKey, End] = {}
-
-    def hold(self, run: RunKey | None) -> None:
-        """Note that one more check needs a run; None: it needs none."""
-        if run is not None:
-            with self._lock:
-                self._holds[run] += 1
-
-    def release(self, run: RunKey | None) -> None:
-        """Note that a check is over. The last one of a run carries out its end."""
-        if run is None:
-            return
-        with self._lock:
-            self._holds[run] -= 1
-            is_free = self._holds[run] <= 0
-            if is_free:
-                del self._holds[run]
-            end = self._ends.pop(run, None) if is_free else None
-        _carry_out(end)
-
-    def end(self, run: RunKey, end: End) -> None:
-        """Call `end` as soon as no check needs the run, usually at once. Raises what it raises then."""
-        with self._lock:
-            if is_held := run in self._holds:
-                self._ends[run] = end
-        if not is_held:
-            end()
-
-    def take(self, run: RunKey) -> bool:
-        """Carry out an end that waits, at once. Returns whether there was one."""
-        with self._lock:
-            end = self._ends.pop(run, None)
-        _carry_out(end)
-        return end is not None
-
-    def close(self) -> None:
-        """Carry out all ends that wait."""
-        with self._lock:
-            ends, self._ends = list(self._ends.values()), {}
-            self._holds.clear()
-        for end in ends:
-            _carry_out(end)
-
-
-def _carry_out(end: End | None) -> None:
+def _carry_out(end: End) -> None:
     try:
-        if end is not None:
-            end()
+        end()
     except EngineClosed:
         pass  # with all that any run shared
     except Exception:  # the thread that ends a check is not the one that asked for it
@@ -137,7 +86,8 @@ class CheckThread:
         self._pause = GRACE
         """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
         self._draining, self._closed = 0, False
-        self._ends = DeferredEnds()
+        self._ends: dict[RunKey, End] = {}
+        """The ends of runs that wait for checks which need what the run shared"""
         self._thread: threading.Thread | None = None
         self.done = self.dropped = self.computed = 0
         """Checks carried out, and not; tokens computed for either"""
@@ -166,19 +116,16 @@ class CheckThread:
             if self._closed:
                 return
             self._waiting.append(check)
-            self._ends.hold(check.run)
-            dropped = []
             if len(self._waiting) > MAX_PENDING:
                 agents = Counter(check.of.workflow_agent for check in self._waiting)
                 tenants = Counter(check.of.tenant for check in self._waiting)
                 held = [(tenants[one.of.tenant], agents[one.of.workflow_agent]) for one in self._waiting]
-                dropped.append(self._waiting[held.index(max(held))])
-            self._drop(dropped)
+                self._drop([self._waiting[held.index(max(held))]])
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        self._release(dropped)
+        self._carry_out_ends()
 
     def wants(self, agent: WorkflowAgent) -> bool:
         """Return whether another check of an agent would be carried out soon."""
@@ -190,10 +137,6 @@ class CheckThread:
             self._waiting.remove(check)
             self.dropped += 1
 
-    def _release(self, checks: Sequence[Check]) -> None:
-        for check in checks:
-            self._ends.release(check.run)
-
     def is_under_way(self, request_id: RequestId) -> bool:
         """Return whether a request is the check that is being carried out."""
         current = self._current
@@ -202,19 +145,35 @@ class CheckThread:
     # runs --------------------------------------------------------------------------------------------------------
 
     def end_run(self, run: RunKey, end: Callable[[], None]) -> None:
-        """Call `end` as soon as no check needs what the run shared, usually at once."""
-        self._ends.end(run, end)
+        """Call `end` as soon as no check needs what the run shared, usually at once. Raises what it raises then."""
+        with self._changed:
+            if is_held := self._holds(run):
+                self._ends[run] = end
+        if not is_held:
+            end()
 
     def begin_run(self, run: RunKey) -> None:
         """Note that a request of a run is about to be submitted. If the end of an earlier run with its id still waits,
         that happens now, so that it does not hit the new one, and its checks are dropped.
         """
-        if self._ends.take(run):
-            with self._changed:
-                stale = [check for check in self._waiting if check.run == run]
-                self._drop(stale)
-                self._changed.notify_all()
-            self._release(stale)
+        with self._changed:
+            end = self._ends.pop(run, None)
+            if end is None:
+                return
+            self._drop([check for check in self._waiting if check.run == run])
+            self._changed.notify_all()
+        _carry_out(end)
+
+    def _holds(self, run: RunKey) -> bool:
+        """Return whether a check needs what a run shared."""
+        return any(check is not None and check.run == run for check in (*self._waiting, self._current))
+
+    def _carry_out_ends(self) -> None:
+        """Carry out the ends of runs that no check needs any more. Called without the lock."""
+        with self._changed:
+            ends = [self._ends.pop(run) for run in list(self._ends) if not self._holds(run)]
+        for end in ends:
+            _carry_out(end)
 
     def drain(self, timeout: float) -> bool:
         """Carry out all checks as if the engine were idle. Returns False if some are left after `timeout` seconds."""
@@ -231,8 +190,10 @@ class CheckThread:
         with self._changed:
             self._closed = True
             self._waiting.clear()
+            ends, self._ends = list(self._ends.values()), {}
             self._changed.notify_all()
-        self._ends.close()
+        for end in ends:
+            _carry_out(end)
 
     def join(self) -> None:
         """Wait for the thread's end, after `stop` and the engine's end."""
@@ -247,7 +208,7 @@ class CheckThread:
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
-            self._ends.release(check.run)
+            self._carry_out_ends()
 
     def _next(self) -> Check | None:
         with self._changed:
@@ -393,10 +354,6 @@ class GuardedCalls:
         except Exception:  # nothing is translated while nothing is known
             logger.exception("the guard failed on request %s", request.request_id)
             return GuardVerdict(replace(request.guard, withheld=frozenset((EVERYTHING,))))
-
-    def watched_tokens(self, asked: GenerateRequest) -> int | None:
-        """Return of how many tokens of a checked answer log-probabilities are needed; None: of all."""
-        return COMPARED_TOKENS if asked.logprobs is None else None
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
         """Return the agents' states with their evidence, of the namespaces that `owns` picks, and counts of checks."""

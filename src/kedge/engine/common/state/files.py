@@ -1,6 +1,13 @@
-"""The files of saved state: records, named after their content, and manifests, which list records.
+"""A folder that holds one snapshot of what an engine has learned: records, named after their content, and a manifest.
 
-A damaged file raises `StateDamaged`; sound state of another model or format raises `StateRefused`.
+    manifest.json           format, identity of the model, and the files of the snapshot
+    <sha256>.safetensors    one pool, one template's prefix segments, or the guard's records of one workflow
+    lock                    held by the process that has the folder
+    refused-<n>/            what lay here for another model or format, moved there by the first save
+
+Every file is written under another name, forced to the disk, and renamed; the manifest comes after the records that it
+names, and only what it does not name is deleted. So a process may be killed at any moment. A damaged record costs what
+it held, a damaged manifest all: it is logged, and learned again.
 """
 
 from __future__ import annotations
@@ -8,12 +15,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +29,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kedge.anchors.saving import Record
+from kedge.engine.common.folder_lock import lock_folder
 from kedge.errors import StateDamaged, StateRefused
 
 FORMAT = 2
-MANIFEST, PREVIOUS = "manifest.json", "manifest.previous.json"
+MANIFEST = "manifest.json"
 SUFFIX, PARTIAL = ".safetensors", ".part"
-MAX_MANIFEST_BYTES = 64 << 20
 Name = tuple[str, ...]
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _DAMAGED_DISK = frozenset({errno.ENOENT, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.ELOOP})
 """Errors that mean a damaged file, as opposed to a problem of this process or its permissions"""
+logger = logging.getLogger(__name__)
 
 
 def identity_of(parts: Mapping[str, object]) -> str:
@@ -66,6 +75,111 @@ class Entry:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One damaged file of saved state."""
+
+    file: str
+    name: Name
+    """The pool or template that it held; empty for a manifest"""
+    reason: str
+
+
+class StateFolder:
+    """A folder of records of one identity. Created if missing, and locked until it is closed."""
+
+    def __init__(self, path: Path, identity: str) -> None:
+        """Open and lock the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
+        self._lock = lock_folder(path, "state")
+        self._path, self._identity = path, identity
+        self._is_ours = False
+        """Whether it is known to hold nothing of another model or format"""
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        os.close(self._lock)
+
+    def recover(self, accept: Callable[[Record], None]) -> tuple[list[Entry], list[Damage]]:
+        """Pass all sound records of the snapshot to `accept`, which raises `StateDamaged` for an invalid one.
+
+        Returns what was accepted, and what is damaged, which is logged. Raises `StateRefused` for state of another
+        model or format, having passed nothing on, and `OSError`.
+        """
+        sound: list[Entry] = []
+        damaged: list[Damage] = []
+        for entry in self._listed(damaged):
+            try:
+                accept(read_record(self._path, entry))
+                sound.append(entry)
+            except StateDamaged as damage:
+                damaged.append(Damage(entry.file, entry.name, damage.why))
+        for one in damaged:
+            held = repr(" ".join(one.name)) if one.name else "what it lists"
+            logger.error("damaged state in %s: %s %s; %s is lost", self._path, one.file, one.reason, held)
+        return sound, damaged
+
+    def put(self, record: Record) -> Entry:
+        """Write a record, which is part of no snapshot until `commit`. Raises `OSError`."""
+        self._claim()
+        return write_record(self._path, record)
+
+    def has(self, entry: Entry) -> bool:
+        """Return whether the file exists with its size. Its content is not read."""
+        path = self._path / entry.file
+        return path.is_file() and path.stat().st_size == entry.nbytes
+
+    def commit(self, entries: Sequence[Entry]) -> None:
+        """Make these entries the snapshot, and delete the files of others. Raises `OSError`."""
+        self._claim()
+        content, path = manifest_of(entries, self._identity), self._path / MANIFEST
+        if not (path.is_file() and path.read_bytes() == content):
+            self._force()
+            partial = self._path / f"{MANIFEST}{PARTIAL}"
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            self._force()
+        kept = {entry.file for entry in entries}
+        for path in self._path.iterdir():
+            if path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
+                path.unlink()
+
+    def _listed(self, damaged: list[Damage]) -> list[Entry]:
+        """Return the entries of the manifest; none where it is missing or `damaged`. Raises `StateRefused`."""
+        if not os.path.lexists(self._path / MANIFEST):
+            return []
+        try:
+            return read_manifest(self._path / MANIFEST, self._identity)
+        except StateDamaged as damage:
+            damaged.append(Damage(MANIFEST, (), damage.why))
+            return []
+
+    def _claim(self) -> None:
+        """Before the first write, move state of another model or format to a folder of its own, its manifest last."""
+        if self._is_ours:
+            return
+        try:
+            self._listed([])
+        except StateRefused as refusal:
+            aside = next(path for n in count(1) if not (path := self._path / f"refused-{n}").exists())
+            aside.mkdir()
+            for path in [*self._path.glob(f"*{SUFFIX}"), self._path / MANIFEST]:
+                path.replace(aside / path.name)
+            self._force()
+            logger.warning("state that cannot be used is moved to %s: %s", aside, refusal)
+        self._is_ours = True
+
+    def _force(self) -> None:
+        """Sync the folder, which makes renames durable."""
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 # manifests ------------------------------------------------------------------------------------------------------------
 
 
@@ -77,14 +191,15 @@ def manifest_of(entries: Sequence[Entry], identity: str) -> bytes:
 
 def read_manifest(path: Path, identity: str) -> list[Entry]:
     """Return the entries of a manifest. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
-    if _size(path) > MAX_MANIFEST_BYTES:
-        raise StateDamaged("state", str(path), f"is larger than {MAX_MANIFEST_BYTES} bytes")
-    with making_sense(path):
+    with reading(path):
         manifest = json.loads(path.read_bytes())
-        body = {key: value for key, value in manifest.items() if key != "sha256"}
-        if manifest.get("sha256", _digest(body)) != _digest(body):  # those of version 0.1 have none
+        if manifest.pop("sha256") != _digest(manifest):
             raise StateDamaged("state", str(path), "is not what its checksum says")
-        _check_owner(manifest, path, identity)
+        if manifest["format"] != FORMAT:
+            raise StateRefused(f"{path.name}: format", manifest["format"], f"this engine has {FORMAT!r}")
+        if manifest["identity"] != identity:
+            names, theirs, ours = differences(manifest["identity"], identity)
+            raise StateRefused(f"{path.name}: {names}", theirs, f"this engine has {ours!r}")
         return [_entry(**one) for one in manifest["entries"]]
 
 
@@ -99,24 +214,15 @@ def _entry(name: list[str], file: str, nbytes: int) -> Entry:
     return Entry(tuple(name), file, nbytes)
 
 
-def _check_owner(head: Mapping[str, Any], path: Path, identity: str) -> None:
-    if head["format"] != FORMAT:
-        raise StateRefused(f"{path.name}: format", head["format"], f"this engine has {FORMAT!r}")
-    if head["identity"] != identity:
-        names, theirs, ours = differences(head["identity"], identity)
-        raise StateRefused(f"{path.name}: {names}", theirs, f"this engine has {ours!r}")
-
-
 # records --------------------------------------------------------------------------------------------------------------
 
 
-def write_record(folder: Path, record: Record, identity: str) -> Entry:
+def write_record(folder: Path, record: Record) -> Entry:
     """Write a record under the name of its content. It is durable once the folder is synced. Raises `OSError`."""
-    head = {"format": FORMAT, "identity": identity, "name": record.name, "data": record.data}
+    head = json.dumps({"name": record.name, "data": record.data})
     partial = folder / f"record{PARTIAL}"
-    tensors = {key: tensor.contiguous() for key, tensor in record.tensors.items()}
     try:
-        save_file(tensors, partial, {"kedge": json.dumps(head)})
+        save_file({key: tensor.contiguous() for key, tensor in record.tensors.items()}, partial, {"kedge": head})
     except SafetensorError as error:
         raise OSError(f"cannot write {partial}: {error}") from error
     with partial.open("rb+") as file:
@@ -127,69 +233,33 @@ def write_record(folder: Path, record: Record, identity: str) -> Entry:
     return Entry(record.name, path.name, path.stat().st_size)
 
 
-def read_record(folder: Path, entry: Entry, identity: str) -> Record:
+def read_record(folder: Path, entry: Entry) -> Record:
     """Return the record in a snapshot's file, byte for byte as written. Raises `StateDamaged` and `OSError`."""
     path = folder / entry.file
-    if (size := _size(path)) != entry.nbytes:
-        raise StateDamaged("state", str(path), f"has {size} bytes of {entry.nbytes}")
-    with making_sense(path):
-        _check_content(path)
-        with safe_open(path, "pt") as file:
-            head, name = _head(file.metadata(), path, identity), entry.name
-            if tuple(head["name"]) != name:
-                raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {name}")
-            return Record(name, head["data"], {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
-
-
-def _check_content(path: Path) -> None:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if path.name != digest + SUFFIX:
-        raise StateDamaged("state", str(path), "has another content than its name says")
-
-
-def _head(metadata: Mapping[str, str], path: Path, identity: str) -> Mapping[str, Any]:
-    head: Mapping[str, Any] = json.loads(metadata["kedge"])
-    _check_owner(head, path, identity)
-    return head
-
-
-def entry_of_file(path: Path, identity: str) -> Entry:
-    """Return the entry of a record's file from its own header. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
-    size = _size(path)
-    with making_sense(path):
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        try:
-            head = _head(metadata, path, identity)
-        except StateRefused:
-            _check_content(path)  # a damaged header is not another engine's record
-            raise
-        return _entry(head["name"], path.name, size)
-
-
-# what can be wrong with a file ----------------------------------------------------------------------------------------
-
-
-def _size(path: Path) -> int:
-    """Return the size of a regular file. Raises `StateDamaged` if there is none, and `OSError`."""
-    with making_sense(path):
-        status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise StateDamaged("state", str(path), "is no regular file")
-    return status.st_size
+    with reading(path):
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.nbytes:
+            found = "is missing" if size is None else f"has {size} bytes of {entry.nbytes}"
+            raise StateDamaged("state", str(path), found)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if path.name != digest + SUFFIX:
+            raise StateDamaged("state", str(path), "has another content than its name says")
+        with safe_open(path, "pt") as tensors:
+            head = json.loads(tensors.metadata()["kedge"])
+            if tuple(head["name"]) != entry.name:
+                raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {entry.name}")
+            return Record(entry.name, head["data"], {key: tensors.get_tensor(key) for key in tensors.keys()})  # noqa: SIM118
 
 
 @contextmanager
-def making_sense(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Turn errors of reading a damaged file into `StateDamaged`."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise StateDamaged("state", str(path), "is missing") from error
     except OSError as error:
         if error.errno not in _DAMAGED_DISK:
             raise
         raise StateDamaged("state", str(path), f"cannot be read: {error}") from error
     except (SafetensorError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise StateDamaged("state", str(path), f"makes no sense: {type(error).__name__}: {error!s:.200}") from error
+        raise StateDamaged("state", str(path), f"is malformed: {type(error).__name__}: {error!s:.200}") from error

@@ -261,7 +261,7 @@ def _attend_one(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceS
         how = replace(how, window=None)
     is_fused = query.device.type == "cpu" or (how.sinks is None and how.window is None)
     if how.softcap is None and is_fused:
-        return _attend(query, pools, sequence, how.scaling, how.window, how.sinks)
+        return _attend(query, pools, sequence, how)
     return _attend_written_out(query, pools, sequence, how)
 
 
@@ -304,48 +304,37 @@ def _attend_expanded(
     return torch.cat(outs, dim=1)[..., : latent.value_dim]
 
 
-def _attend(
-    query: Tensor,
-    pools: tuple[Tensor, Tensor],
-    sequence: SequenceSlice,
-    scaling: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice, how: Scoring) -> Tensor:
     """Return one sequence's attention: queries [heads, tokens, head_dim] over its context -> [tokens, heads,
     head_dim]. Sinks and windows smaller than the context are supported on a CPU only.
     """
     if query.shape[1] <= FEW and query.device.type == "cpu":
-        return _attend_few(query, pools, sequence, scaling, window, sinks)
+        return _attend_few(query, pools, sequence, how)
     key, value = (_gather(pool, sequence.runs) for pool in pools)
     groups = len(query) // len(key)
     # Heads of one group share their KV: an expanded view gives SDPA its heads without a copy.
     grouped = query.reshape(len(key), groups, *query.shape[1:])
     key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
-    is_causal = sequence.contiguous and window is None
-    if sinks is not None:
-        mask = None if is_causal else sequence.mask(window, query.dtype)
-        out = _attend_with_sinks(grouped, key, value, mask, scaling, sinks)
+    is_causal = sequence.contiguous and how.window is None
+    if how.sinks is not None:
+        mask = None if is_causal else sequence.mask(how.window, query.dtype)
+        out = _attend_with_sinks(grouped, key, value, mask, how.scaling, how.sinks)
     elif is_causal:
         attend = _attend_causal if query.device.type == "cpu" else _attend_lower_right
-        out = attend(grouped, key, value, scaling)
+        out = attend(grouped, key, value, how.scaling)
     else:
-        out = _attend_masked(grouped, key, value, sequence, scaling, window)
+        out = _attend_masked(grouped, key, value, sequence, how)
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _attend_masked(
-    query: Tensor, key: Tensor, value: Tensor, sequence: SequenceSlice, scaling: float, window: int | None
-) -> Tensor:
+def _attend_masked(query: Tensor, key: Tensor, value: Tensor, sequence: SequenceSlice, how: Scoring) -> Tensor:
     """Return attention [kv_heads, group, tokens, head_dim] under a mask, some queries at a time over the keys that they
     see: one mask over a long prompt would be larger than its KV.
     """
     outs = []
-    for rows, keys in sequence.pieces(window):
-        mask, part = sequence.mask(window, query.dtype, rows, keys), query[:, :, rows]
-        outs.append(
-            scaled_dot_product_attention(part, key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scaling)
-        )
+    for rows, keys in sequence.pieces(how.window):
+        mask, seen = sequence.mask(how.window, query.dtype, rows, keys), (key[:, :, keys], value[:, :, keys])
+        outs.append(scaled_dot_product_attention(query[:, :, rows], *seen, attn_mask=mask, scale=how.scaling))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -408,14 +397,7 @@ def _gather(pool: Tensor, runs: Runs) -> Tensor:
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, 1)
 
 
-def _attend_few(
-    query: Tensor,
-    pools: tuple[Tensor, Tensor],
-    sequence: SequenceSlice,
-    scaling: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_few(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice, how: Scoring) -> Tensor:
     """Return the attention of a few queries over a long context. Reading it is the cost, so long runs are read in
     place, once for all heads of a group, and the parts' results are joined by their softmax sums.
     """
@@ -423,18 +405,18 @@ def _attend_few(
     grouped = query.reshape(1, kv_heads, -1, head_dim)  # the heads of a group, and in each its queries
     parts = sequence.parts()
     biases: Sequence[Bias | None] = [None] * len(parts)
-    if query.shape[1] > 1 or window is not None:
-        biases = sequence.part_biases(window, len(query) // kv_heads, query.dtype)
+    if query.shape[1] > 1 or how.window is not None:
+        biases = sequence.part_biases(how.window, len(query) // kv_heads, query.dtype)
     outs, sums = [], []
     for part, bias in zip(parts, biases, strict=True):
         runs = tuple(sequence.runs[i] for i in part)
         key, value = (_gather(pool, runs)[None] for pool in pools)
-        out, logsumexp = _flash(grouped, key, value, attn_mask=bias and bias.scores, scale=scaling)
+        out, logsumexp = _flash(grouped, key, value, attn_mask=bias and bias.scores, scale=how.scaling)
         outs.append(out)
         # For a query that sees no key of a part the kernel returns 0, which would count as a weight.
         sums.append(logsumexp if bias is None else logsumexp + bias.seen)
-    if sinks is not None:
-        out = _joined(outs, sums, sinks.repeat_interleave(query.shape[1]).view(1, kv_heads, -1))
+    if how.sinks is not None:
+        out = _joined(outs, sums, how.sinks.repeat_interleave(query.shape[1]).view(1, kv_heads, -1))
     else:
         out = outs[0] if len(outs) == 1 else _joined(outs, sums)
     return out.view(len(query), -1, head_dim).transpose(0, 1)

@@ -22,18 +22,16 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kedge.engine.validation import require_new_id
 from kedge.errors import ForwardFailed, KedgeError, RequestError
-from kedge.hints.actions import ActionOutcome
-from kedge.integrations.vllm.engine.guarding import died
-from kedge.integrations.vllm.engine.requests import HeldForecasts, PluginMessage
+from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import AFRESH
 from kedge.integrations.vllm.plugin.metrics import ADVICE, RECEIPTS, REPORT, AdviceCalls, message
+from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Namespace, RequestId, WorkflowAgent
+from kedge.types import GenerateRequest, RequestId, WorkflowAgent
 
 logger = logging.getLogger(__name__)
-MAX_AGENTS = 4096
-"""Agents of which is remembered whether they are translated"""
 RECEIPT_TIMEOUT = 0.5
 """Seconds to wait for the receipt of a request that was aborted here."""
 ReceiptData = Mapping[str, Any]
@@ -86,11 +84,8 @@ class Driver:
         self._receipts: dict[RequestId, asyncio.Future[ReceiptData]] = {}
         """Receipts that may come without an output"""
         self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
-        self._outgoing = HeldForecasts(
-            self._messages.put_nowait, lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call)
-        )
         self._numbers = itertools.count()
-        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(MAX_AGENTS)
+        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(REMEMBERED)
         """Whether an agent's last prompt was translated"""
         self.advice = AdviceCalls()
 
@@ -111,9 +106,6 @@ class Driver:
         is in flight.
         """
         require_new_id(response.request.request_id, self._generating)
-        if self._plugged:
-            hints = response.params.extra_args["kv_transfer_params"]["kedge"]
-            hints.update(self._outgoing.take(response.request.namespace, hints))
         generating = asyncio.create_task(self._generate(response))
         self._generating[response.request.request_id] = generating
         serving = asyncio.create_task(self._serve(response, generating))
@@ -175,7 +167,7 @@ class Driver:
     def send(self, messages: Iterable[PluginMessage]) -> None:
         """Send messages to the plug-in in this order, unless vLLM has died."""
         for one in messages if not self.is_dead else ():
-            self._outgoing.pass_on(one)
+            self._messages.put_nowait(one)
 
     async def _send_messages(self) -> None:
         """Send messages as `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt."""
@@ -185,13 +177,6 @@ class Driver:
                 await self.llm.engine_core.add_request_async(as_request(sent, next(self._numbers)))
             except EngineDeadError:
                 return
-
-    async def advise(self, namespace: Namespace, hints: Mapping[str, Any]) -> list[ActionOutcome] | None:
-        """Send hints without a prompt, and return what becomes of them; None: vLLM has not reported it."""
-        try:
-            return await self.advice.ask(self.llm.engine_core, namespace, hints)
-        except EngineDeadError:
-            raise died() from None
 
     # the end --------------------------------------------------------------------------------------------------------
 

@@ -28,31 +28,33 @@ from kedge.engine.common.model_folder import model_path, read_config
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_advice, require_sensible, sensible_hints
-from kedge.errors import ConfigError, EngineClosed, PromptTooLong, RequestError
+from kedge.errors import ConfigError, EngineClosed, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
-from kedge.integrations.vllm.engine.guarding import died, keep_guard, warm_up, within_top
+from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
     copy_dtype,
     plugin_settings,
+    prepare_environment,
     refuse_foreign,
     require_vllm,
+    transfer_config,
     vllm_arguments,
 )
 from kedge.integrations.vllm.engine.requests import (
     Forecasts,
     PluginMessage,
-    advice_hints,
     end_of_run,
     expected_prompt,
     sampling_arguments,
+    turn_hints,
 )
 from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.integrations.vllm.entry_point import died
 from kedge.policies.sessions import NO_SESSIONS, refused
-from kedge.reuse.layout import with_trails
 from kedge.settings import EngineSettings
 from kedge.types import (
     GenerateRequest,
@@ -170,7 +172,7 @@ class VLLMEngine(Engine):
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar, request.tenant)  # vLLM says less of what is wrong
-        request, tap = self._with_trails(request), None
+        tap = None
         if self._is_guarded:
             request, tap = self._guard.begin(request)
             request = within_top(request, self._max_logprobs)
@@ -199,18 +201,11 @@ class VLLMEngine(Engine):
             return
         with suppress(RequestError):
             self._validate(request)
-            expected = self._guard.ordered(self._with_trails(request))
+            expected = self._guard.ordered(request)
             self._send(lambda: [expected_prompt(expected)])
 
-    def _with_trails(self, request: GenerateRequest) -> GenerateRequest:
-        keeps_trails = self._tails and not self.config.anchors.computes_weak_tokens
-        return with_trails(request, self.config.planner.trail, of_answers=keeps_trails)
-
     def _validate(self, request: GenerateRequest) -> None:
-        require_sensible(request, self._vocab_size)
-        if request.prompt_tokens >= self._max_model_len:
-            why = f"must be less than {self._max_model_len}, vLLM's max_model_len"
-            raise PromptTooLong.of("prompt_tokens", request.prompt_tokens, self._max_model_len - 1, why)
+        require_sensible(request, self._vocab_size, self._max_model_len - 1)
         for key in ("logprobs", "prompt_logprobs"):
             if (getattr(request, key) or 0) > self._max_logprobs >= 0:
                 raise RequestError(
@@ -244,7 +239,9 @@ class VLLMEngine(Engine):
         require_advice(namespace, hints)
         if not self._plugged:
             return refused(hints, NO_SESSIONS)
-        outcomes = self._run(partial(self._driver.advise, namespace, advice_hints(hints)))
+        outcomes = self._run(
+            partial(self._driver.advice.ask, self._driver.llm.engine_core, namespace, turn_hints(hints))
+        )
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -330,8 +327,6 @@ def _figures(driver: Driver) -> dict[str, object]:
 
 def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:
     """Return `AsyncEngineArgs`, with the plug-in if `plugged`. Raises `ConfigError` for values that vLLM refuses."""
-    from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
-
     prepare_environment()
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     if keeping.state:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kedge.engine.base import Stream
-from kedge.engine.common.state.snapshot import GuardFolder
-from kedge.errors import ConfigError, EngineClosed
+from kedge.engine.common.state.snapshot import EngineState
+from kedge.errors import ConfigError
 from kedge.reuse.guard.comparison import TOP
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 
@@ -49,15 +49,10 @@ def keep_guard(
     from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
 
     try:
-        state = GuardFolder(folder, guard_identity(config, anchors), guard)
+        state = EngineState(folder, guard_identity(config, anchors), guard=guard)
     except OSError as error:
         raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
     kept = RankState(state, interval, lambda: True)
     kept.load()
     kept.start()
     return kept
-
-
-def died() -> EngineClosed:
-    """Return the error that vLLM's engine core has ended."""
-    return EngineClosed("engine", "vllm", "its engine core has died; vLLM's log says why")

@@ -1,21 +1,28 @@
-"""The arguments of vLLM and the plug-in from `EngineSettings`. Settings without a meaning for vLLM are refused."""
+"""Arguments and environment of vLLM and the plug-in. What has no meaning for vLLM among the settings is refused."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from kedge.engine.base import Quota
 from kedge.errors import ConfigError
+from kedge.integrations.vllm.entry_point import MODULE, NAME
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.settings import EngineSettings
 from kedge.types import TenantId
 
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""GiB of KV, and threads without binding to cores, which several engines share."""
 CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "async_scheduling": False}
 """Defaults on the CPU: exact, small blocks, no compiler at start, and a pass at a time."""
 ARGUMENTS = {"scheduler_cls": SCHEDULER}
@@ -32,7 +39,7 @@ RESERVED = {*OWN, "skip_tokenizer_init", "model", "tokenizer", "kv_transfer_conf
 
 _USE_OWN = "vLLM has its own: set engine.vllm.{}"
 _NO_EFFECT = "has no effect with vLLM"
-SECTIONS = ("tiers", "anchors", "planner", "learning", "discovery", "guard")
+SECTIONS = ("tiers", "anchors", "planner", "discovery", "guard")
 """Sections of `engine` that the plug-in has too"""
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -61,7 +68,7 @@ class KeepingOptions:
     def settings(self) -> dict[str, Any]:
         """Return the plug-in's settings for this as plain data."""
         quotas = {
-            str(tenant): {"anchors": one.anchors, "anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
+            str(tenant): {"anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
             for tenant, one in self.quotas.items()
         }
         folder = None if self.state is None else str(self.state.absolute())
@@ -100,6 +107,37 @@ def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *
     types = {one.name: one.type for one in fields(arguments_class)}
     given = {name: _checked(types, name, value) for name, value in config.vllm.arguments.items()}
     return {**ARGUMENTS, **(CPU_ARGUMENTS if is_cpu else {}), **given, **OWN, "model": str(model)}
+
+
+def connector(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's `kv_transfer_config` for the connector with these settings (`PluginSettings`).
+
+    A request whose translation cannot be written ends with an error: vLLM's other policy, `recompute`, answers wrongly
+    on Model Runner V2 and with asynchronous scheduling.
+    """
+    return {
+        "kv_connector": NAME,
+        "kv_role": "kv_both",
+        "kv_connector_module_path": MODULE,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
+def transfer_config(extra: Mapping[str, Any]) -> KVTransferConfig:
+    """Return `connector(extra)` as vLLM's own type."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**connector(extra))
+
+
+def prepare_environment() -> None:
+    """Set environment variables for a CPU and for quiet logs, except for those that are set already.
+
+    They count for processes that are started afterwards.
+    """
+    for name, value in {**CPU_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}.items():
+        os.environ.setdefault(name, value)
 
 
 def copy_dtype(config: EngineSettings, *, is_cpu: bool) -> str:

@@ -1,22 +1,19 @@
-"""Sampling arguments, hints and messages for vLLM and the plug-in, and when they go. No vLLM is needed.
-
-Forecasts wait for a request of their run to go with it: for vLLM's engine core a message is a request of its own, and
-an agent's forecast is nearly always followed by the next agent's request.
-"""
+"""Sampling arguments, hints and messages for vLLM and the plug-in. No vLLM is needed."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.entry_point import FORCED
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
+from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.settings.sections import shown_fidelity
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
@@ -27,14 +24,8 @@ Hints = dict[str, Any]
 """The `kedge` field of `kv_transfer_params`."""
 NO_SEED, LAST_SEED = -1, 2**63 - 1
 """The seed that vLLM takes for none, and the one that is used instead, so that a seeded answer repeats."""
-MAX_FIXED = 1024
-"""Agents of which is remembered what fixed prompt was sent; the one that was sent longest ago is dropped"""
 RESENT = 64
 """Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
-HOLD_S = 0.005
-"""Seconds that a forecast waits for a request"""
-CARRIED = ("steps", "seq")
-"""Hints of a forecast, which a request of its run may have as well"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +52,43 @@ def request_hints(request: GenerateRequest) -> Hints:
         "client": short(request.client),
         "agent": short(request.agent),
         "produces": short(str(request.produces or "")),
-        "trail": list(request.trail) if request.produces is not None else None,
         "fixed_tokens": _fixed(request),
-        "session": short(request.turn.session),
-        "parent": short(request.turn.parent),
-        "returns_in": request.turn.returns_in,
-        "keep_for": request.turn.keep_for,
-        "expects": without_infinity({short(name): left for name, left in request.turn.expects.items()}) or None,
-        "final": request.turn.is_last or None,
         "segments": segments,
     }
-    return {name: value for name, value in hints.items() if value not in (None, "", [])} | guard_hints(request.guard)
+    return _given(hints) | turn_hints(request.turn) | guard_hints(request.guard)
+
+
+def turn_hints(turn: TurnHints) -> Hints:
+    """Return what a client says of its sessions, with a request or between two."""
+    expects = without_infinity({short(name): left for name, left in turn.expects.items()})
+    return _given(
+        {
+            "session": short(turn.session),
+            "parent": short(turn.parent),
+            "returns_in": turn.returns_in,
+            "keep_for": turn.keep_for,
+            "expects": expects or None,
+            "final": turn.is_last or None,
+        }
+    )
 
 
 def guard_hints(orders: GuardOrders) -> Hints:
     """Return what a guard orders, and what a client asks of one, as hints. Empty values are left out."""
-    hints = {
+    hints: Hints = {
         "guard": orders.mode and orders.mode.value,
         "fidelity": shown_fidelity(orders.fidelity),
         "withheld": sorted(orders.withheld),
         "epoch": orders.epoch or None,
         "rung": orders.rung,
         "left_out": orders.left_out or None,
+        "held_out": orders.held_out or None,
         "pick": orders.pick,
     }
+    return _given(hints)
+
+
+def _given(hints: Hints) -> Hints:
     return {name: value for name, value in hints.items() if value not in (None, "", [])}
 
 
@@ -175,7 +179,7 @@ class _SentPrompts:
     """
 
     def __init__(self) -> None:
-        self._sent: BoundedDict[tuple[Namespace, str, AgentId], _SentPrompt] = BoundedDict(MAX_FIXED)
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], _SentPrompt] = BoundedDict(REMEMBERED)
 
     def unknown(self, prompts: Mapping[AgentKey, Tokens]) -> Iterator[tuple[AgentKey, Tokens]]:
         """Yield the prompts that have to be sent."""
@@ -193,18 +197,6 @@ def expected_prompt(request: GenerateRequest) -> PluginMessage:
     return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
 
 
-def advice_hints(hints: TurnHints) -> Hints:
-    """Return what a client says of its sessions between requests."""
-    said = {
-        "session": short(hints.session),
-        "keep_for": hints.keep_for,
-        "returns_in": hints.returns_in,
-        "expects": without_infinity({short(name): left for name, left in hints.expects.items()}) or None,
-        "final": hints.is_last or None,
-    }
-    return {name: value for name, value in said.items() if value not in (None, "")}
-
-
 def end_of_run(run: RunKey) -> PluginMessage:
     """Return the message that a run is over."""
     return PluginMessage(run.namespace, {**_run_hints(run), "final": True})
@@ -213,49 +205,3 @@ def end_of_run(run: RunKey) -> PluginMessage:
 def _run_hints(run: RunKey) -> Hints:
     client = {"client": short(run.client_id)} if run.client_id else {}
     return {"run": short(run.run_id), **client}
-
-
-class _Run(NamedTuple):
-    namespace: Namespace
-    run: str
-    client: str
-
-
-class HeldForecasts:
-    """The latest forecast of each run, for a few milliseconds. Owned by one thread."""
-
-    def __init__(
-        self, send: Callable[[PluginMessage], None], later: Callable[[float, Callable[[], None]], Any]
-    ) -> None:
-        """`send` sends a message to the plug-in, `later` calls a function after some seconds."""
-        self._send, self._later = send, later
-        self._held: dict[_Run, PluginMessage] = {}
-
-    def pass_on(self, message: PluginMessage) -> None:
-        """Send a message; a forecast a little later, unless it is taken, or followed by a newer one in its place."""
-        if "steps" in message.hints:
-            run = _run(message.namespace, message.hints)
-            if run not in self._held:
-                self._later(HOLD_S, lambda: self._flush(run))
-            self._held[run] = message
-        elif message.hints.get("final"):
-            self.take(message.namespace, message.hints)  # nothing of an ended run is expected
-            self._send(message)
-        elif message.hints.get("ahead"):
-            self._send(replace(message, hints={**message.hints, **self.take(message.namespace, message.hints)}))
-        else:
-            self._send(message)
-
-    def _flush(self, run: _Run) -> None:
-        forecast = self._held.pop(run, None)
-        if forecast is not None:
-            self._send(forecast)
-
-    def take(self, namespace: Namespace, hints: Hints) -> Hints:
-        """Return what a message of the run of `hints` has to carry; empty where no forecast waits."""
-        forecast = self._held.pop(_run(namespace, hints), None)
-        return {name: forecast.hints[name] for name in CARRIED} if forecast else {}
-
-
-def _run(namespace: Namespace, hints: Hints) -> _Run:
-    return _Run(namespace, hints.get("run", ""), hints.get("client", ""))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from kedge.engine.common.stream import TokenStream
-from kedge.engine.common.tokenizer import HFTokenizer, TextStream
+from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import ForwardFailed
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.reuse.reasons import with_reasons

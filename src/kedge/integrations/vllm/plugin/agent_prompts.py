@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from kedge.discovery import FoundForecasts
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, Namespace, RunKey
@@ -23,8 +24,6 @@ from kedge.workflow.steps import NextRun
 AgentTemplate = tuple[Namespace, str, str, str]
 """(namespace, client, workflow, agent): the fixed prompt of an agent is the same in all its runs."""
 BlockHashes = tuple[BlockHash, ...]
-MAX_TEMPLATES = 4096
-"""Agents whose fixed prompts are remembered from one run to the next; the one that called longest ago is dropped."""
 
 
 class AgentPrompts:
@@ -36,10 +35,10 @@ class AgentPrompts:
         """Begin without forecasts. `on_forecast` is called with their changes, and returns what to believe of them."""
         self._block_size, self._on_forecast = block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
-        self._lengths = FixedLengths()
+        self._lengths = FixedLengths(block_size)
         self.steps: dict[AgentKey, NextRun] = {}
         self.prompts: dict[AgentKey, BlockHashes] = {}
-        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(MAX_TEMPLATES)
+        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(REMEMBERED)
         self._template_of: dict[AgentKey, AgentTemplate] = {}
         self._pools: tuple[BlockPool, ...] = ()
         self.changed = False
@@ -49,11 +48,6 @@ class AgentPrompts:
     def bind(self, *pools: BlockPool) -> None:
         """Set the pools whose blocks are owned by agents, the device's first. They have a `StepFreeQueue` each."""
         self._pools = pools
-
-    @property
-    def agents(self) -> set[AgentKey]:
-        """All agents that something is remembered of."""
-        return {*self.steps, *self.prompts, *self._template_of}
 
     def counters(self) -> Counter[str]:
         """Return what was ignored since the start."""
@@ -126,7 +120,7 @@ class AgentPrompts:
         Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
         was labelled.
         """
-        length = self._lengths.of(hinted.request, time.monotonic())
+        length = self._lengths.of(hinted.request, request.block_hashes)
         if not length or not self._pools:
             return None
         fixed = length // self._block_size

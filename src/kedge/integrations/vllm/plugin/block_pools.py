@@ -1,8 +1,5 @@
 """Helpers for vLLM's block pools, which find blocks by hash and evict them in the order of their free queue.
 
-vLLM's own methods go block by block, through several calls for each. Copies between the tiers move thousands of blocks
-a second, so what they need is done here for many blocks at once, to the same effect.
-
 vLLM keeps layers of different kinds in groups with block tables of their own, over one pool of blocks. A prompt is
 found up to where every group has what is needed there: full attention all blocks before that place, a sliding window
 the blocks that it reaches over, linear attention the state at that place alone.
@@ -16,7 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
@@ -277,46 +279,7 @@ def cached_prefix(
     return groups.fitted(hashes, length, lambda key: key in known or key in others)
 
 
-# many blocks at once ------------------------------------------------------------------------------------------
-
-
-def hold_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
-    """Do what `BlockPool.touch` does, for different blocks, none of them the null block."""
-    if pool.metrics_collector:
-        pool.touch(blocks)
-        return
-    pool.free_block_queue.remove_n([block for block in blocks if not block.ref_cnt])
-    for block in blocks:
-        block.ref_cnt += 1
-
-
-def free_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
-    """Do what `BlockPool.free_blocks` does, for blocks of `pool` that were held in this order: the last goes first."""
-    known, lost = list[KVCacheBlock](), list[KVCacheBlock]()
-    for block in reversed(blocks):
-        block.ref_cnt -= 1
-        if not block.ref_cnt:
-            (lost if block._block_hash is None else known).append(block)
-    pool.free_block_queue.prepend_n(lost)
-    pool.free_block_queue.append_n(known)
-
-
-def take_blocks(pool: BlockPool, count: int) -> list[KVCacheBlock]:
-    """Do what `BlockPool.get_new_blocks` does, for at most as many blocks as are free."""
-    watched = pool.metrics_collector or pool.enable_kv_cache_events or getattr(pool, "_reuse_watchers", None)
-    if watched or pool.cached_block_hashes_by_block:  # a block that is handed out does not only lose its hash
-        return pool.get_new_blocks(count)
-    known, queue = known_blocks(pool), cast("StepFreeQueue", pool.free_block_queue)
-    blocks: list[KVCacheBlock] = queue.popleft_n(count)
-    for block in blocks:
-        block.ref_cnt = 1
-        if (key := block._block_hash) is not None:
-            found = known.pop(key, None)
-            if found is not block and found is not None:
-                known[key] = found
-                pool._remove_cached_block_hashes(block)
-            block._block_hash = block._block_hash_num_tokens = None
-    return blocks
+# blocks with their keys and owners ------------------------------------------------------------------------------
 
 
 def name_blocks(
@@ -326,10 +289,9 @@ def name_blocks(
     with this key. Returns how many are known now.
     """
     known, size, named = known_blocks(pool), pool.hash_block_size, 0
-    for at, (one, place, block) in enumerate(zip(needed.keys, needed.places, blocks, strict=True)):
-        key: Any = one
-        if at not in skipped and known.setdefault(key, block) is block:
-            block._block_hash, block._block_hash_num_tokens = key, (place + 1) * size
+    for at, (key, place, block) in enumerate(zip(needed.keys, needed.places, blocks, strict=True)):
+        if at not in skipped and key not in known:
+            pool._insert_block_hash(BlockHashWithGroupId(key), block, num_tokens=(place + 1) * size)
             named += 1
     return named
 
@@ -347,6 +309,6 @@ def own_known(pool: BlockPool, keys: Sequence[bytes], owner: Owner) -> None:
 
 def own_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
     """Mark different blocks of one prompt as owned by `owner`, which uses them."""
-    hold_blocks(pool, blocks)
+    pool.touch(blocks)
     pool.free_block_queue.own([block.block_id for block in blocks], owner)
-    free_blocks(pool, blocks)
+    pool.free_blocks(reversed(blocks))

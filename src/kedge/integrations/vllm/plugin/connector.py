@@ -50,7 +50,7 @@ from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
-from kedge.reuse.contracts import MAX_PENDING
+from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING
 from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings
 
@@ -88,7 +88,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             translations = Translations(self._features.translation, ranks, settings.guard, is_ahead=is_ahead)
             self._scheduler = SchedulerSide(settings, block_size, ranks, translations)
         else:
-            budget = LearningBudget(settings.learning.budget if ranks == 1 else None)
+            budget = LearningBudget(LEARNING_SHARE if ranks == 1 else None)
             self._worker = WorkerSide(block_size, settings.tiers.throttle, budget)
 
     @property
@@ -120,11 +120,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     # in the scheduler, called by Kedge's own --------------------------------------------------------------------
 
     def join(self) -> SchedulerSide:
-        """Return the scheduler's half to the calling scheduler, which promises to run its `upkeep` in every pass: what
-        no decision needs yet is put off until then, unless loads from the host decide by it in the same step.
-        """
-        if not self._host_blocks:
-            self._scheduler.upkeep.is_open = True
+        """Return the scheduler's half to the calling scheduler."""
         return self._scheduler
 
     def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
@@ -134,13 +130,13 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._features.translation is not None:
             return None
-        lanes, learning, config = self._scheduler.translations.lanes, self._settings.learning, self._vllm_config
+        lanes, config = self._scheduler.translations.lanes, self._vllm_config
         model, block_size = config.model_config, config.cache_config.block_size
         limits = PassLimits(model.max_model_len, model.get_vocab_size(), block_size)
         lanes.open(hold_back)
         lanes.tails.open(limits)
         lanes.bases.open(limits, MAX_PENDING)
-        lanes.base_share = learning.budget
+        lanes.base_share = LEARNING_SHARE
         return lanes
 
     def ask_at_once(self, request: Request) -> None:

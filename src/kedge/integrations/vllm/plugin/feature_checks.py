@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
@@ -164,9 +164,8 @@ def _queue_refusal() -> str | None:
 
 def _pool_refusal() -> str | None:
     """Refuse a pool whose insides are not those that `block_pools.py` reads and writes."""
-    pool, block = BlockPool(1, True, 1), KVCacheBlock(0)
-    missing = [name for name in ("_reuse_watchers", "cached_block_hashes_by_block") if not hasattr(pool, name)]
-    missing += [name for name in ("_block_hash", "_block_hash_num_tokens") if not hasattr(block, name)]
+    pool = BlockPool(1, True, 1)
+    missing = [] if hasattr(pool, "_insert_block_hash") else ["_insert_block_hash"]
     if not isinstance(getattr(pool.cached_block_hash_to_block, "_cache", None), dict):
         missing.append("_cache")
     return f"vLLM's block pool has no {', '.join(missing)}" if missing else None

@@ -487,8 +487,6 @@ class StepFreeQueue(BlockOwners):
         self.on_evicted: Callable[[Collection[Owner]], None] = lambda _: None
         """Called with the owners of evicted blocks, unless these are more than `MAX_NAMED`: before the head that many
         prompts share, their ends are evicted"""
-        self.before_eviction: Callable[[], None] = lambda: None
-        """Called before blocks with KV are handed out"""
         self.num_free_blocks = 0
         self.groups: Any = None
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
@@ -513,8 +511,6 @@ class StepFreeQueue(BlockOwners):
         self.num_free_blocks -= n
         taken: list[Any] = []
         self._empty.take(n, taken)
-        if len(taken) < n:
-            self.before_eviction()
         while len(taken) < n:
             self._evict(n, taken)
         return taken

@@ -1,21 +1,22 @@
 """Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
-are those of the HTTP server (`docs/server.md`); `segments`, `produces` and `trail` are for callers who assemble
+are those of the HTTP server (`docs/server.md`); `segments` and `produces` are for callers who assemble
 prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from kedge.guard import GuardMode, GuardOrders
-from kedge.hints.actions import MAX_ACTIONS, ActionOutcome, read_actions
-from kedge.hints.values import MAX_HINT_AGENTS, read_expected, read_kept, read_seconds, read_text, read_whole
+from kedge.hints.actions import ActionOutcome, read_actions
+from kedge.hints.call_hints import KEDGE
+from kedge.hints.values import MAX_EXPECTED, read_text, read_whole
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.settings.sections import read_fidelity
 from kedge.types import (
@@ -35,9 +36,6 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.steps import NextRun
 
-T = TypeVar("T")
-MAX_TRAIL = 64
-"""Most tokens behind an answer whose KV is kept with it"""
 MAX_WITHHELD = 1024
 """Most placeholders of one request that are withheld from translation"""
 AFRESH = "\0"
@@ -90,53 +88,55 @@ def read_hints(
     """
     if (hints := params.get("kedge") if params else None) is None:
         return None
-    reader = _Reader(hints if isinstance(hints, Mapping) else {}, int(not isinstance(hints, Mapping)))
-    take, tokens = reader.take, tuple(prompt)
-    is_ahead, final = take("ahead", _flag, False), take("final", _flag, False)
-    segments = take("segments", lambda value: _segments(value, tokens), None)
-    given = take("reuse", ReuseMode, None)
+    given, ignored, tokens = dict[str, Any](), int(not isinstance(hints, Mapping)), tuple(prompt)
+    for name, value in hints.items() if isinstance(hints, Mapping) else ():
+        read = partial(_segments, tokens) if name == "segments" else KNOWN.get(name)
+        try:
+            if read is None:
+                raise ValueError
+            if value is not None:
+                given[name] = read(value)
+        except ValueError:
+            ignored += 1
+    get, is_ahead, final = given.get, given.get("ahead", False), given.get("final", False)
     # one that is run is plain if its client says nothing of its prompt and of reuse
-    is_plain = not is_ahead and given is None and segments is None
+    is_plain = not is_ahead and not given.keys() & {"reuse", "segments"}
     request = GenerateRequest(
-        segments or _unnamed(tokens),
-        reuse=given or reuse,
+        get("segments") or _unnamed(tokens),
+        reuse=get("reuse") or reuse,
         request_id=RequestId(request_id),
         **_place(salt),
-        client=ClientId(take("client", read_text, "")),
-        workflow=WorkflowId(take("workflow", read_text, "")),
-        run=RunId(take("run", read_text, "")),
-        agent=AgentId(take("agent", read_text, "")),
-        fixed=take("fixed_tokens", read_whole, None),
-        produces=take("produces", _sample, None),
-        trail=take("trail", _trail, ()),
+        client=ClientId(get("client", "")),
+        workflow=WorkflowId(get("workflow", "")),
+        run=RunId(get("run", "")),
+        agent=AgentId(get("agent", "")),
+        fixed=get("fixed_tokens"),
+        produces=get("produces"),
         turn=TurnHints(
-            session=take("session", read_text, ""),
-            parent=take("parent", read_text, ""),
-            returns_in=take("returns_in", read_seconds, None),
-            is_last=final,
-            keep_for=take("keep_for", read_kept, None),
-            expects=take("expects", read_expected, {}),
+            get("session", ""), get("parent", ""), get("returns_in"), final, get("keep_for"), get("expects", {})
         ),
-        is_plain=take("plain", _flag, is_plain),
+        is_plain=get("plain", is_plain),
         guard=GuardOrders(
-            mode=take("guard", GuardMode, None),
-            fidelity=take("fidelity", read_fidelity, None),
-            withheld=take("withheld", _names, frozenset[str]()),
-            epoch=take("epoch", read_whole, None) or 0,
-            rung=take("rung", _rung, None),
-            left_out=take("left_out", _flag, False),
-            pick=take("pick", read_text, ""),
+            mode=get("guard"),
+            fidelity=get("fidelity"),
+            withheld=get("withheld", frozenset[str]()),
+            epoch=get("epoch", 0),
+            rung=get("rung"),
+            left_out=get("left_out", False),
+            held_out=get("held_out", False),
+            pick=get("pick", ""),
         ),
     )
+    steps = get("steps")
     return HintedRequest(
         request,
-        steps=take("steps", _steps, None),
-        seq=take("seq", read_whole, None),
+        steps=None if steps is None else {agent: NextRun(left) for agent, left in steps.items()},
+        seq=get("seq"),
         final=final,
         is_ahead=is_ahead,
-        is_advice=take("advice", _flag, False),
-        actions=take("actions", _actions, ()),
-        ignored=reader.ignored + len(reader.left),
+        is_advice=get("advice", False),
+        actions=get("actions", ()),
+        ignored=ignored,
     )
 
 
@@ -160,23 +160,6 @@ def _place(salt: str | None) -> dict[str, Any]:
 def namespace_of(salt: str | None) -> Namespace:
     """Return where KV of a request with this salt is kept: what follows `AFRESH` is for vLLM's prefix cache alone."""
     return Namespace.parse((salt or "").partition(AFRESH)[0] or "default")
-
-
-class _Reader:
-    """A reader of hints by name, which counts those with values that are not accepted."""
-
-    def __init__(self, hints: Mapping[str, Any], ignored: int) -> None:
-        self.left, self.ignored = dict(hints), ignored
-
-    def take(self, name: str, read: Callable[[Any], T], default: T) -> T:
-        value = self.left.pop(name, None)
-        if value is None:
-            return default
-        try:
-            return read(value)
-        except ValueError:
-            self.ignored += 1
-            return default
 
 
 def _names(value: Any) -> frozenset[str]:
@@ -204,7 +187,7 @@ def _flag(value: Any) -> bool:
 
 def _actions(value: Any) -> tuple[Mapping[str, str], ...]:
     """Read outcomes of actions, as `kedge.hints` gives them."""
-    if not isinstance(value, list | tuple) or len(value) > MAX_ACTIONS:
+    if not isinstance(value, list | tuple) or len(value) > MAX_EXPECTED:
         raise ValueError
     return tuple(ActionOutcome.from_dict(one).to_dict() for one in value)
 
@@ -232,22 +215,7 @@ def without_hints(sampling: Any) -> Any:
     return sampling
 
 
-def _steps(value: Any) -> dict[AgentId, NextRun] | None:
-    if not isinstance(value, Mapping) or len(value) > MAX_HINT_AGENTS:
-        raise ValueError
-    return {AgentId(read_text(agent)): NextRun(_step(steps)) for agent, steps in value.items()}
-
-
-def _step(value: Any) -> float:
-    """Read a number of steps. JSON has no infinity: null stands for an agent that is never reached."""
-    if value is None:
-        return math.inf
-    if type(value) not in (int, float) or not value >= 0:
-        raise ValueError
-    return float(value)
-
-
-def _segments(value: Any, tokens: Tokens) -> tuple[Segment, ...] | None:
+def _segments(tokens: Tokens, value: Any) -> tuple[Segment, ...] | None:
     """Read a list of objects with `name`, `length`, `sample`, `base_context`, `in_context` and `placeholder_text`.
 
     Their lengths must sum to the prompt's.
@@ -286,10 +254,13 @@ def _tokens(value: Any) -> Tokens:
     return tuple(value)
 
 
-def _trail(value: Any) -> Tokens:
-    if len(tokens := _tokens(value)) > MAX_TRAIL:
-        raise ValueError
-    return tokens
+KNOWN: Mapping[str, Callable[[Any], Any]] = {
+    **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
+    **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
+    **{"produces": _sample, "ahead": _flag, "advice": _flag, "plain": _flag, "actions": _actions},
+    **{"withheld": _names, "epoch": read_whole, "rung": _rung, "left_out": _flag, "held_out": _flag},
+}
+"""Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
 
 
 def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from kedge.integrations.vllm.plugin.block_pools import has_end, own_known, own_p
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.messages import CopyResult
-from kedge.integrations.vllm.plugin.receipts import RequestLoad
+from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.policies.eviction import StepView, distance
 from kedge.policies.prefetch import (
     COPY_JOBS,
@@ -37,8 +38,6 @@ from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import first_of
 from kedge.workflow.forecast import AgentKey
 
-MAX_PENDING = 1024
-"""Sessions whose backups are not done; the one whose turn ended longest ago is given up."""
 SHARE = 2
 """One of so many device blocks may be held by backups."""
 MAX_LOADS = 3
@@ -64,7 +63,7 @@ class HostBackups:
     def __init__(self, tier: HostTier, unlabelled_step: float) -> None:
         self._tier, self._unlabelled_step = tier, unlabelled_step
         self._limit = max(1, tier.device.num_gpu_blocks // SHARE)
-        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict(MAX_PENDING)
+        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict(REMEMBERED)
         """Histories, and the index from which on they are not done"""
 
     @property
@@ -228,7 +227,7 @@ class HostLoads:
         self.tier, self._prompts, self.idle = tier, prompts, idle
         self.settings, self._block_size = settings, block_size
         self.backups = HostBackups(tier, settings.unlabelled_step)
-        self._wanting: list[RequestLoad] = []
+        self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
         self._has_room = False
         """Whether a copy has ended, or a request has arrived or left, since the last look for prefetches"""
@@ -261,38 +260,38 @@ class HostLoads:
         first, stop = self.tier.extent(hashes)
         return first, stop - first if self.tier.load_pays(stop - first) else 0
 
-    def must_wait(self, load: RequestLoad, computed: int) -> bool:
+    def must_wait(self, live: LiveRequest, computed: int) -> bool:
         """Return whether a request waits for a load of its next block, and has not waited for `MAX_WAIT_S` yet.
 
         The request has KV for its first `computed` tokens.
         """
-        request = load.request
+        request = live.request
         block = computed // self._block_size
         if block >= (request.num_tokens - 1) // self._block_size:
             return False
-        transfer, is_held = self.tier.next_load(self._needed(load), block)
-        if transfer is None and (load.computes or not is_held):
+        transfer, is_held = self.tier.next_load(self._needed(live), block)
+        if transfer is None and (live.computes or not is_held):
             return False
         if transfer is None:
-            self._wanting.append(load)
-        elif self._is_impatient(load):
+            self._wanting.append(live)
+        elif self._is_impatient(live):
             return False
         else:
             transfer.demanded = True
-        load.tokens = range(load.tokens.start or computed, request.num_prompt_tokens)
+        live.loaded = range(live.loaded.start or computed, request.num_prompt_tokens)
         return True
 
-    def _is_impatient(self, load: RequestLoad) -> bool:
+    def _is_impatient(self, live: LiveRequest) -> bool:
         """Return whether a request has waited too long for its load, or for room for one: then it computes."""
         now = time.monotonic()
-        load.waiting_since = now if load.waiting_since is None else load.waiting_since
-        is_late = now - load.waiting_since > MAX_WAIT_S
-        load.computes = load.computes or is_late
+        live.waiting_since = now if live.waiting_since is None else live.waiting_since
+        is_late = now - live.waiting_since > MAX_WAIT_S
+        live.computes = live.computes or is_late
         return is_late
 
     # once per step --------------------------------------------------------------------------------------------
 
-    def copies(self, requests: Iterable[RequestLoad], idle: bool) -> tuple[Copy, ...]:
+    def copies(self, requests: Iterable[LiveRequest], idle: bool) -> tuple[Copy, ...]:
         """Return the copies of this step: demands first, then prefetches, those of idle sessions only while no request
         waits. `idle`: no token is scheduled.
         """
@@ -303,7 +302,7 @@ class HostLoads:
             requests = tuple(requests)
             self._load_ahead(requests)
             self._prefetch()
-            if all(one.is_admitted for one in requests):
+            if all(one.is_admitted or not one.may_load for one in requests):
                 self.idle.start(PREFETCH_JOBS - self.tier.prefetching)
         return self.tier.take_copies()
 
@@ -312,10 +311,6 @@ class HostLoads:
         self.idle.ended(history.session, history.hashes)
         self.backups.history(history)
 
-    def preempted(self, load: RequestLoad) -> None:
-        """Take that a request waits again; nothing is loaded ahead of its turn."""
-        load.is_admitted, load.is_ahead = False, True
-
     def _demand(self, idle: bool) -> None:
         """Order the loads that requests wanted in this step, in the order of service.
 
@@ -323,23 +318,23 @@ class HostLoads:
         they wait until fewer than `COPY_JOBS` loads are under way.
         """
         wanting, self._wanting = self._wanting, []
-        for place, load in enumerate(wanting):
+        for place, live in enumerate(wanting):
             if place and self.tier.loads >= COPY_JOBS:
                 break
-            hashes = self._needed(load)
+            hashes = self._needed(live)
             first, stop = self.tier.extent(hashes)
             if not self.tier.load_pays(stop - first):
-                load.computes = True
+                live.computes = True
                 self._not_worth_loading += 1
-            elif self.tier.load(hashes, Purpose.DEMAND, load.owner, self._may_evict(load.owner if place else None)):
-                load.orders += 1
-                load.computes = load.orders == MAX_LOADS
+            elif self.tier.load(hashes, Purpose.DEMAND, live.session, self._may_evict(live.session if place else None)):
+                live.loads += 1
+                live.computes = live.loads == MAX_LOADS
             elif not place:
-                load.computes = self._is_impatient(load) or (idle and not self.tier.busy)
+                live.computes = self._is_impatient(live) or (idle and not self.tier.busy)
 
-    def _needed(self, load: RequestLoad) -> Sequence[BlockHash]:
+    def _needed(self, live: LiveRequest) -> Sequence[BlockHash]:
         """Return the hashes of the blocks that a request does not compute: all but the one with its last token."""
-        return first_of(load.request.block_hashes, (load.request.num_tokens - 1) // self._block_size)
+        return first_of(live.request.block_hashes, (live.request.num_tokens - 1) // self._block_size)
 
     def _may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
         """Return what a session's load may evict: what is needed later. A load without an owner may evict all."""
@@ -348,16 +343,16 @@ class HostLoads:
             return lambda _: True
         return partial(may_replace, step=queue.step_of(owner), virtual_step=self.settings.unlabelled_step)
 
-    def _load_ahead(self, requests: Iterable[RequestLoad]) -> None:
+    def _load_ahead(self, requests: Iterable[LiveRequest]) -> None:
         """Load what the next sessions in the queue have on the host, before vLLM looks at them."""
         slots = PREFETCH_JOBS - self.tier.prefetching
-        waiting = (one for one in requests if one.owner is not None and not (one.is_admitted or one.is_ahead))
-        for load in itertools.islice(waiting, max(0, slots)):
-            hashes = self._needed(load)
+        waiting = (one for one in requests if one.session and not (one.is_admitted or one.is_ahead))
+        for live in itertools.islice(waiting, max(0, slots)):
+            hashes = self._needed(live)
             first, stop = self.tier.extent(hashes)
             if first < stop and self.tier.load_pays(stop - first):
-                may_evict = self._may_evict(load.owner)
-                load.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, load.owner, may_evict) is not None
+                may_evict = self._may_evict(live.session)
+                live.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, live.session, may_evict) is not None
 
     def _prefetch(self) -> None:
         """Load the fixed prompts of the agents that run next, soonest first, over what is needed strictly later."""

@@ -39,14 +39,11 @@ from kedge.integrations.vllm.plugin.block_pools import (
     any_of,
     cached_block,
     cached_prefix,
-    free_blocks,
     groups_in,
-    hold_blocks,
     known_blocks,
     name_blocks,
     own_known,
     replace_queue,
-    take_blocks,
 )
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.messages import CopyResult
@@ -377,11 +374,11 @@ class HostTier:
         above, needed, sources = self._split(hashes[:stop])
         blocks, targets = len(sources), list[KVCacheBlock]()
         if sources and self._room(self.device, blocks, may_evict) == blocks:
-            hold_blocks(self.device, above)
+            self.device.touch(above)
             if self._room(self.device, blocks, may_evict) == blocks:
-                targets = take_blocks(self.device, blocks)
+                targets = self.device.get_new_blocks(blocks)
             else:
-                free_blocks(self.device, above)
+                self.device.free_blocks(reversed(above))
         if not targets:
             self.counters["denied_loads"] += 1
             return None
@@ -411,7 +408,7 @@ class HostTier:
             sources, done = sources[:room], self.groups.count(len(hashes))
         if sources:
             needed = needed.chosen(range(room))
-            targets = take_blocks(self.host, room)
+            targets = self.host.get_new_blocks(room)
             if self.quotas:
                 self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
             transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, needed, sources, targets, owner)
@@ -454,7 +451,7 @@ class HostTier:
         targets: list[KVCacheBlock],
         owner: Owner | None,
     ) -> BlockTransfer:
-        hold_blocks(self._pools(direction)[0], sources)
+        self._pools(direction)[0].touch(sources)
         copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
         is_demand = purpose is Purpose.DEMAND
         transfer = BlockTransfer(copy, purpose, needed, sources, targets, owner, is_demand)
@@ -484,14 +481,14 @@ class HostTier:
     def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
         source, target = self._pools(transfer.copy.direction)
         if transfer.abandoned:
-            free_blocks(target, transfer.targets)
+            target.free_blocks(reversed(transfer.targets))
             return
         if result.ok:
             self._publish(transfer, target, result.corrupt)
         source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
         self._count(transfer, result)
-        free_blocks(target, transfer.prefix + transfer.targets)
-        free_blocks(source, transfer.sources)
+        target.free_blocks(reversed(transfer.prefix + transfer.targets))
+        source.free_blocks(reversed(transfer.sources))
         self._release(transfer.sources if transfer.is_load else transfer.targets)
         under_way = self._loading if transfer.is_load else self._backing_up
         for one in transfer.needed.keys:
@@ -557,13 +554,13 @@ class HostTier:
             yield
         finally:
             for transfer in self._transfers.values():
-                hold_blocks(self._pools(transfer.copy.direction)[1], transfer.targets)
+                self._pools(transfer.copy.direction)[1].touch(transfer.targets)
 
     def _let_go(self, transfer: BlockTransfer) -> None:
         source, target = self._pools(transfer.copy.direction)
-        free_blocks(target, transfer.prefix + transfer.targets)
+        target.free_blocks(reversed(transfer.prefix + transfer.targets))
         if not transfer.abandoned:
-            free_blocks(source, transfer.sources)
+            source.free_blocks(reversed(transfer.sources))
         transfer.abandoned, transfer.prefix = True, []
         if not transfer.is_load:
             self._release(transfer.targets)

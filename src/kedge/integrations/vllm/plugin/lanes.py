@@ -11,10 +11,9 @@ before it compute in the same pass. vLLM itself relies on this for prefix hits w
 
 Other lanes compute in blocks of no running request: the ends of answers that other agents read, and base prefills.
 
-A token is drawn from the KV of those before it, so the last token of an answer has none; nor have the tokens that
-follow the answer in its readers' prompts, its trail. Both are computed in the step after the answer's last one, in a
-lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose end does not
-fit that step, what is there is kept.
+A token is drawn from the KV of those before it, so the last token of an answer has none. It is computed in the step
+after, in a lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose
+end does not fit that step, what is there is kept.
 
 Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
 requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
@@ -34,20 +33,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.messages import Capture, TranslationVerdict
-from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
+from kedge.integrations.vllm.plugin.messages import Capture
+from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, Segment, Tokens
+from kedge.types import GenerateRequest, Namespace, Segment, Tokens
 
-CacheBlocks = Callable[[Request, int], None]
-MAX_LANES = 32
-"""Lanes of one request, each of which takes a row of the batch; of more holes the nearest are joined."""
-NEAR = 4
-"""Holes with fewer positions than this between them are computed as one: a lane costs more than these positions."""
-TOKEN_SHARE = 4
-"""Of the tokens that running requests leave in a step, the ends of answers take at most one in so many."""
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 """Ends of answers that their readers get whole"""
 QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
@@ -55,81 +47,6 @@ NOTHING = GenerateRequest(())
 """The request of a capture that only frees blocks"""
 BaseKey = tuple[Namespace, Tokens]
 """The prompt of a base prefill, and where its KV belongs"""
-
-
-@dataclass(eq=False, slots=True)
-class TranslationCandidate:
-    """A request that may be translated, or that is learned from."""
-
-    hinted: HintedRequest
-    request: Request
-    refusal: str | None
-    exact: int = 0
-    """Leading tokens that were exact at the last query"""
-    queries: int = 0
-    is_pending: bool = False
-    """Whether a query has not been answered yet"""
-    verdict: TranslationVerdict | None = None
-    awaits: tuple[Tokens, ...] | None = None
-    """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
-    waits: int = 0
-    """Steps in which it has waited for that"""
-    is_declined: bool = False
-    """Whether the workers are not asked, since translating its agent's last request did not pay"""
-    holes: Holes = ()
-    """Positions to be computed by the verdict, until the request is admitted"""
-    refusals: int = 0
-    """Steps in which it was held back for want of room for its lanes"""
-    preemptions: int = 0
-    planned: Holes = ()
-    """Positions that are computed if it is admitted now; later, those with which it was admitted"""
-    written: Holes = ()
-    """Positions between them: some of its blocks hold translated KV there, or will"""
-    captured: bool = False
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.hinted.request.request_id
-
-    @property
-    def may_learn(self) -> bool:
-        return self.hinted.request.reuse is ReuseMode.TRANSLATE and self.refusal is None
-
-    @property
-    def has_placeholders(self) -> bool:
-        return any(segment.is_placeholder for segment in self.hinted.request.segments)
-
-    @property
-    def is_asked_about(self) -> bool:
-        """Whether the workers are asked what of it can be translated."""
-        return self.may_learn and self.has_placeholders and not self.is_declined
-
-    def is_outdated(self, computed: int) -> bool:
-        """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
-        return self.preemptions != self.request.num_preemptions or computed < self.exact
-
-    def take_verdict(self, verdict: TranslationVerdict) -> None:
-        """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
-        self.verdict, self.is_pending, self.refusals = verdict, False, 0
-        self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), MAX_LANES + 1)
-
-    def withdraw(self) -> None:
-        """Forget the verdict."""
-        self.verdict, self.holes = None, ()
-
-    def plan(self, holes: Holes, computed: int) -> int:
-        """Plan to compute `holes`, and to translate what is between them behind the first `computed` tokens.
-
-        Returns how many tokens then need no computing by the request itself: those before the last hole.
-        """
-        self.planned = clipped(holes, computed)
-        self.written = between(self.planned, computed)
-        return self.planned[-1].start - computed if self.written else 0
-
-    def cache_blocks(self, give: CacheBlocks, num_computed_tokens: int) -> None:
-        """Let vLLM hash the blocks before the first translated token only: what follows is not exact."""
-        exact = self.written[0].start if self.written else num_computed_tokens
-        give(self.request, min(num_computed_tokens, exact))
 
 
 class HeldLane(NamedTuple):
@@ -250,23 +167,15 @@ class EndedAnswer:
     tokens: Tokens
     computed: int
     """How many of its tokens have KV"""
-    is_exact: bool
-    """Whether no token of the prompt was translated"""
     is_complete: bool
 
     @classmethod
-    def of(cls, hinted: GenerateRequest, request: Request, *, is_exact: bool) -> EndedAnswer:
+    def of(cls, hinted: GenerateRequest, request: Request) -> EndedAnswer:
         """Return the answer of a request that has ended; the token that stopped it is not part of it."""
         tokens = answer_of(request)
         computed = min(max(0, request.num_computed_tokens - request.num_prompt_tokens), len(tokens))
         prompt = request.prompt_token_ids or ()
-        return cls(hinted, prompt, tokens, computed, is_exact, request.status in COMPLETE)
-
-    def with_trail(self, limit: int, vocabulary: int) -> Tokens:
-        """Return the answer and its trail, which is left out where the model has no room for it, or no such tokens."""
-        trail = self.request.trail
-        fits = len(self.prompt) + len(self.tokens) + len(trail) < limit and all(token < vocabulary for token in trail)
-        return self.tokens + trail if fits else self.tokens
+        return cls(hinted, prompt, tokens, computed, request.status in COMPLETE)
 
 
 def answer_of(request: Request) -> Tokens:
@@ -301,9 +210,9 @@ class AnswerTails(HeldLanes):
         elif answer.computed:
             self._capture(self._held.hold(block_ids), answer, answer.tokens[: answer.computed])
 
-    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens, end: int = 0) -> None:
+    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens) -> None:
         blocks = tuple(self._held.blocks_of(capture_id))
-        self._order(Capture(answer.request, blocks, capture_id, tokens, answer.is_exact, end))
+        self._order(Capture(answer.request, blocks, capture_id, tokens))
 
     def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
         """Order the captures of all answers that have ended, and lanes for the ends that fit a step.
@@ -311,23 +220,21 @@ class AnswerTails(HeldLanes):
         `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
         """
         ended, self._ended, self.granted = self._ended, {}, []
-        left = LaneBudget(budget.tokens // TOKEN_SHARE, budget.rows)
         for capture_id, answer in ended.items():
-            lane = self._lane(capture_id, answer, left, running)
+            lane = self._lane(capture_id, answer, budget.less(*self.taken), running)
             if lane is not None:
                 self.granted.append(lane)
-                left = left.less(len(lane.span), 1)
         return self.taken
 
     def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
         """Order the capture of an answer. Returns the lane that its end needs, None where it needs or gets none."""
-        limit, vocabulary, block_size = self._model
-        kept = answer.with_trail(limit, vocabulary)
+        limit, _, block_size = self._model
+        kept = answer.tokens
         span = range(len(answer.prompt) + answer.computed, len(answer.prompt) + len(kept))
         has_room = len(span) <= left.tokens and left.rows > 0 and span.stop < limit
         blocks = -(-span.stop // block_size)
         if span and has_room and self._held.grow(capture_id, blocks, spare):
-            self._capture(capture_id, answer, kept, len(span))
+            self._capture(capture_id, answer, kept)
             tokens = [*answer.prompt, *kept, kept[-1]]
             return HeldLane(tokens, self._held.blocks_of(capture_id)[:blocks], span)
         if answer.computed:
@@ -490,9 +397,9 @@ class BaseJobs(HeldLanes):
 class LaneGrants:
     """The lanes of one scheduler's requests. Without `open`, no request gets any."""
 
-    def __init__(self, candidates: Mapping[str, TranslationCandidate], tails: AnswerTails, bases: BaseJobs) -> None:
-        """`candidates`: all requests that may be translated, by vLLM's ids. `tails` and `bases` get lanes too."""
-        self._candidates, self.tails, self.bases = candidates, tails, bases
+    def __init__(self, requests: Mapping[str, LiveRequest], tails: AnswerTails, bases: BaseJobs) -> None:
+        """`requests`: all that wait or run, by vLLM's ids. `tails` and `bases` get lanes too."""
+        self._requests, self.tails, self.bases = requests, tails, bases
         self.is_open = False
         self.base_share = 0.0
         """The share of a step's time that base prefills may take beside requests"""
@@ -512,7 +419,7 @@ class LaneGrants:
 
     @property
     def _has_gaps(self) -> bool:
-        return any(len(candidate.holes) > 1 for candidate in self._candidates.values())
+        return any(len(live.holes) > 1 for live in self._requests.values())
 
     def grant_none(self) -> None:
         """Grant no lanes in this step, in which none are wanted."""
@@ -533,27 +440,27 @@ class LaneGrants:
 
     def _prompts(self, waiting: Iterable[Request], deferred: Collection[Request]) -> Iterator[WaitingPrompt]:
         for request in waiting:
-            candidate = self._candidates.get(request.request_id)
-            if candidate and len(candidate.holes) > 1:
-                yield WaitingPrompt(request.request_id, request.num_tokens, candidate.holes, candidate.refusals)
+            live = self._requests.get(request.request_id)
+            if live and len(live.holes) > 1:
+                yield WaitingPrompt(request.request_id, request.num_tokens, live.holes, live.refusals)
             elif request not in deferred:
                 yield WaitingPrompt(request.request_id, request.num_tokens)
 
-    def holes_of(self, candidate: TranslationCandidate) -> Holes | None:
+    def holes_of(self, live: LiveRequest) -> Holes | None:
         """Return the holes to be computed if a request is admitted now; None where it has to wait for its lanes."""
-        if len(candidate.holes) <= 1:
-            return candidate.holes
-        granted = self._granted.get(candidate.request.request_id)
+        if len(live.holes) <= 1:
+            return live.holes
+        granted = self._granted.get(live.request.request_id)
         if granted is None:
-            candidate.refusals += 1
+            live.refusals += 1
             self._hold_back()
         return granted
 
-    def admit(self, candidate: TranslationCandidate) -> None:
+    def admit(self, live: LiveRequest) -> None:
         """Take a request that is admitted with its planned holes."""
-        candidate.holes = ()
-        if len(candidate.planned) > 1:
-            self._admitted[candidate.request.request_id] = candidate.planned[:-1]
+        live.holes = ()
+        if len(live.planned) > 1:
+            self._admitted[live.request.request_id] = live.planned[:-1]
 
     @property
     def taken(self) -> LaneBudget:

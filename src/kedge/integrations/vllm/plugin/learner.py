@@ -28,7 +28,7 @@ from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
-from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
+from kedge.integrations.vllm.plugin.settings import OTHERS, REMEMBERED, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
 from kedge.policies.balance import Balances
@@ -57,11 +57,7 @@ from kedge.types import (
 
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
-MAX_WRITTEN = 1024
-"""Plans that are kept until their prompts are captured; requests that are aborted before leave them behind"""
 logger = logging.getLogger(__name__)
-MAX_NEEDS = 1024
-"""Base prefills that may be pending; the one that was asked for longest ago is dropped."""
 EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
 
@@ -125,16 +121,12 @@ class ExpectedPrompts:
         pages: Pages,
         exact_of: Callable[[GenerateRequest], int],
         max_bytes: int,
-        on_wasted: Callable[[GenerateRequest, float], None] = lambda _request, _seconds: None,
     ) -> None:
         """`exact_of` returns how many leading tokens of a prompt have exact KV at hand. Translated KV takes at most
-        `max_bytes`. `on_wasted` takes the seconds that were spent on a prompt which is then of no use.
+        `max_bytes`.
         """
         self._runtime, self._pages, self._exact_of, self._max_bytes = runtime, pages, exact_of, max_bytes
-        self._on_wasted = on_wasted
-        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(
-            MAX_EXPECTED, lambda _, one: self._waste(one)
-        )
+        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_EXPECTED)
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -144,14 +136,6 @@ class ExpectedPrompts:
         """Bytes of all translated KV."""
         return sum(one.nbytes for one in self._expected.values())
 
-    def _waste(self, prompt: ExpectedPrompt) -> None:
-        if prompt.seconds:
-            self._on_wasted(prompt.request, prompt.seconds)
-
-    def _drop(self, key: AgentKey) -> None:
-        if prompt := self._expected.pop(key, None):
-            self._waste(prompt)
-
     def expect(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected, or more of its segments; it replaces one that differs."""
         old = self._expected.get(request.agent_key)
@@ -159,7 +143,7 @@ class ExpectedPrompts:
             old.request = request
             self._expected.move_to_end(request.agent_key)
             return
-        self._drop(request.agent_key)
+        self._expected.pop(request.agent_key, None)
         if exact := self._exact_of(request):
             self._expected[request.agent_key] = ExpectedPrompt(request, exact)
 
@@ -185,13 +169,13 @@ class ExpectedPrompts:
             for one in self._runtime.grow(found.draft, found.request, found.next_segments.stop, again=True):
                 found.ready[one.start] = translated(self._pages, one)
         except Exception:
-            self._drop(found.request.agent_key)
+            del self._expected[found.request.agent_key]
             raise
         found.seconds += time.monotonic() - began
         if found.draft is None or found.draft.dense:  # what is computed needs no preparation
-            self._drop(found.request.agent_key)
+            del self._expected[found.request.agent_key]
         while self.nbytes > self._max_bytes:
-            self._drop(next(iter(self._expected)))
+            self._expected.popitem(last=False)
         return True
 
     def claim(self, request: GenerateRequest, exact: int) -> ExpectedPrompt | None:
@@ -199,16 +183,12 @@ class ExpectedPrompts:
         drafted of it holds. It is expected no longer.
         """
         found = self._expected.pop(request.agent_key, None)
-        if found and found.draft and found.exact <= exact and found.agrees(request):
-            return found
-        if found:
-            self._waste(found)
-        return None
+        return found if found and found.draft and found.exact <= exact and found.agrees(request) else None
 
     def end_run(self, run: RunKey) -> None:
         """Forget the prompts of a run."""
         for key in [key for key, one in self._expected.items() if one.request.run_key == run]:
-            self._drop(key)
+            del self._expected[key]
 
     def clear(self) -> None:
         """Forget all prompts."""
@@ -277,6 +257,8 @@ class PlannedWrite:
     """What was translated before the request arrived, by the first position of its translation"""
     seconds: float
     """Time that all this took"""
+    teaches: bool = False
+    """Whether its prompt is captured"""
 
 
 class PlannedWrites:
@@ -286,8 +268,8 @@ class PlannedWrites:
         """`costs` observes what translations take, `balances` what they take and save."""
         self._pages, self._costs, self._balances, self._translate_into = pages, costs, balances, translate_into(pages)
         self._planned: dict[RequestId, PlannedWrite] = {}
-        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(MAX_WRITTEN)
-        """The plans of prompts that are learned from although something in them is translated"""
+        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(REMEMBERED)
+        """The plans of prompts that are captured although something in them is translated"""
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -302,7 +284,7 @@ class PlannedWrites:
         self._written.pop(request_id, None)
 
     def take_written(self, request_id: RequestId) -> ReusePlan | None:
-        """Return the plan by which parts of a prompt that is learned from were translated, if any were."""
+        """Return the plan by which parts of a captured prompt were translated, if any were."""
         return self._written.pop(request_id, None)
 
     def write(self, order: TranslationWrite) -> None:
@@ -313,7 +295,7 @@ class PlannedWrites:
         if planned.head is not None and start < planned.head.tokens:
             self._pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
         count, tokens = self._translate(planned, table, range(start, stop))
-        if planned.plan.teaches:
+        if planned.teaches:
             self._written[order.request_id] = planned.plan
         seconds = planned.seconds + time.monotonic() - began
         self._costs.observe_translation(count, tokens, seconds)
@@ -362,17 +344,16 @@ class Learner:
         self.pages = pages
         self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
-        self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most, self._wasted)
+        self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most)
         self.writes = PlannedWrites(pages, costs, self._balances)
-        self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(MAX_NEEDS)
+        self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(REMEMBERED)
+        self._harvests: BoundedDict[RequestId, None] = BoundedDict(REMEMBERED)
+        """Requests that are learned from once they are captured: others leave only base KV"""
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
         self.is_at_rest = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
-
-    def _wasted(self, request: GenerateRequest, seconds: float) -> None:
-        self._balances.spend(request, host=seconds)
 
     # before a request is admitted -------------------------------------------------------------------------------
 
@@ -395,6 +376,7 @@ class Learner:
         request = query.request
         wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
         if refusal := self.rotation.refusal:
+            self._note_harvest(request, wanted=refusal is UNCHECKED and not request.guard.held_out)
             misses = (Miss("*", refusal),)
             return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, teaches=refusal is UNCHECKED)
         if query.may_wait and (first := self._prerequisites(query)):
@@ -429,31 +411,37 @@ class Learner:
             ready, seconds = found.ready, found.seconds
         holes, misses = plan.holes, plan.misses
         teaches = self._runtime.wants_harvest(request, plan)
+        self._note_harvest(request, wanted=teaches)
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             self._balances.spend(request, host=seconds)
             teaches = teaches or plan.translates or head is None or self._runtime.leaves_base(request)
             dense = (range(request.prompt_tokens),)
             # computed only because that takes less time, which the next one's will too
-            is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in plan.misses)
+            is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in misses)
             return TranslationVerdict(dense, misses, wanted, teaches=teaches, is_declined=is_declined)
         seconds += time.monotonic() - began
-        self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
         ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
         teaches = teaches or lacks_head or self._runtime.leaves_base(request, plan)
+        self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds, teaches))
         return TranslationVerdict(holes, misses, wanted, ready=ready_to, teaches=teaches)
+
+    def _note_harvest(self, request: GenerateRequest, *, wanted: bool) -> None:
+        self._harvests.pop(request.request_id, None)
+        if wanted:
+            self._harvests[request.request_id] = None
 
     # around a pass ----------------------------------------------------------------------------------------------
 
-    def capture(self, order: Capture, seconds: float = 0.0) -> None:
+    def capture(self, order: Capture) -> None:
         """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
-        from. `seconds` were taken by computing what no request needed.
+        from.
         """
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
             kv = self.pages.read(table, start, start + len(order.response))
-            self._runtime.keep_response(request, order.response, kv, exact=order.exact)
+            self._runtime.keep_response(request, order.response, kv)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
@@ -464,9 +452,10 @@ class Learner:
                 self.rotation.check(request.tokens, read(0, request.prompt_tokens))
             self._heads.keep(request, read)
             self._runtime.keep_base(request, read, plan)
-            if self._runtime.may_observe(request, plan):
+            if request.request_id in self._harvests and self._runtime.may_observe(request, plan):
                 self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
-        self._balances.spend(request, seconds, host=time.monotonic() - began)
+            self._harvests.pop(request.request_id, None)
+        self._balances.spend(request, host=time.monotonic() - began)
 
     # learning -----------------------------------------------------------------------------------------------------
 
@@ -514,7 +503,7 @@ class Learner:
             logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
             return False
         finally:
-            self._balances.spend(prompt.request, host=time.monotonic() - began, learning=True)
+            self._balances.spend(prompt.request, host=time.monotonic() - began)
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
@@ -545,7 +534,7 @@ def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> Anchor
     """Return a store that keeps tenants to their quotas."""
     for tenant, quota in quotas.items():
         if tenant == OTHERS:
-            anchors.table.limit_others(quota.anchors, quota.anchor_bytes)
+            anchors.limit_others(quota.anchor_bytes)
         else:
-            anchors.limit(TenantId(tenant), quota.anchors, quota.anchor_bytes)
+            anchors.limit(TenantId(tenant), quota.anchor_bytes)
     return anchors

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from kedge.engine.common.guarding.guarded_calls import GRACE
 from kedge.policies.service import StepTimes
 
 MAX_CREDIT = 0.25
@@ -14,8 +15,6 @@ PATIENCE = 8
 """Steps in a row in which nothing is learned since somebody waits for a first token; in the next one it is"""
 PIECE_S = 0.05
 """Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""
-GRACE = 0.02
-"""Seconds of idleness before learning begins: the next agent of a workflow comes within milliseconds"""
 
 
 class Patience:

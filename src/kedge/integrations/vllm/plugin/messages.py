@@ -45,10 +45,6 @@ class Capture:
     """By which the ranks report that they have read the blocks, which the scheduler holds until then"""
     response: Tokens = ()
     """Generated tokens whose KV is there"""
-    exact: bool = True
-    """Whether no token of the prompt was translated"""
-    end: int = 0
-    """Number of its last positions that the pass of this step computes for the capture alone"""
 
 
 @dataclass

@@ -7,6 +7,7 @@ Such hints are sent as a request that is aborted at once, which has no output.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter
@@ -23,9 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kedge.discovery import PlainRequests
 from kedge.hints.actions import ActionOutcome, ActionResult
+from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT
 from kedge.types import Namespace
 
@@ -33,13 +36,9 @@ TIMEOUT = 5.0
 """Seconds to wait for what becomes of hints: as long as a step may take"""
 BEST_FIRST = list(ActionResult)
 """Of what several data-parallel engines answer, the best counts: a session is in one of them"""
-COUNTS_SECONDS = 0.2
-"""Seconds between two looks at the counters while requests run"""
-BUSY_SECONDS = 5.0
-"""Seconds between two reports while requests run"""
-IDLE_SECONDS, IDLE_SHARE = 1.0, 0.02
-"""Seconds, at most, from a report to the one that is sent when the last running request has ended, and share of the
-time that reports may take meanwhile
+REPORT_SECONDS, REPORT_SHARE = 1.0, 0.02
+"""Seconds between two reports while requests run, and the share of the time that those of plain traffic may take beside
+clients that take turns
 """
 COUNTERS = {
     "evictions_varying": "Device blocks evicted that followed a fixed prompt.",
@@ -122,7 +121,7 @@ class AdviceCalls:
     ) -> list[ActionOutcome] | None:
         """Send hints to every engine of vLLM's client, and return what becomes of them; None: that was not reported.
 
-        Raises what vLLM raises where its engine has died.
+        Raises `EngineClosed` where vLLM's engine has died.
         """
         count = len(getattr(engine_core, "core_engines", ()))
         ranks = range(count) if count > 1 else [None]
@@ -134,6 +133,8 @@ class AdviceCalls:
                 given = message(f"{name}-{at}", namespace, {**hints, "advice": True}, rank=rank)
                 await engine_core.add_request_async(given)
             done, _ = await asyncio.wait(answers, timeout=timeout)
+        except EngineDeadError:
+            raise died() from None
         finally:
             for at in range(len(ranks)):
                 del self._waiting[f"{name}-{at}"]
@@ -156,58 +157,34 @@ def _best(answers: Iterable[list[ActionOutcome]]) -> list[ActionOutcome]:
     return list(best.values())
 
 
-class CountReports:
-    """Adds up what has been counted since the last report: a few times a second while requests run, and in every step
-    once the last of them has ended, since an idle engine takes no more steps.
+class StatReports:
+    """What is reported of one engine: counts, and plain traffic where it has changed. Once a second while requests run,
+    and in every step once the last has ended, since an idle engine takes no more steps.
     """
 
-    def __init__(self, totals: Callable[[], Mapping[str, int]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, totals: Callable[[], Mapping[str, int]], plain: PlainRequests, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`totals` returns everything since the start; `clock` is in seconds."""
-        self._totals, self._clock = totals, clock
-        self._reported: Counter[str] = Counter()
-        self._unfinished, self._due = 0, 0.0
+        self._totals, self._plain, self._clock = totals, plain, clock
+        self._counted: Counter[str] = Counter()
+        self._shown = (0, True)
+        self._due = self._plain_due = -math.inf
 
-    def began(self) -> None:
-        """Take a new request."""
-        self._unfinished += 1
-
-    def ended(self) -> None:
-        """Take the end of a request."""
-        self._unfinished -= 1
-
-    def take(self) -> dict[str, int]:
-        """Return what was counted since the last report; nothing while the next one is not due."""
+    def take(self, *, idle: bool) -> dict[str, Any]:
+        """Return what is new since the last report; nothing while requests run and the next one is not due."""
         now = self._clock()
-        if self._unfinished and now < self._due:
+        if not idle and now < self._due:
             return {}
-        self._due, totals = now + COUNTS_SECONDS, Counter(self._totals())
-        news, self._reported = totals - self._reported, totals
-        return dict(news)
-
-
-class PlainReports:
-    """Sends a report where anything has changed, at most every few seconds. Asked once per step of the engine.
-
-    An idle engine takes no steps: what is not reported at the end of the last request is not on the page for as long as
-    nobody asks. So the end of one is reported as soon as the last report is long enough ago for what a report takes.
-    """
-
-    def __init__(self, plain: PlainRequests, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with the first report due. `clock` is in seconds."""
-        self._plain, self._clock = plain, clock
-        self._sent_at, self._cost = float("-inf"), 0.0
-        self._sent = (0, True)
-
-    def take(self) -> dict[str, object] | None:
-        """Return the report, None while it is not due."""
-        now, state = self._clock(), (self._plain.totals.requests, self._plain.is_idle)
-        wait = min(IDLE_SECONDS, self._cost / IDLE_SHARE) if self._plain.is_idle else BUSY_SECONDS
-        if state == self._sent or now < self._sent_at + wait:
-            return None
-        report = self._plain.report()
-        self._sent_at, self._sent = self._clock(), state
-        self._cost = self._sent_at - now
-        return report
+        self._due, before = now + REPORT_SECONDS, self._counted
+        self._counted = Counter(self._totals())
+        data: dict[str, Any] = dict(self._counted - before)
+        state = self._plain.totals.requests, self._plain.is_idle
+        if state != self._shown and now >= self._plain_due:
+            data[REPORT], self._shown = self._plain.report(), state
+            ended = self._clock()
+            self._plain_due = ended + min(REPORT_SECONDS, (ended - now) / REPORT_SHARE)
+        return data
 
 
 ADVICE_CALLS = AdviceCalls()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kedge.engine.common.state.files import identity_of
-from kedge.engine.common.state.snapshot import EngineState, GuardFolder, SavedState
+from kedge.engine.common.state.snapshot import EngineState, SavedState
 from kedge.errors import ConfigError, StateRefused
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
@@ -43,7 +43,7 @@ class RankState:
     A snapshot that fails is logged and counted, and the one before stays.
     """
 
-    def __init__(self, state: EngineState | GuardFolder, interval: float, is_trusted: Callable[[], bool]) -> None:
+    def __init__(self, state: EngineState, interval: float, is_trusted: Callable[[], bool]) -> None:
         """Write every `interval` seconds what `state` asks for, where `is_trusted` returns that it is worth keeping."""
         self._state, self._interval, self._is_trusted = state, interval, is_trusted
         self._outcomes: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class RankState:
     def load(self) -> bool:
         """Load the last snapshot. Returns whether it had anything.
 
-        Damaged files are moved aside, counted and logged, and the rest is loaded; state of another model, or of another
+        Damaged files are counted and logged, and the rest is loaded; state of another model, or of another
         rank, is refused, and the first snapshot moves it away. Raises `ConfigError` where the folder cannot be used.
         """
         try:

@@ -1,79 +1,33 @@
-"""Requests as the scheduler's half of the plug-in follows them, and their receipts: which tokens of a prompt came from
-where, as plain data for vLLM's output.
-"""
+"""Receipts: which tokens of a prompt came from where, as plain data for vLLM's output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kedge.discovery import Served
-from kedge.integrations.vllm.plugin.free_queue import Owner
-from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.reuse.holes import Holes
+from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.types import Miss, Receipt, Source, Span
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
-
-@dataclass(eq=False, slots=True)
-class RequestLoad:
-    """What a request has and wants from the host."""
-
-    request: Request
-    owner: Owner | None = None
-    """The session that the loaded blocks belong to"""
-    is_admitted: bool = False
-    is_ahead: bool = False
-    """Whether a load was ordered before vLLM looked at it"""
-    tokens: range = range(0)
-    """Tokens of its prompt that it waited for while they were loaded"""
-    waiting_since: float | None = None
-    """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
-    orders: int = 0
-    """Loads that were ordered on its demand"""
-    computes: bool = False
-    """Whether no further load is ordered for it: it computes what it lacks then"""
-
-
-@dataclass(eq=False, slots=True)
-class TrackedRequest:
-    """A request with hints, with the sources of its prompt's tokens."""
-
-    hinted: HintedRequest
-    request: Request
-    device: int = 0
-    """Leading tokens whose KV is on the device"""
-    translated: Holes = ()
-    """Positions after them whose KV is translated"""
-    load: RequestLoad = field(init=False)
-    """Some of the device's tokens come from here"""
-
-    def __post_init__(self) -> None:
-        self.load = RequestLoad(self.request)
-
-
-def receipt_of(tracked: TrackedRequest, misses: tuple[Miss, ...], ready: int = 0) -> Receipt:
-    """Return the receipt of a request. `misses` give the reasons why tokens were not translated; of the first `ready`
+def receipt_of(live: LiveRequest, misses: tuple[Miss, ...], ready: int = 0) -> Receipt:
+    """Return the receipt of a request with hints. `misses` say why tokens were not translated; of the first `ready`
     tokens, what is translated was so before the request arrived.
     """
-    request = tracked.hinted.request
-    preassembled = ready if tracked.translated else 0
-    return Receipt(request.request_id, request.reuse, _spans(tracked), misses, preassembled=preassembled)
+    asked, preassembled = live.asked, ready if live.translated else 0
+    return Receipt(asked.request_id, asked.reuse, _spans(live), misses, preassembled=preassembled)
 
 
-def _spans(tracked: TrackedRequest) -> tuple[Span, ...]:
+def _spans(live: LiveRequest) -> tuple[Span, ...]:
     """Return which of a prompt's tokens came from where, in O(spans)."""
-    total, host = tracked.request.num_prompt_tokens, tracked.load.tokens
-    device = min(tracked.device, total)
-    cuts = {0, device, total, *(edge for run in (host, *tracked.translated) for edge in (run.start, run.stop))}
+    total, host = live.request.num_prompt_tokens, live.loaded
+    device = min(live.device, total)
+    cuts = {0, device, total, *(edge for run in (host, *live.translated) for edge in (run.start, run.stop))}
     edges = sorted(edge for edge in cuts if 0 <= edge <= total)
 
     def source(at: int) -> Source:
-        if any(at in run for run in tracked.translated):
+        if any(at in run for run in live.translated):
             return Source.TRANSLATED
         return Source.COMPUTED if at >= device else Source.HOST if at in host else Source.DEVICE
 

@@ -252,24 +252,17 @@ class KedgeScheduling:
 
     def _may_start(self, tokens: int, missing: float) -> bool:
         """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
-        returning = self._plugin.sessions.ledger.steps.tracker.returning if self._plugin else 0.0
+        returning = self._plugin.sessions.ledger.tracker.returning if self._plugin else 0.0
         running = sum(request.num_tokens for request in self.running)
         return may_start(tokens, missing, running, self._capacity, returning, self._times)
-
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
-        """Return what vLLM's own does: it is called once the workers compute a step, and vLLM waits for them next."""
-        bitmask = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        if self._plugin and self._plugin.upkeep.is_open:
-            self._plugin.upkeep.run()
-        return bitmask
 
     def add_request(self, request: Request) -> None:
         if self.policy is SchedulingPolicy.PRIORITY:
             request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
         super().add_request(request)  # type: ignore[misc]
         if self._by_cache is not None and request.request_id in self.requests:
-            session = self._plugin.sessions.session_of(request) if self._plugin else None
-            self._by_cache.contexts.began(request, session)
+            live = self._plugin.requests.get(request.request_id) if self._plugin else None
+            self._by_cache.contexts.began(request, live and live.session)
 
     def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
         if self._by_cache is not None:
@@ -415,7 +408,7 @@ class AsyncStepScheduler(KedgeScheduling, AsyncScheduler):
 def scheduler_refusal() -> str | None:
     """Return the reason why Kedge's scheduler does not fit the installed vLLM, or None."""
     stored = {step.argval for step in dis.get_instructions(Scheduler.__init__) if step.opname == "STORE_ATTR"}
-    used = (*KedgeScheduling.__annotations__, "schedule", "get_grammar_bitmask", "add_request", "_free_request")
+    used = (*KedgeScheduling.__annotations__, "schedule", "add_request", "_free_request")
     if missing := sorted(name for name in used if name not in stored and not hasattr(Scheduler, name)):
         return f"vLLM's Scheduler has no {', '.join(missing)}"
     if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:

@@ -40,22 +40,17 @@ from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import (
     ADVICE,
     RECEIPTS,
-    REPORT,
-    CountReports,
     KedgeStats,
-    PlainReports,
+    StatReports,
 )
-from kedge.integrations.vllm.plugin.receipts import RequestLoad, TrackedRequest, receipt_of, receipt_to_dict, served_by
+from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
+from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
-from kedge.integrations.vllm.plugin.settings import PluginSettings
+from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
-from kedge.reuse.layout import with_trails
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey
-
-MAX_UNSENT = 1024
-"""Answers to hints that wait for a step to go with; the oldest is dropped"""
+from kedge.types import RequestId, ReuseMode, RunKey
 
 
 class SchedulerSide:
@@ -65,25 +60,17 @@ class SchedulerSide:
         self._settings, self._block_size, self._ranks = settings, block_size, ranks
         self._policy = policy_of(settings.tiers)
         self.translations = translations
-        self.upkeep = Upkeep()
-        self.sessions = SessionHistories(put_off=self.upkeep.put_off)
+        self.sessions = SessionHistories()
         self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
         self.plain = PlainRequests(settings.discovery)
-        self.reports = PlainReports(self.plain)
-        found = partial(self.prompts.expect, self.plain.forecasts)
-        self.upkeep.always = (found, self.plain.log, self.prompts.expire, self.sessions.advance)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
-        self._requests: dict[str, TrackedRequest] = {}  # those with hints
-        self._loads: dict[str, RequestLoad] = {}
-        """Requests that may be loaded from the host"""
-        self._cached: dict[str, int] = {}
-        """Leading tokens of requests without hints that were cached when vLLM last looked"""
+        self.requests = translations.requests
         self._pool: BlockPool | None = None
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
-        self._news = CountReports(self.totals)
+        self._reports = StatReports(self.totals, self.plain)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
-        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(MAX_UNSENT)
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(REMEMBERED)
         """What became of hints between requests, by the ids of their messages"""
 
     def bind(
@@ -94,7 +81,6 @@ class SchedulerSide:
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
         has_sessions = self._settings.tiers.policy == "sessions"
         self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions, groups=groups)
-        self.queue.before_eviction = self.upkeep.catch_up
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
@@ -112,7 +98,7 @@ class SchedulerSide:
         """Read a new request's hints, if it has any, add what is found out about it, and find the session that it
         continues.
         """
-        self._news.began()
+        live = self.requests[request.request_id] = LiveRequest(request)
         tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
         params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
         hinted = read_hints(request.request_id, tokens, request.cache_salt, params, reuse)
@@ -121,38 +107,28 @@ class SchedulerSide:
         if is_text and not request.abort_immediately:
             given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
             if (found := self.plain.arrived(given)) is not given:
-                found = self._with_trails(found)
                 hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
         if hinted is not None and hinted.is_advice and request.abort_immediately:
             self._advise(hinted)
             return
         if hinted is not None:
+            live.hinted = hinted
             request.sampling_params = without_hints(request.sampling_params)
             self._counts["ignored_hints"] += hinted.ignored
-            self._requests[request.request_id] = TrackedRequest(hinted, request)
             if hinted.request.reuse is ReuseMode.OFF:
                 request.skip_reading_prefix_cache = True
             if hinted.steps is not None:
-                self.upkeep.put_off(partial(self.prompts.forecast, hinted, hinted.steps))
+                self.prompts.forecast(hinted, hinted.steps)
             if hinted.is_ahead and request.abort_immediately:
                 self.translations.expect(hinted.request)
-            self.translations.on_arrival(hinted, request)
+            self.translations.on_arrival(live)
         mode = hinted.request.reuse if hinted else reuse
         if mode is ReuseMode.OFF or request.abort_immediately:
             return
-        session = self.sessions.arrive(request, hinted)
-        if self.loads and (hinted or session):
-            load = tracked.load if (tracked := self._requests.get(request.request_id)) else RequestLoad(request)
-            load.owner = session
-            self._loads[request.request_id] = load
+        self.sessions.arrive(live)
+        live.may_load = live.hinted is not None or live.turn is not None
+        if self.loads:
             self.loads.look_again()
-
-    def _with_trails(self, found: GenerateRequest) -> GenerateRequest:
-        """Return a request with the tokens that follow each value; answers have them where the ends of answers are
-        computed, and not once more by their readers.
-        """
-        of_answers = not self._settings.anchors.computes_weak_tokens
-        return with_trails(found, self._settings.planner.trail, of_answers=of_answers)
 
     def match(self, request: Request, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself, since they are
@@ -160,71 +136,65 @@ class SchedulerSide:
 
         Blocks that are loaded from the host land in the prefix cache, where vLLM finds them.
         """
-        load = self._loads.get(request.request_id)
-        if load and self.loads and self.loads.must_wait(load, computed):
+        live = self.requests[request.request_id]
+        if live.may_load and self.loads and self.loads.must_wait(live, computed):
             return None
-        self.sessions.on_match(request, computed)
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            self._cached[request.request_id] = computed
-        if tracked is None or tracked.hinted.request.reuse is ReuseMode.OFF:
+        live.device = computed
+        if live.hinted is None or live.asked.reuse is ReuseMode.OFF:
             return 0
-        tracked.device = computed
-        return self.translations.match(request, computed)
+        return self.translations.match(live, computed)
 
     def ask_at_once(self, request: Request, answer: Answer) -> None:
         """Ask the only worker, by `answer`, about the next request before the step is scheduled."""
-        if request.request_id not in self._requests:  # without hints nothing is translated
+        live = self.requests[request.request_id]
+        if live.hinted is None:  # nothing is translated
             return
         device, host = self.cached_blocks(request.block_hashes)
         if not host:  # what is worth loading comes first
-            self.translations.ask_at_once(request, device * self._block_size, answer)
+            self.translations.ask_at_once(live, device * self._block_size, answer)
 
     def on_admission(self, request: Request, blocks: tuple[int, ...]) -> None:
         """Take the blocks of an admitted request, into which its translated KV is written."""
-        if load := self._loads.get(request.request_id):
-            load.is_admitted = True
-        if tracked := self._requests.get(request.request_id):
-            tracked.translated = self.translations.on_admission(request, blocks)
+        live = self.requests[request.request_id]
+        live.is_admitted = True
+        if live.hinted:
+            self.translations.on_admission(live, blocks)
 
     def on_finish(self, request: Request, main: list[int], others: list[int]) -> dict[str, Any] | None:
         """Give the blocks that a request leaves behind, in the main group and in others, to its agent and its session.
 
         Returns its receipt, None for one without hints.
         """
-        self._news.ended()
-        self.upkeep.catch_up()
-        if self._loads.pop(request.request_id, None) and self.loads:
+        live = self.requests.pop(request.request_id)
+        if self.loads:
             self.loads.look_again()
-        tracked = self._requests.pop(request.request_id, None)
-        hinted = tracked.hinted if tracked else None
+        hinted = live.hinted
         may_label = hinted is not None and hinted.request.agent and hinted.request.reuse is not ReuseMode.OFF
         if hinted and may_label and (key := self.prompts.label(hinted, request, main, others)):
             self.sessions.ledger.own(key, self.prompts.prompts[key])
             if self.loads:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
-        history = self.sessions.finish(request, main, others)
+        history = self.sessions.finish(live, main, others)
         if history and self.loads:
             self.loads.finished(history)
         receipt = None
-        if tracked is not None:
-            self.translations.on_finish(tracked.hinted, tracked.request, main)
-            if tracked.hinted.final:
-                self._end_run(tracked.hinted.run)
-            found = receipt_of(tracked, *self.translations.take_outcome(request.request_id))
+        if hinted is not None:
+            self.translations.on_finish(live, main)
+            if hinted.final:
+                self._end_run(hinted.run)
+            found = receipt_of(live, *self.translations.outcome_of(live))
             self._counts["translated_tokens"] += found.translated
-            receipt = receipt_to_dict(found, tracked.hinted.actions)
+            receipt = receipt_to_dict(found, hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
                 self._unsent_receipts[request.request_id] = receipt
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
-        served = served_by(receipt) if receipt else Served(self._cached.pop(request.request_id, 0), 0)
+        served = served_by(receipt) if receipt else Served(live.device, 0)
         self.plain.ended(namespace, request_id, answer, served)
         return receipt
 
     def _advise(self, hinted: HintedRequest) -> None:
         """Take what a client says of its sessions and runs between requests."""
-        self.upkeep.catch_up()
         request, outcomes = hinted.request, list[ActionOutcome]()
         if hinted.steps is not None:
             is_newer = bool(request.run) and self.prompts.forecast(hinted, hinted.steps)
@@ -241,8 +211,7 @@ class SchedulerSide:
 
     def on_order(self, requests: Sequence[Request]) -> None:
         """Take the order of service of the requests that wait, where they do not fit all at once."""
-        self.upkeep.catch_up()
-        self.sessions.waiting(requests)
+        self.sessions.waiting(self.requests[one.request_id] for one in requests)
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt are on the device, and how many after them are worth loading from
@@ -257,15 +226,15 @@ class SchedulerSide:
     def build_orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders to the workers for this step."""
         orders = self.translations.take_orders(output)
-        if not self.upkeep.is_open or not output.total_num_scheduled_tokens:
-            self.upkeep.run()
-        if preempted := output.preempted_req_ids or ():
-            self.upkeep.catch_up()
-            self.sessions.preempted(preempted)
+        self.prompts.expect(self.plain.forecasts)
+        self.plain.log()
+        self.prompts.expire()
+        self.sessions.advance()
+        for live in [self.requests[one] for one in output.preempted_req_ids or ()]:
+            self.sessions.preempted(live)
+            live.is_admitted, live.is_ahead = False, True  # it waits again; nothing is loaded ahead of its turn
         if self.loads:
-            for load in filter(None, map(self._loads.get, preempted)):
-                self.loads.preempted(load)
-            orders.copies = self.loads.copies(self._loads.values(), idle=not output.total_num_scheduled_tokens)
+            orders.copies = self.loads.copies(self.requests.values(), idle=not output.total_num_scheduled_tokens)
         return orders
 
     def on_reports(self, reports: Reports) -> None:
@@ -284,7 +253,6 @@ class SchedulerSide:
 
     def clear(self) -> None:
         """Forget fixed prompts and empty the host tier."""
-        self.upkeep.catch_up()
         if self.loads:
             self.loads.clear()
         self.prompts.clear()
@@ -316,11 +284,11 @@ class SchedulerSide:
         """Return what was counted since the last call, with what no output carries: receipts of requests that were
         aborted, and answers to hints without a prompt.
         """
-        data: dict[str, Any] = dict(self._news.take())
+        data = self._reports.take(idle=not self.requests)
         receipts, self._unsent_receipts = self._unsent_receipts, {}
         answers = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
         self._answers.clear()
-        others = {RECEIPTS: receipts, ADVICE: answers, REPORT: self.reports.take()}
+        others = {RECEIPTS: receipts, ADVICE: answers}
         data.update({name: value for name, value in others.items() if value})
         return KedgeStats(data=data) if data else None
 
@@ -334,35 +302,3 @@ class SchedulerSide:
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
-
-
-class Upkeep:
-    """Tasks that no decision needs yet, in the order in which they came up. Whoever decides by their effects, such as
-    an eviction, calls `catch_up` before. Tasks are carried out at once until it `is_open`. What is due `always` comes
-    after them, in every pass.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: list[Callable[[], object]] = []
-        self.always: tuple[Callable[[], object], ...] = ()
-        self.is_open = False
-        """Whether tasks are put off: then the scheduler calls `run` in every pass"""
-
-    def put_off(self, task: Callable[[], object]) -> None:
-        """Carry out a task with the next `catch_up`, or now."""
-        if self.is_open:
-            self._tasks.append(task)
-        else:
-            task()
-
-    def catch_up(self) -> None:
-        """Carry out what was put off."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task()
-
-    def run(self) -> None:
-        """Carry out what was put off, and what is due in every pass."""
-        self.catch_up()
-        for task in self.always:
-            task()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
@@ -18,16 +17,15 @@ from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import HintedRequest, namespace_of
+from kedge.integrations.vllm.plugin.hints import namespace_of
 from kedge.integrations.vllm.plugin.host_loads import FinishedHistory
+from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.policies.eviction import StepPolicy, lru
 from kedge.policies.sessions import (
     NO_SESSIONS,
     NextRuns,
     SessionHints,
-    SessionKey,
     SessionLedger,
-    Turn,
     TurnEnd,
     refused,
 )
@@ -40,35 +38,12 @@ from kedge.workflow.steps import NextRun
 UNANSWERED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
 
-@dataclass(eq=False, slots=True)
-class SessionTurn:
-    """A request of vLLM as a turn of a session."""
-
-    turn: Turn
-    request: Request
-    cached: int = 0
-    """Leading tokens that were cached when it was admitted"""
-
-    @property
-    def session(self) -> SessionKey:
-        """The session whose turn it is."""
-        return self.turn.session
-
-
 class SessionHistories:
     """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        put_off: Callable[[Callable[[], object]], object] = lambda task: task(),
-    ) -> None:
-        """`put_off` carries out a task before blocks are evicted, or before anything else is asked of this object."""
-        self._clock, self._put_off = clock, put_off
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.ledger = SessionLedger(1, clock)
-        self._turns: dict[str, SessionTurn] = {}
-        self._beginning: set[SessionKey] = set()
-        """Sessions of which nothing is protected yet, as that was put off"""
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
         self._other_policy: StepPolicy = lru
@@ -96,51 +71,32 @@ class SessionHistories:
 
     # turns ----------------------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, hinted: HintedRequest | None) -> SessionKey | None:
-        """Return the session of a new request, whose blocks go last until it has ended; None before `bind`."""
+    def arrive(self, live: LiveRequest) -> None:
+        """Let a new request be the turn of a session, whose blocks go last until it has ended; not before `bind`."""
         if self._device is None:
-            return None
+            return
+        request, hinted = live.request, live.hinted
         namespace = namespace_of(request.cache_salt)
         hints = SessionHints.of(hinted.request) if hinted else NO_HINTS
         if request.session_id and not hints.session:
             hints = replace(hints, session=request.session_id[:MAX_NAME_LENGTH])
-        turn = self.ledger.arrive(namespace, request.block_hashes, hints)
-        self._turns[request.request_id] = SessionTurn(turn, request)
-        is_known = turn.session in self._beginning or self._queues[0].has_step(turn.session)
-        if not is_known:
-            self._beginning.add(turn.session)
-        self._put_off(partial(self._protect, self._device, request, turn.session, is_known=is_known))
-        return turn.session
-
-    def _protect(self, device: BlockPool, request: Request, session: SessionKey, *, is_known: bool) -> None:
-        """Let what is cached of a session go last, as one of its requests waits."""
-        self._beginning.discard(session)
+        live.turn = self.ledger.arrive(namespace, request.block_hashes, hints)
+        is_known = self._queues[0].has_step(live.turn.session)
         self.advance()
-        if not is_known and self._queues[0].has_step(session):
-            own_prefix(device, request.block_hashes, session)
+        if not is_known and self._queues[0].has_step(live.turn.session):
+            own_prefix(self._device, request.block_hashes, live.turn.session)
 
-    def session_of(self, request: Request) -> SessionKey | None:
-        """Return the session of a request that has arrived and not ended, None where it has none."""
-        turn = self._turns.get(request.request_id)
-        return turn.session if turn else None
-
-    def waiting(self, requests: Iterable[Request]) -> None:
+    def waiting(self, requests: Iterable[LiveRequest]) -> None:
         """Protect what is cached of waiting requests by their places in the order of service."""
-        turns = (self._turns.get(request.request_id) for request in requests)
-        self.ledger.waiting(one.turn for one in turns if one)
+        self.ledger.waiting(live.turn for live in requests if live.turn)
         self.advance()
 
-    def on_match(self, request: Request, cached: int) -> None:
-        """Note how many leading tokens of a waiting request are cached."""
-        if turn := self._turns.get(request.request_id):
-            turn.cached = cached
-
-    def finish(self, request: Request, main: list[int], others: Sequence[int] = ()) -> FinishedHistory | None:
+    def finish(self, live: LiveRequest, main: list[int], others: Sequence[int] = ()) -> FinishedHistory | None:
         """Take the end of a turn, whose blocks in the main group and in the others hold KV and are still in use.
 
         Returns the history that the session now owns, None where it owns none or the turn was not answered.
         """
-        turn = self._turns.pop(request.request_id, None)
+        turn, request = live.turn, live.request
         if turn is None or self._device is None:
             return None
         size, key, is_answered = self._device.hash_block_size, turn.session, False
@@ -148,9 +104,9 @@ class SessionHistories:
             is_answered = True
             # the end of its prompt tells the session again: an application may leave out parts of the answer
             chain = first_of(request.block_hashes, request.num_prompt_tokens // size)
-            self.ledger.answered(turn.turn, chain, TurnEnd(tool=_ending(request)))
+            self.ledger.answered(turn, chain, TurnEnd(_ending(request)))
         else:
-            self.ledger.cancelled(turn.turn)
+            self.ledger.cancelled(turn)
         self.advance()
         queue = self._queues[0]
         if not queue.has_step(key) or not main:
@@ -161,13 +117,12 @@ class SessionHistories:
         left = queue.own_history(main, key)
         queue.own(others, key)
         hashes = first_of(request.block_hashes, request.num_computed_tokens // size)
-        return FinishedHistory(key, hashes, turn.cached // size, left)
+        return FinishedHistory(key, hashes, live.device // size, left)
 
-    def preempted(self, request_ids: Iterable[str]) -> None:
-        """Protect what requests have computed that lost their blocks and wait again."""
-        for turn in filter(None, map(self._turns.get, request_ids)):
-            if self._device and self._queues[0].has_step(turn.session):
-                own_prefix(self._device, turn.request.block_hashes, turn.session)
+    def preempted(self, live: LiveRequest) -> None:
+        """Protect what a request has computed that lost its blocks and waits again."""
+        if live.session and self._device and self._queues[0].has_step(live.session):
+            own_prefix(self._device, live.request.block_hashes, live.session)
 
     # once per step --------------------------------------------------------------------------------------------
 

@@ -11,17 +11,18 @@ from kedge.settings import (
     AnchorSettings,
     DiscoverySettings,
     GuardSettings,
-    LearningSettings,
-    PlannerSettings,
+    PlannerConstants,
     QuotaSettings,
     SettingsSection,
-    TierSettings,
+    ThrottledTiers,
     VllmSettings,
 )
 from kedge.types import ReuseMode
 
 OTHERS = "*"
 """Stands in `quotas` for tenants that are not named"""
+REMEMBERED = 4096
+"""Agents, prompts or messages of one kind that are remembered, a bound for memory: the oldest is forgotten"""
 SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 """vLLM's `scheduler_cls` for lanes and for Kedge's order of waiting requests"""
 
@@ -29,7 +30,7 @@ SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 class PluginSettings(SettingsSection):
     """`{"reuse": "translate", "forecast_ttl": 600, "tiers": {…}, "anchors": {…}, …}`, all optional.
 
-    The sections `tiers`, `anchors`, `planner`, `learning`, `discovery` and `guard` are those of `kedge.toml`.
+    The sections `tiers`, `anchors`, `planner`, `discovery` and `guard` are those of `kedge.toml`.
     """
 
     section = "kv_connector_extra_config"
@@ -38,11 +39,10 @@ class PluginSettings(SettingsSection):
     """Reuse mode of requests whose hints have none"""
     forecast_ttl: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which a forecast is dropped"""
-    tiers: TierSettings = TierSettings()
+    tiers: ThrottledTiers = ThrottledTiers()
     """`host_memory` is per rank."""
     anchors: AnchorSettings = AnchorSettings()
-    planner: PlannerSettings = PlannerSettings()
-    learning: LearningSettings = LearningSettings()
+    planner: PlannerConstants = PlannerConstants()
     discovery: DiscoverySettings = DiscoverySettings()
     guard: GuardSettings = GuardSettings()
     """It is at work in the process of an API server with the middleware; here it says what needs no proof."""

@@ -16,15 +16,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.integrations.vllm.plugin.lanes import (
     AnswerTails,
     BaseJobs,
-    CacheBlocks,
     EndedAnswer,
     HeldBlocks,
     LaneGrants,
-    TranslationCandidate,
 )
 from kedge.integrations.vllm.plugin.messages import (
     Capture,
@@ -34,7 +31,8 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationVerdict,
     TranslationWrite,
 )
-from kedge.reuse.holes import Holes
+from kedge.integrations.vllm.plugin.requests import CacheBlocks, LiveRequest
+from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.reuse.planner import CHEAPER
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
@@ -45,16 +43,12 @@ from kedge.types import (
     RunKey,
 )
 
-LONGER = 1.25
-"""How many times as long as one that did not pay a prompt is that may pay"""
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
 LOSING = "translating this workflow saves too little time for what it takes"
 TRIED, MAX_TRIED = 16, 256
 """Runs, or requests, until one is translated although that did not pay. After each that has not shown that it does,
 twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
 """
-MAX_ASIDE = 4096
-"""Workflows and agents that stand aside, and their runs; what was used longest ago is forgotten."""
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
@@ -69,8 +63,6 @@ MAX_WAITS = 64
 class _Tries:
     """When what is left alone is tried, so that it is seen when that pays again."""
 
-    tokens: int
-    """Of the longest prompt that was found not to pay"""
     every: int = TRIED
     left: int = TRIED
     """Runs, or requests, until the next try"""
@@ -90,18 +82,17 @@ class StandAside:
     """
 
     def __init__(self) -> None:
-        self._aside: BoundedDict[Hashable, _Tries] = BoundedDict(MAX_ASIDE)
-        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(MAX_ASIDE)
+        self._aside: BoundedDict[Hashable, _Tries] = BoundedDict(REMEMBERED)
+        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(REMEMBERED)
 
     def report(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
         """Take what the workers say about the workflow and the agent of a request."""
         agent = request.workflow_agent
         for key, is_aside in ((agent[:2], verdict.is_losing), (agent, verdict.is_declined)):
-            if not is_aside:
+            if is_aside:
+                self._aside.use(key, _Tries)
+            else:
                 self._aside.pop(key, None)
-                continue
-            found = self._aside.use(key, lambda: _Tries(request.prompt_tokens))
-            found.tokens = max(found.tokens, request.prompt_tokens)
 
     def leaves_alone(self, request: GenerateRequest) -> bool:
         """Return whether a request is left alone, since its run is."""
@@ -111,11 +102,9 @@ class StandAside:
         return not (self._is_tried.use(request.run_key, tries.take) if request.run else tries.take())
 
     def declines(self, request: GenerateRequest) -> bool:
-        """Return whether computing a request takes less time, as that of its agent's last one did. Workers are asked
-        again about a prompt that is a good deal longer.
-        """
+        """Return whether computing a request takes less time, as that of its agent's last one did."""
         tries = self._aside.get(request.workflow_agent)
-        return tries is not None and request.prompt_tokens <= LONGER * tries.tokens and not tries.take()
+        return tries is not None and not tries.take()
 
 
 class Translations:
@@ -128,13 +117,14 @@ class Translations:
         self._guard = guard
         self._model_refusal = refusal
         self._block_ids: BlockIds | None = None
-        self._candidates: dict[str, TranslationCandidate] = {}
+        self.requests: dict[str, LiveRequest] = {}
+        """All that wait or run, by vLLM's ids; whoever follows them enters and removes them"""
         self._orders = Orders()
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
         """For captures; its pool, the device's, is set once vLLM has one"""
         tails, bases = AnswerTails(self.held, self._order), BaseJobs(self.held, self._order)
-        self.lanes = LaneGrants(self._candidates, tails, bases)
+        self.lanes = LaneGrants(self.requests, tails, bases)
         self._aside = StandAside()
         self._is_learning = False
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
@@ -151,8 +141,8 @@ class Translations:
         self._block_ids = block_ids
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
-            if candidate := self._candidates.get(request.request_id):
-                candidate.cache_blocks(cache_blocks, num_computed_tokens)
+            if live := self.requests.get(request.request_id):
+                live.cache_blocks(cache_blocks, num_computed_tokens)
             else:
                 cache_blocks(request, num_computed_tokens)
 
@@ -166,14 +156,14 @@ class Translations:
 
     # requests -------------------------------------------------------------------------------------------------
 
-    def on_arrival(self, hinted: HintedRequest, request: Request) -> None:
-        """Take a new request."""
-        refusal = self.refusal or request_refusal(request) or self._unproved(hinted.request)
-        is_served = hinted.request.reuse is ReuseMode.TRANSLATE and not hinted.request.guard.is_proving
-        if is_served and self._aside.leaves_alone(hinted.request):
-            refusal = refusal or LOSING
-        candidate = self._candidates[request.request_id] = TranslationCandidate(hinted, request, refusal)
-        candidate.is_declined = candidate.is_asked_about and self._aside.declines(hinted.request)
+    def on_arrival(self, live: LiveRequest) -> None:
+        """Take a new request with hints."""
+        asked = live.asked
+        live.refusal = self.refusal or request_refusal(live.request) or self._unproved(asked)
+        is_served = asked.reuse is ReuseMode.TRANSLATE and not asked.guard.is_proving
+        if is_served and self._aside.leaves_alone(asked):
+            live.refusal = live.refusal or LOSING
+        live.is_declined = live.is_asked_about and self._aside.declines(asked)
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, which the workers may prepare."""
@@ -188,94 +178,90 @@ class Translations:
             return None
         return UNPROVED_HERE if any(one.is_placeholder for one in request.segments) else None
 
-    def match(self, request: Request, computed: int) -> int | None:
+    def match(self, live: LiveRequest, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
         wait, for the workers' verdict or for lanes.
         """
-        candidate = self._candidates[request.request_id]
-        candidate.plan((), computed)
-        if not candidate.is_asked_about:
+        live.plan((), computed)
+        if not live.is_asked_about:
             return 0
-        if candidate.awaits and self._awaits_base(candidate):
+        if live.awaits and self._awaits_base(live):
             return None
-        if candidate.verdict and candidate.is_outdated(computed):
-            candidate.withdraw()
-            self._orders.dropped += (candidate.request_id,)
-        if candidate.verdict is None:  # the workers are asked, unless they have been too often
-            if not candidate.is_pending:
-                if (query := self._query(candidate, computed)) is None:
+        if live.verdict and live.is_outdated(computed):
+            live.withdraw()
+            self._orders.dropped += (live.request_id,)
+        if live.verdict is None:  # the workers are asked, unless they have been too often
+            if not live.is_pending:
+                if (query := self._query(live, computed)) is None:
                     return 0
-                candidate.is_pending = True
+                live.is_pending = True
                 self._orders.queries += (query,)
             return None
-        holes = self.lanes.holes_of(candidate)
-        return None if holes is None else candidate.plan(holes, computed)
+        holes = self.lanes.holes_of(live)
+        return None if holes is None else live.plan(holes, computed)
 
-    def ask_at_once(self, request: Request, computed: int, answer: Answer) -> None:
+    def ask_at_once(self, live: LiveRequest, computed: int, answer: Answer) -> None:
         """Ask the only worker, which is in this process, about a waiting request that nobody has asked about. What it
         knows is what it was ordered in earlier steps: where a capture is still to be ordered, it is asked by a step.
         """
-        candidate = self._candidates.get(request.request_id)
-        if candidate is None or not candidate.is_asked_about or candidate.verdict or candidate.is_pending:
+        if not live.is_asked_about or live.verdict or live.is_pending:
             return
         is_behind = self._orders.captures or any(self._completed) or self.lanes.tails.is_wanted
-        if is_behind or candidate.awaits or not (query := self._query(candidate, computed)):
+        if is_behind or live.awaits or not (query := self._query(live, computed)):
             return
-        self._take(candidate, answer(query))
+        self._take(live, answer(query))
 
-    def _query(self, candidate: TranslationCandidate, computed: int) -> TranslationQuery | None:
+    def _query(self, live: LiveRequest, computed: int) -> TranslationQuery | None:
         """Return what to ask about a request; None where that was asked too often."""
-        request = candidate.request
-        if candidate.queries == MAX_QUERIES + request.num_preemptions:
+        request = live.request
+        if live.queries == MAX_QUERIES + request.num_preemptions:
             return None
-        candidate.queries += 1
-        candidate.exact, candidate.preemptions = computed, request.num_preemptions
-        may_wait = candidate.awaits is None and len(self._candidates) > 1
-        return TranslationQuery(candidate.hinted.request, computed, may_wait, has_waited=candidate.awaits == ())
+        live.queries += 1
+        live.exact, live.preemptions = computed, request.num_preemptions
+        may_wait = live.awaits is None and len(self.requests) > 1
+        return TranslationQuery(live.asked, computed, may_wait, has_waited=live.awaits == ())
 
-    def _awaits_base(self, candidate: TranslationCandidate) -> bool:
+    def _awaits_base(self, live: LiveRequest) -> bool:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
-        namespace = candidate.hinted.request.namespace
-        candidate.waits += 1
-        is_awaited = any(self.lanes.bases.is_awaited(namespace, tokens) for tokens in candidate.awaits or ())
-        if is_awaited and candidate.waits <= MAX_WAITS:
+        namespace = live.asked.namespace
+        live.waits += 1
+        is_awaited = any(self.lanes.bases.is_awaited(namespace, tokens) for tokens in live.awaits or ())
+        if is_awaited and live.waits <= MAX_WAITS:
             return True
-        candidate.withdraw()
-        candidate.awaits, candidate.queries = (), 0
+        live.withdraw()
+        live.awaits, live.queries = (), 0
         return False
 
-    def on_admission(self, request: Request, blocks: tuple[int, ...]) -> Holes:
-        """Order the translation of an admitted request before this step's pass. Returns the positions to be written."""
-        candidate = self._candidates[request.request_id]
-        self.lanes.admit(candidate)
-        if candidate.written:
-            self._orders.writes += (TranslationWrite(candidate.request_id, blocks, candidate.written),)
-        elif candidate.verdict:
-            self._orders.dropped += (candidate.request_id,)
-        return candidate.written
+    def on_admission(self, live: LiveRequest, blocks: tuple[int, ...]) -> None:
+        """Order the translation of an admitted request before this step's pass."""
+        live.translated = live.written
+        self.lanes.admit(live)
+        if live.written:
+            self._orders.writes += (TranslationWrite(live.request_id, blocks, live.written),)
+        elif live.verdict:
+            self._orders.dropped += (live.request_id,)
 
-    def on_finish(self, hinted: HintedRequest, request: Request, block_ids: list[int]) -> None:
+    def on_finish(self, live: LiveRequest, block_ids: list[int]) -> None:
         """Order the capture of a response that other agents read; its blocks are held until then."""
-        candidate = self._candidates[request.request_id]
-        if candidate.is_pending or candidate.verdict:
-            self._orders.dropped += (candidate.request_id,)
-        if hinted.request.produces is None or not candidate.may_learn or self.held.pool is None:
+        if live.is_pending or live.verdict:
+            self._orders.dropped += (live.request_id,)
+        if live.asked.produces is None or not live.may_learn or self.held.pool is None:
             return
-        answer = EndedAnswer.of(hinted.request, request, is_exact=not candidate.written)
+        answer = EndedAnswer.of(live.asked, live.request)
         self.lanes.tails.add(answer, block_ids)
 
-    def take_outcome(self, request_id: str) -> tuple[tuple[Miss, ...], int]:
+    @staticmethod
+    def outcome_of(live: LiveRequest) -> tuple[tuple[Miss, ...], int]:
         """Return why tokens of a finished request were not translated, and of how many leading tokens what is
-        translated was so before it arrived. Forgets the request.
+        translated was so before it arrived.
         """
-        candidate = self._candidates.pop(request_id)
-        if candidate.hinted.request.reuse is not ReuseMode.TRANSLATE or not candidate.has_placeholders:
+        if live.asked.reuse is not ReuseMode.TRANSLATE or not live.has_placeholders:
             return (), 0
-        if candidate.refusal:
-            return (Miss("*", candidate.refusal),), 0
-        if (verdict := candidate.verdict) is None:
-            return (Miss("*", CHEAPER),) if candidate.is_declined else (), 0
-        return verdict.misses, verdict.ready
+        if live.refusal:
+            return (Miss("*", live.refusal),), 0
+        if live.verdict is None:
+            return (Miss("*", CHEAPER),) if live.is_declined else (), 0
+        return live.verdict.misses, live.verdict.ready
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
@@ -287,15 +273,15 @@ class Translations:
         """Return the orders for this step, with captures of prompts that earlier ones completed."""
         self._orders.captures += tuple(self._completed.popleft())
         self._completed.append([])
-        for request_id, scheduled in output.num_scheduled_tokens.items() if self._candidates else ():
-            candidate = self._candidates.get(request_id)
-            if candidate is None or candidate.captured:
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            live = self.requests.get(request_id)
+            if live is None or live.hinted is None or live.captured:
                 continue
-            if candidate.request.num_computed_tokens + scheduled >= candidate.request.num_prompt_tokens:
-                candidate.captured = True
-                if candidate.verdict and candidate.verdict.teaches and self._block_ids:
-                    blocks = self._block_ids(candidate.request.request_id)[0]
-                    capture = Capture(candidate.hinted.request, tuple(blocks), self.held.hold(blocks))
+            if live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
+                live.captured = True
+                if live.verdict and live.verdict.teaches and self._block_ids:
+                    blocks = self._block_ids(live.request.request_id)[0]
+                    capture = Capture(live.asked, tuple(blocks), self.held.hold(blocks))
                     self._completed[-1].append(capture)
         orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)
@@ -311,20 +297,20 @@ class Translations:
         """Take the workers' verdicts, and free what they have captured."""
         self._is_learning = reports.learning
         for request_id, verdict in reports.verdicts.items():
-            if candidate := self._candidates.get(request_id):
-                self._take(candidate, verdict)
+            if (live := self.requests.get(request_id)) and live.hinted:
+                self._take(live, verdict)
         for capture_id, ranks in reports.captured.items():
             self.held.on_captured(capture_id, ranks)
 
-    def _take(self, candidate: TranslationCandidate, verdict: TranslationVerdict) -> None:
+    def _take(self, live: LiveRequest, verdict: TranslationVerdict) -> None:
         """Take the verdict on a request, and queue the base prefills that it asks for."""
-        request = candidate.hinted.request
-        candidate.take_verdict(verdict)
+        request = live.asked
+        live.take_verdict(verdict)
         self._aside.report(request, verdict)
         for tokens in verdict.needs:
             self.lanes.bases.add(request.namespace, tokens)
-        candidate.awaits = verdict.awaits if candidate.awaits is None else ()  # it waits once at most
-        for tokens in candidate.awaits:
+        live.awaits = verdict.awaits if live.awaits is None else ()  # it waits once at most
+        for tokens in live.awaits:
             self.lanes.bases.add_awaited(request.namespace, tokens)
 
     def give_up_captures(self) -> None:

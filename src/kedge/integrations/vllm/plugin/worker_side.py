@@ -287,26 +287,15 @@ class WorkerSide:
         self._submit(orders, Direction.OFFLOAD)
         with self._learning:
             if self._learner:
-                self._learn_from_step(self._learner, orders, self._end_seconds(orders, seconds))
+                self._learn_from_step(self._learner, orders)
             for query in orders.queries:
                 self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
 
-    def _end_seconds(self, orders: Orders, seconds: float) -> float:
-        """Return the seconds that each position of the ends of answers took in a pass of `seconds`: all of a pass over
-        nothing else, which would not have taken place without them.
-        """
-        ends = [capture.end for capture in orders.captures if capture.end]
-        if not ends or not self._costs:
-            return 0.0
-        if self._passes or sum(ends) < orders.scheduled:
-            seconds = self._costs.added_seconds(sum(ends), len(ends))
-        return seconds / sum(ends)
-
-    def _learn_from_step(self, learner: Learner, orders: Orders, end_seconds: float) -> None:
+    def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
-            learner.capture(capture, end_seconds * capture.end)
+            learner.capture(capture)
         for request_id in orders.dropped:
             learner.writes.drop(request_id)
         for prompt in orders.expected:

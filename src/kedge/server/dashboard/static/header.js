@@ -3,7 +3,7 @@
 import { find } from "./dom.js";
 
 const LATE_MS = 15_000; // three times the longest rest between two states
-const SILENT_S = 6;
+const SILENT_S = 10;
 let link = { state: "connecting", text: "" };
 let health = null;
 let came = 0;

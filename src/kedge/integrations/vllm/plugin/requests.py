@@ -1,0 +1,133 @@
+"""A request as all parts of the scheduler's half follow it, from its arrival to its end: one record for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kedge.integrations.vllm.plugin.hints import HintedRequest
+from kedge.policies.sessions import SessionKey, Turn
+from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
+from kedge.types import GenerateRequest, RequestId, ReuseMode, Tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+
+CacheBlocks = Callable[["Request", int], None]
+MAX_LANES = 32
+"""Lanes of one request, each of which takes a row of the batch; of more holes the nearest are joined."""
+NEAR = 4
+"""Holes with fewer positions than this between them are computed as one: a lane costs more than these positions."""
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """A request that waits or runs."""
+
+    request: Request
+    hinted: HintedRequest | None = None
+    """With what its hints say, or what was found out about it"""
+    turn: Turn | None = None
+    """As the turn of a session"""
+    device: int = 0
+    """Leading tokens whose KV was on the device when vLLM last looked"""
+    is_admitted: bool = False
+
+    # loads from the host
+    may_load: bool = False
+    is_ahead: bool = False
+    """Whether a load was ordered before vLLM looked at it"""
+    loaded: range = range(0)
+    """Tokens of its prompt that it waited for while they were loaded"""
+    waiting_since: float | None = None
+    """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
+    loads: int = 0
+    """Loads that were ordered on its demand"""
+    computes: bool = False
+    """Whether no further load is ordered for it: it computes what it lacks then"""
+
+    # translation
+    refusal: str | None = None
+    """Why it is not translated"""
+    is_declined: bool = False
+    """Whether the workers are not asked, since translating its agent's last request did not pay"""
+    exact: int = 0
+    """Leading tokens that were exact at the last query"""
+    queries: int = 0
+    is_pending: bool = False
+    """Whether a query has not been answered yet"""
+    verdict: TranslationVerdict | None = None
+    awaits: tuple[Tokens, ...] | None = None
+    """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
+    waits: int = 0
+    """Steps in which it has waited for that"""
+    holes: Holes = ()
+    """Positions to be computed by the verdict, until the request is admitted"""
+    refusals: int = 0
+    """Steps in which it was held back for want of room for its lanes"""
+    preemptions: int = 0
+    planned: Holes = ()
+    """Positions that are computed if it is admitted now; later, those with which it was admitted"""
+    written: Holes = ()
+    """Positions between them: some of its blocks hold translated KV there, or will"""
+    translated: Holes = ()
+    """Positions whose KV was translated when it was admitted"""
+    captured: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return RequestId(self.request.request_id)
+
+    @property
+    def asked(self) -> GenerateRequest:
+        """What is asked for, of a request with hints."""
+        assert self.hinted is not None
+        return self.hinted.request
+
+    @property
+    def session(self) -> SessionKey | None:
+        """The session whose turn it is, to which loaded blocks belong."""
+        return self.turn.session if self.turn else None
+
+    @property
+    def may_learn(self) -> bool:
+        return self.hinted is not None and self.asked.reuse is ReuseMode.TRANSLATE and self.refusal is None
+
+    @property
+    def has_placeholders(self) -> bool:
+        return self.hinted is not None and any(one.is_placeholder for one in self.asked.segments)
+
+    @property
+    def is_asked_about(self) -> bool:
+        """Whether the workers are asked what of it can be translated."""
+        return self.may_learn and self.has_placeholders and not self.is_declined
+
+    def is_outdated(self, computed: int) -> bool:
+        """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
+        return self.preemptions != self.request.num_preemptions or computed < self.exact
+
+    def take_verdict(self, verdict: TranslationVerdict) -> None:
+        """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
+        self.verdict, self.is_pending, self.refusals = verdict, False, 0
+        self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), MAX_LANES + 1)
+
+    def withdraw(self) -> None:
+        """Forget the verdict."""
+        self.verdict, self.holes = None, ()
+
+    def plan(self, holes: Holes, computed: int) -> int:
+        """Plan to compute `holes`, and to translate what is between them behind the first `computed` tokens.
+
+        Returns how many tokens then need no computing by the request itself: those before the last hole.
+        """
+        self.planned = clipped(holes, computed)
+        self.written = between(self.planned, computed)
+        return self.planned[-1].start - computed if self.written else 0
+
+    def cache_blocks(self, give: CacheBlocks, num_computed_tokens: int) -> None:
+        """Let vLLM hash the blocks before the first translated token only: what follows is not exact."""
+        exact = self.written[0].start if self.written else num_computed_tokens
+        give(self.request, min(num_computed_tokens, exact))

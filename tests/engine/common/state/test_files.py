@@ -1,0 +1,326 @@
+"""A folder keeps its snapshot whole, whenever the process that writes it is killed; damage costs what it hits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
+from kedge.engine.common.state import files as state_files
+from kedge.engine.common.state.files import MANIFEST, PARTIAL, SUFFIX, StateFolder, differences, identity_of
+from kedge.errors import ConfigError, StateRefused
+from tests.engine.common.state_helpers import (
+    DAMAGES,
+    OURS,
+    THEIRS,
+    change,
+    damage,
+    listed,
+    loaded,
+    record_files,
+    save,
+    saved,
+)
+
+OLD, NEW = {"a": 1, "b": 2}, {"a": 11, "b": 2, "more": 13}
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def files_of(path: Path) -> dict[str, Path]:
+    return {one["name"][-1]: path / one["file"] for one in listed(path / MANIFEST)["entries"]}
+
+
+# snapshots ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_snapshot_are_kept_and_no_others(tmp_path: Path) -> None:
+    saved(tmp_path, OLD)
+    (tmp_path / f"left over{PARTIAL}").touch()
+    entries = saved(tmp_path, NEW)
+    assert names(tmp_path) == {"lock", MANIFEST, *(entry.file for entry in entries)}
+    assert loaded(tmp_path) == (NEW, [])
+
+
+def test_nothing_is_written_where_nothing_has_changed(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, OURS)
+    entries = save(folder, OLD)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    folder.commit(entries)
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
+    damage(tmp_path / MANIFEST, "flipped bit")
+    folder.commit(entries)
+    folder.close()
+    assert loaded(tmp_path) == (OLD, [])
+
+
+def test_files_that_are_gone_or_of_another_size_are_known(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, OURS)
+    one, two = save(folder, OLD)
+    assert folder.has(one)
+    damage(tmp_path / one.file, "missing")
+    damage(tmp_path / two.file, "truncated")
+    assert not folder.has(one) and not folder.has(two)
+
+
+def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path, OURS)
+    with pytest.raises(ConfigError, match="another process"):
+        StateFolder(tmp_path, OURS)
+    folder.close()
+    StateFolder(tmp_path, OURS).close()
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("IoError: No space left on device")
+
+    saved(tmp_path, OLD)
+    monkeypatch.setattr(state_files, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path, NEW)
+    assert loaded(tmp_path) == (OLD, [])
+
+
+# another model or format ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{"identity": THEIRS}, {"format": 1}], ids=str)
+def test_state_of_another_model_or_format_is_refused_whole(tmp_path: Path, fields: dict[str, object]) -> None:
+    saved(tmp_path, OLD)
+    change(tmp_path / MANIFEST, **fields)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(StateRefused, match=next(iter(fields))):
+        loaded(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "nothing was touched"
+
+
+def test_state_of_another_model_is_moved_and_never_overwritten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, OLD, identity=THEIRS)
+    before = names(tmp_path) - {"lock"}
+    saved(tmp_path, NEW)
+    assert names(tmp_path / "refused-1") == before
+    assert "refused-1: manifest.json: identity='their model'" in caplog.text
+    assert loaded(tmp_path) == (NEW, [])
+    saved(tmp_path, OLD, identity=THEIRS)
+    assert loaded(tmp_path / "refused-2") == (NEW, [])
+    assert loaded(tmp_path / "refused-1", THEIRS) == (OLD, [])
+
+
+ONE_RANK = identity_of({"model": "a", "rank": 0, "ranks": 1})
+
+
+def test_a_refusal_names_the_parts_that_differ_with_both_values() -> None:
+    assert differences(identity_of({"model": "a", "rank": 0, "ranks": 2}), ONE_RANK) == ("ranks", [2], [1])
+    theirs = identity_of({"model": "b", "rank": 0})
+    assert differences(theirs, ONE_RANK) == ("model, ranks", ["b", None], ["a", 1])
+
+
+@pytest.mark.parametrize("theirs", ["0f" * 32, "", "[1]", "null", 5, None, {"model": "b"}, "{"])
+def test_what_has_no_parts_differs_as_a_whole(theirs: object) -> None:
+    assert differences(theirs, ONE_RANK) == ("identity", theirs, ONE_RANK)
+
+
+# damage ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_record_is_lost_alone(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, NEW)
+    file = files_of(tmp_path)["b"]
+    damage(file, how)
+    values, damages = loaded(tmp_path)
+    assert values == {"a": 11, "more": 13}
+    assert [(one.file, one.name[-1]) for one in damages] == [(file.name, "b")]
+    assert "'pool tenant flow b' is lost" in caplog.text
+    saved(tmp_path, OLD)
+    assert loaded(tmp_path) == (OLD, [])
+
+
+@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "missing"])
+def test_a_damaged_manifest_costs_the_snapshot(tmp_path: Path, how: str) -> None:
+    saved(tmp_path, OLD)
+    damage(tmp_path / MANIFEST, how)
+    values, (found,) = loaded(tmp_path)
+    assert (values, found.file) == ({}, MANIFEST)
+    saved(tmp_path, NEW)
+    assert loaded(tmp_path) == (NEW, [])
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(24, "Too many open files")])
+def test_what_this_process_lacks_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    saved(tmp_path, OLD)
+    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(OSError, match=error.strerror):
+        loaded(tmp_path)
+    monkeypatch.undo()
+    assert loaded(tmp_path) == (OLD, [])
+
+
+def entry(**fields: object) -> dict[str, object]:
+    return {"name": ["pool", "t", "w", "p"], "file": "0" * 64 + SUFFIX, "nbytes": 8, **fields}
+
+
+NONSENSE: dict[str, Any] = {
+    "no list": None,
+    "no entries": [3],
+    "an entry without a file": [{"name": ["pool"], "nbytes": 8}],
+    "a path outside": [entry(file="../../etc/passwd")],
+    "a path that is absolute": [entry(file="/etc/passwd")],
+    "a name of numbers": [entry(name=[1, 2])],
+    "a name of letters": [entry(name="pool")],
+    "a size that is text": [entry(nbytes="8")],
+    "a size that is true": [entry(nbytes=True)],
+    "more than is known": [entry(more=1)],
+}
+
+
+@pytest.mark.parametrize("entries", NONSENSE.values(), ids=NONSENSE)
+def test_a_malformed_manifest_is_damaged(tmp_path: Path, entries: Any) -> None:
+    saved(tmp_path, OLD)
+    change(tmp_path / MANIFEST, entries=entries)
+    values, (found,) = loaded(tmp_path)
+    assert (values, found.file) == ({}, MANIFEST)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'"text"', b"[" * 100_000, b"{}", b'{"entries": []}'])
+def test_a_manifest_of_other_json_is_damaged(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    values, (found,) = loaded(tmp_path)
+    assert (values, found.file) == ({}, MANIFEST)
+
+
+def test_entries_that_name_files_of_others_cost_those_alone(tmp_path: Path) -> None:
+    saved(tmp_path, {**NEW, "same": 7})
+    entries = listed(tmp_path / MANIFEST)["entries"]
+    entries[0]["file"], entries[1]["file"] = entries[1]["file"], entries[0]["file"]
+    entries[3]["name"][1] = "another tenant"
+    content = os.urandom(entries[2]["nbytes"])  # somebody has put random bytes in, checksum and all
+    entries[2]["file"] = hashlib.sha256(content).hexdigest() + SUFFIX
+    (tmp_path / entries[2]["file"]).write_bytes(content)
+    change(tmp_path / MANIFEST, entries=entries)
+    values, damages = loaded(tmp_path)
+    assert not values and len(damages) == 4
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound")
+    saved(path, NEW)
+    return path
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_of_any_files_may_be_damaged(sound: Path, data: st.DataObject) -> None:
+    """Nothing is raised, only what was saved comes back, and what is sound is not lost unless the manifest is."""
+    with tempfile.TemporaryDirectory() as name:
+        path = shutil.copytree(sound, Path(name) / "copy")
+        every, sound_files = [*record_files(path), path / MANIFEST], files_of(path)
+        hit = [every[i] for i in data.draw(st.lists(st.integers(0, 3), unique=True))]
+        for file in hit:
+            content = bytearray(file.read_bytes())
+            start = data.draw(st.integers(0, len(content)))
+            content[start : start + data.draw(st.integers(0, 40))] = data.draw(st.binary(max_size=60))
+            file.write_bytes(content)
+        values, _ = loaded(path)
+    assert values.items() <= NEW.items()
+    if path / MANIFEST not in hit:
+        assert values.keys() >= {pool for pool, file in sound_files.items() if file not in hit}
+
+
+# a kill at any moment -------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here; nothing is cleaned up."""
+
+
+class Kill:
+    """Lets a process die right before its n-th operation on the disk, and every later one with it."""
+
+    OPERATIONS = (
+        (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "open"), (Path, "mkdir"),
+        (state_files, "save_file"),
+    )  # fmt: skip
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.before, self.done = 10**6, 0
+        for owner, name in self.OPERATIONS:
+            monkeypatch.setattr(owner, name, self._failing(getattr(owner, name), torn=name == "save_file"))
+
+    def _failing(self, original: Callable[..., Any], torn: bool) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.done += 1
+            if self.done >= self.before:
+                if torn and self.done == self.before:
+                    Path.write_bytes(args[1], b"half a rec")
+                raise Killed
+            return original(*args, **options)
+
+        return call
+
+    def dies(self, before: int, does: Callable[[], object]) -> bool:
+        """Whether `does` got no further than `before` operations."""
+        self.before, self.done = before, 0
+        try:
+            does()
+        except Killed:
+            return True
+        finally:
+            self.before = 10**6
+        return False
+
+
+def test_wherever_a_snapshot_breaks_off_the_old_or_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill, seen = Kill(monkeypatch), []
+    for before in range(1, 100):
+        path = tmp_path / str(before)
+        saved(path, OLD)
+        folder = StateFolder(path, OURS)
+        died = kill.dies(before, partial(save, folder, NEW))
+        folder.close()
+        values, damages = loaded(path)
+        assert not damages
+        seen.append(values)
+        saved(path, NEW)
+        assert names(path) == {"lock", MANIFEST, *(file.name for file in files_of(path).values())}, "nothing is left"
+        if not died:
+            break
+    assert seen[0] == OLD and seen[-1] == NEW and len(seen) > 10
+    assert all(values in (OLD, NEW) for values in seen)
+
+
+def test_wherever_a_move_of_anothers_state_breaks_off_nothing_of_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = Kill(monkeypatch)
+    for before in range(1, 100):
+        path = tmp_path / str(before)
+        theirs = {entry.file for entry in saved(path, OLD, identity=THEIRS)}
+        folder = StateFolder(path, OURS)
+        died = kill.dies(before, partial(save, folder, NEW))
+        folder.close()
+        assert {file.name for file in path.rglob(f"*{SUFFIX}")} >= theirs
+        saved(path, NEW)
+        assert loaded(path) == (NEW, [])
+        assert {file.name for file in path.glob(f"refused-*/*{SUFFIX}")} == theirs
+        if not died:
+            break
+    assert before > 5
