@@ -403,15 +403,15 @@ def poison_anchors(parts: EngineParts, agent: AgentId, count: int, loudness: flo
     worst = [anchor for _, anchor in sorted(held.items(), reverse=True)[:count]]
     for (pool, offsets), anchor in product(sites, worst):
         if pool.anchors.get(anchor.id) is anchor and anchor.id in offsets.holders:
-            for table in offsets.tables:
+            for table in offsets.tables:  # one may lack it: it has offsets of the value, and none of the text behind
                 _randomize(table, anchor.id, loudness)
 
 
 def _randomize(table: OffsetTable, anchor: AnchorId, loudness: float) -> None:
     rows = table.rows_of_anchors([anchor])
     right = table.arena[rows].float()
-    noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
-    table.arena[rows] = (noise.to(right.device) * loudness * right.abs().max()).to(table.arena.dtype)
+    noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0)).to(right.device)
+    table.arena[rows] = (noise * loudness * (right.abs().max() if len(rows) else 0)).to(table.arena.dtype)
 
 
 def _tables(parts: EngineParts, agent: AgentId) -> Iterator[OffsetTable]:
