@@ -68,11 +68,11 @@ class SessionCaching:
         return outcomes
 
     def called(self, request: GenerateRequest, turn: Turn | None) -> None:
-        """Label the fixed prompt of `request`, now that the exact part of its prompt is cached. Without an agent it has
-        none.
-        """
+        """Label the fixed prompt of a request's agent, if it has one: the exact part of its prompt is cached now."""
+        if not request.agent:  # its prompt is not even hashed
+            return
         chain = turn.chain if turn else chain_of(request.tokens, self._cache.block_size)
-        if request.agent and (length := self._lengths.of(request, chain)):
+        if length := self._lengths.of(request, chain):
             self.label(request.agent_key, request.tokens[:length], turn)
 
     def label(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:

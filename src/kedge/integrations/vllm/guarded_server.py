@@ -243,8 +243,8 @@ def _ordered(params: VllmSampling, served: GenerateRequest, *, ends: bool) -> Vl
 
 
 def _strip(output: RequestOutput, asked: int | None) -> None:
-    """Remove log-probabilities that a client did not ask for. At each place it keeps the drawn token's, which vLLM puts
-    first, and those of the `asked` likeliest; all are removed where `asked` is None.
+    """Remove log-probabilities that a client did not ask for. At each position those of the drawn token, which vLLM
+    lists first, and of the `asked` most likely ones stay. None removes all.
     """
     for one in output.outputs:
         if asked is None:

@@ -46,9 +46,9 @@ class SessionAdvice:
         """Return the number of sessions that a hint stands for."""
         return len(self._standing)
 
-    def _stand(self, key: SessionKey, **said: Any) -> None:
-        """Let a hint stand for a session, beside what does already."""
-        self._standing[key] = replace(self._standing.get(key, StandingHint()), **said)
+    def _update(self, key: SessionKey, **changes: Any) -> None:
+        """Change what is remembered of a session's hints."""
+        self._standing[key] = replace(self._standing.get(key, StandingHint()), **changes)
 
     # between requests -----------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class SessionAdvice:
                 yield self._keep(key, hints.keep_for, now)
             if hints.returns_in is not None:
                 if self._tracker.state(key) is SessionState.IN_FLIGHT:
-                    self._stand(key, returns_in=hints.returns_in)
+                    self._update(key, returns_in=hints.returns_in)
                     yield ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
                 else:
                     outcome = self._expect(key, hints.returns_in, now)
@@ -87,7 +87,7 @@ class SessionAdvice:
     def _keep(self, key: SessionKey, wanted: float, now: float) -> ActionOutcome:
         """Keep a session from now on, and after each of its answers."""
         seconds = min(wanted, MAX_KEPT_SECONDS)
-        self._stand(key, keep_for=seconds)
+        self._update(key, keep_for=seconds)
         limit = f"; {MAX_KEPT_SECONDS:g} s at most" if wanted > seconds else ""
         if self._tracker.state(key) is not SessionState.IDLE:
             return ActionOutcome("keep_for", LATER + limit, ActionResult.DEFERRED)

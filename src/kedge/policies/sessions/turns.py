@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from kedge.policies.fixed_prompts import MAX_BLOCKS
@@ -30,8 +30,8 @@ class SessionHints(TurnHints):
     @classmethod
     def of(cls, request: GenerateRequest) -> SessionHints:
         """Return what a request says of its session."""
-        said = {one.name: getattr(request.turn, one.name) for one in fields(TurnHints)}
-        return cls(**said, flow=request.workflow_agent, agent=request.agent_key) if request.agent else cls(**said)
+        hints = cls(**{one.name: getattr(request.turn, one.name) for one in fields(TurnHints)})
+        return replace(hints, flow=request.workflow_agent, agent=request.agent_key) if request.agent else hints
 
 
 @dataclass(frozen=True, slots=True)
