@@ -41,7 +41,7 @@ class State(TypedDict):
     answers: Annotated[list[tuple[str, str]], operator.add]
 
 
-llm = ChatOpenAI(model="kedge-nano", base_url=f"{URL}/v1", api_key="none", temperature=0)  # type: ignore[arg-type]
+llm = ChatOpenAI(model="kedge-nano", base_url=f"{URL}/v1", api_key="none", temperature=0)
 
 
 def ask(title: str, question: str, heard: list[tuple[str, str]]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def ask(title: str, question: str, heard: list[tuple[str, str]]) -> dict[str, An
     context = f"\n\nThe other agents say:{others}" if heard else ""
     prompt = f"Question: {question}{context}\n\nNow answer as {title}."
     answer = llm.invoke([("system", ROLES[title]), ("user", prompt)])
-    usage = answer.usage_metadata or {}
+    usage: dict[str, Any] = dict(answer.usage_metadata or {})
     cached = usage.get("input_token_details", {}).get("cache_read", 0)
     print(f"  {title}: {answer.content!r} ({cached} of {usage.get('input_tokens')} prompt tokens from the cache)")
     return {"answers": [(title, str(answer.content))]}

@@ -14,7 +14,7 @@ import sys
 from vllm import LLM, SamplingParams
 
 import kedge.models.nano
-from kedge.integrations.vllm.engine.launch import prepare_environment, transfer_config
+from kedge.integrations.vllm.engine.options import prepare_environment, transfer_config
 
 AGENTS, BLOCK, BLOCKS = 10, 32, 8
 """Each agent's fixed prompt fills this many blocks of so many tokens."""

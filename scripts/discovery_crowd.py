@@ -59,7 +59,7 @@ def crowd(count: int, tokens: int, every: int, seed: int = 0) -> Iterator[CrowdF
             since = (number - 1) % every + 1
             known = plain.report()
             totals = plain.totals
-            yield CrowdFigures(number, 1e6 * spent / since, resident_mb(), len(known["agents"]), totals.sessions)  # type: ignore[arg-type]
+            yield CrowdFigures(number, 1e6 * spent / since, resident_mb(), len(known["agents"]), totals.sessions)
             spent = 0.0
 
 

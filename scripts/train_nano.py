@@ -117,7 +117,7 @@ def build_model(vocab: int, size: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def attention(_module, query, key, value, _mask, scaling=None, **_):  # type: ignore[no-untyped-def]
+def attention(_module, query, key, value, _mask, scaling=None, **_):
     """Compute causal attention of right-padded rows, in fp32 on a CPU: its bf16 backward pass is slower than the fp32
     one.
     """

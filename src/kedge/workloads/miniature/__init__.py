@@ -8,4 +8,4 @@ from kedge.workloads.miniature.role_last import role_last
 
 TASKS: dict[str, Task] = {task.name: task for task in (MATH, CHOICE, CODE)}
 
-__all__ = ["TASKS", "Role", "Split", "Task", "role_last"]
+__all__ = ["MATH", "TASKS", "Role", "Split", "Task", "role_last"]
