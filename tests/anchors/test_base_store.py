@@ -94,16 +94,16 @@ def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() 
 
 
 def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
-    """Also once later ones have: a check of its call starts where the call did."""
+    """Also once later ones have, or checks of their calls leave it again: a check of its call starts where that did."""
     store, text = BaseStore(100 * ONE), (9, 1, 2)
-    for number, reader in enumerate(("one", "two", "two", "three")):
+    for number, reader in enumerate(("one", "two", "three", "two", "one")):
         store.put_shared_text(RUN, text, random_kv(2, number), reader)
     found = {reader: store.shared_text(RUN, text, reader) for reader in ("one", "two", "three", "four")}
     assert {reader: one.reader for reader, one in found.items() if one} == {
         "two": "one", "three": "two", "four": "three"
     }  # fmt: skip
-    assert found["three"] is not None and torch.equal(found["three"].kv.keys, random_kv(2, 2).keys), "the later one"
-    assert store.nbytes() == 6 * ONE, "of every reader what it left last"
+    assert found["three"] is not None and torch.equal(found["three"].kv.keys, random_kv(2, 1).keys), "the first one"
+    assert store.nbytes() == 6 * ONE, "of every reader what it left first"
     store.check_integrity()
     store.end_run(RUN)
     assert store.nbytes() == 0 and store.shared_text(RUN, text, "four") is None

@@ -132,9 +132,12 @@ class BaseStore:
 
     def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment, reader: str) -> None:
         """Keep the KV that the prompt of `reader` has of the last tokens of `text`, which it reads from its first value
-        on: of another value, or of the template behind one.
+        on: of another value, or of the template behind one. What is kept of that reader stays, and with it the order
+        of readers: a check of its prompt, or a second pass, leaves the text again.
         """
         key = _SharedTextKey(run, text, reader)
+        if key in self._entries:
+            return
         self._put(key, 0, kv, text[len(text) - kv.tokens :])
         if stored := self._entries.get(key):
             stored.reader = reader
