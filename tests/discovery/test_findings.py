@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kedge.discovery import Discovery, PlainRequests
-from kedge.discovery.report import Finding, FindingKind, find_waste, line, page
+from kedge.discovery.report import Finding, FindingKind, find_waste, line
 from kedge.settings import DiscoverySettings
 from kedge.types import GenerateRequest, RequestId, Segment, TenantId, Tokens, is_owned
 from tests.discovery.teams import judge, solver, words
@@ -85,12 +85,3 @@ def test_a_report_has_what_was_found_of_one_tenant_and_no_text() -> None:
     assert (whole["requests"], own["requests"]) == (16, 8)
     assert len(whole["agents"]) == 4 and len(own["agents"]) == 2  # type: ignore[arg-type]
     assert line(own).startswith("plain traffic (observe): 8 requests, 2 agents known in 50% of them")
-    shown = page(own)
-    assert all(one["id"] in shown for one in own["agents"])  # type: ignore[attr-defined]
-    assert "None so far" not in page(whole).partition("Who calls next")[0]
-    assert "Nothing has been reported" in page(None)
-
-
-def test_names_are_escaped_in_the_page() -> None:
-    report = {**PlainRequests(DiscoverySettings()).report(), "follows": [("<b>", "x", 0.5)]}
-    assert "<b>" not in page(report).partition("Who calls next")[2] and "&lt;b&gt;" in page(report)

@@ -227,7 +227,6 @@ class SchedulerSide:
         """Return the orders to the workers for this step."""
         orders = self.translations.take_orders(output)
         self.prompts.expect(self.plain.forecasts)
-        self.plain.log()
         self.prompts.expire()
         self.sessions.advance()
         for live in [self.requests[one] for one in output.preempted_req_ids or ()]:
