@@ -78,7 +78,7 @@ def common_length(one: Packed, other: Packed) -> int:
     return same
 
 
-def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
+def chain_of(tokens: Sequence[Hashable], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
     """Return the prefix hashes of the full blocks of `tokens`; `known` are those of what they begin with, or more."""
     chain = list(known[: len(tokens) // block_size])
     before = chain[-1] if chain else 0
