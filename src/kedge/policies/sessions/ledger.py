@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kedge.hints.actions import ActionOutcome
@@ -138,12 +138,6 @@ class Turn:
     """Prefix hashes of the full blocks of its prompt"""
     hints: SessionHints = NO_HINTS
 
-    def end(self, end: TurnEnd) -> TurnEnd:
-        """Return its end, with what its request has said of that."""
-        returns_in = self.hints.returns_in if end.returns_in is None else end.returns_in
-        is_last = end.is_last or self.hints.is_last
-        return replace(end, returns_in=returns_in, is_last=is_last, keep_for=self.hints.keep_for)
-
 
 class LedgerChanges(NamedTuple):
     """What an engine applies to its cache."""
@@ -212,7 +206,7 @@ class SessionLedger:
         now, key = self._clock(), turn.session
         if now > turn.began and key in self._agents:
             self._pace += WEIGHT * (now - turn.began - self._pace)
-        self.tracker.answered(key, chain, now, self._advice.completed(key, turn.end(end)))
+        self.tracker.answered(key, chain, now, self._advice.completed(key, end.or_else(turn.hints)))
         self._ended(key)
         if len(chain) > len(turn.chain):
             self.guard.own(key, chain)
