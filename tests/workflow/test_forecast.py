@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections import Counter
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -39,14 +37,6 @@ def steps(**agents: float) -> dict[AgentId, NextRun]:
 # the board ------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_yields_what_changed_and_no_more() -> None:
-    board = ForecastBoard()
-    assert board.update(RUN, 0, steps(a=0, b=1), 0.0) == {key("a"): (0, 1), key("b"): (1, 1)}
-    assert board.update(RUN, 1, steps(a=0, b=2, c=3), 0.0) == {key("b"): (2, 1), key("c"): (3, 1)}
-    assert board.update(RUN, 2, steps(b=2), 0.0) == {key("a"): None, key("c"): None}
-    assert board.steps == {key("b"): 2}
-
-
 def test_a_probability_alone_is_a_change() -> None:
     board = ForecastBoard()
     board.update(RUN, 0, {A: NextRun(1, 0.5)}, 0.0)
@@ -62,13 +52,6 @@ def test_stale_and_negative_sequence_numbers_are_ignored_and_counted(seq: int, r
     assert board.update(RUN, seq, steps(a=9, b=9), 0.0) == {}
     assert board.steps == {key("a"): 1}
     assert board.ignored == {reason: 1}
-
-
-def test_unknown_agents_are_ignored_and_counted() -> None:
-    board = ForecastBoard()
-    board.open(RUN, [A, B], 0.0)
-    assert board.update(RUN, 0, steps(a=1, x=0), 0.0) == {key("a"): (1, 1)}
-    assert board.ignored == {Ignored.UNKNOWN_AGENT: 1}
 
 
 @pytest.mark.parametrize(
@@ -258,35 +241,3 @@ def test_turns_of_an_agent_come_one_after_the_other() -> None:
     assert progress.state.running == {"a1"}
     progress.finished(A, 0.0)
     assert shown(board) == "--"
-
-
-def test_a_slow_agent_outlives_the_forecast_and_the_run_goes_on() -> None:
-    board, progress = follow()
-    progress.started(A, 0.0)
-    progress.finished(A, 10_000.0)
-    assert shown(board) == "2012"
-
-
-def calls_of_an_agent_among(count: int) -> int:
-    """Count the calls of functions, Python's own included, when one agent among so many runs of ten has finished."""
-    board, agents = ForecastBoard(), [f"a{at}" for at in range(10)]
-    nodes = [
-        Node(agent, after=[set(agents[:at])] if at else (), loops=() if at else ["a9"])
-        for at, agent in enumerate(agents)
-    ]
-    graph = StepGraph("full", tuple(nodes))
-    runs = [RunProgress(graph, run_key(f"r{at}"), board) for at in range(count)]
-    for run in runs:
-        run.begin(0.0)
-    assert len(board.steps) == 10 * count
-    calls = Counter[str]()
-    sys.setprofile(lambda _, event, __: calls.update([event]))
-    try:
-        runs[count // 2].finished(A, 1.0)
-    finally:
-        sys.setprofile(None)
-    return calls["call"] + calls["c_call"]
-
-
-def test_one_agent_among_ten_thousand_costs_as_much_as_among_a_hundred() -> None:
-    assert 0 < calls_of_an_agent_among(1000) <= 2 * calls_of_an_agent_among(10)
