@@ -89,23 +89,16 @@ class NaiveBoard:
     def __init__(self) -> None:
         self.seq: dict[RunKey, float] = {}
         self.until: dict[RunKey, int] = {}
-        self.agents: dict[RunKey, set[AgentId]] = {}
         self.steps: dict[AgentKey, float] = {}
         self.ignored = 0
 
     def expire(self, now: int) -> None:
         for run in [run for run, until in self.until.items() if until <= now]:
             del self.until[run], self.seq[run]
-            self.agents.pop(run, None)
             self._forget(run)
 
     def _forget(self, run: RunKey) -> None:
         self.steps = {key: step for key, step in self.steps.items() if key[:3] != run}
-
-    def open(self, run: RunKey, agents: list[AgentId], now: int) -> None:
-        self.expire(now)
-        if run not in self.seq:
-            self.seq[run], self.until[run], self.agents[run] = -1, now + TTL, set(agents)
 
     def update(self, run: RunKey, seq: int, next_runs: dict[AgentId, NextRun], now: int) -> None:
         self.expire(now)
@@ -114,16 +107,11 @@ class NaiveBoard:
             return
         self._forget(run)
         self.seq[run], self.until[run] = seq, now + TTL
-        for agent, one in next_runs.items():
-            if agent in self.agents.get(run, {agent}):
-                self.steps[AgentKey(*run, agent)] = one.steps
-            else:
-                self.ignored += 1
+        self.steps |= {AgentKey(*run, agent): one.steps for agent, one in next_runs.items()}
 
     def done(self, run: RunKey, now: int) -> None:
         self.expire(now)
         self._forget(run)
-        self.agents.pop(run, None)
         self.seq[run], self.until[run] = math.inf, now + TTL
 
 
@@ -132,7 +120,6 @@ AGENTS = st.sampled_from([A, B, C])
 HINTS = st.dictionaries(AGENTS, st.builds(NextRun, st.integers(0, 4), st.sampled_from([0.5, 1.0])))
 OPERATIONS = st.one_of(
     st.tuples(st.just("update"), RUNS, st.integers(-1, 8), HINTS),
-    st.tuples(st.just("open"), RUNS, st.lists(AGENTS)),
     st.tuples(st.just("done"), RUNS),
     st.tuples(st.just("expire")),
 )
