@@ -61,7 +61,9 @@ class SchedulerSide:
         self._policy = policy_of(settings.tiers)
         self.translations = translations
         self.sessions = SessionHistories()
-        self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
+        self.prompts = AgentPrompts(
+            block_size, settings.forecast_ttl, lambda changes: self.sessions.ledger.on_forecast(changes)
+        )
         self.plain = PlainRequests(settings.discovery)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
