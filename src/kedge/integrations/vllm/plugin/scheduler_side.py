@@ -299,7 +299,7 @@ class SchedulerSide:
         found.update({**self.translations.lanes.bases.counters(), **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
-                found[f"evictions_{name if name in ('varying', 'unlabelled') else 'labelled'}"] += count
+                found[f"evictions_{name}"] += count
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)
