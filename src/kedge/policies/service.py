@@ -208,10 +208,9 @@ class ServiceOrder(Generic[T]):
 
 ACTIVE_SHARE = 0.25
 """Share of the cache that running requests may hold when another cold prompt starts."""
-COLD = 0.5
-"""Share of a prompt that has to be computed, from which on it is cold."""
-RETURNING = 0.5
-"""Share of requests that sessions come back with, from which on cold prompts are held back."""
+MOST = 0.5
+"""Share of a prompt that has to be computed, from which on it is cold; and share of requests that sessions come back
+with, from which on cold prompts are held back."""
 WAIT_SHARE = 0.5
 """Most time to write an answer, over that of computing the prompt that waits for it."""
 GROWTH = 1.02
@@ -263,6 +262,6 @@ def may_start(tokens: int, missing: float, running: int, capacity: int, returnin
     does. Nothing is computed while a cold prompt waits for the answers of others. So it waits only where answers are
     short against prompts, by the measured times of steps, and where most requests continue a session.
     """
-    if not running or missing < COLD or returning < RETURNING or not times.wait_pays(int(missing * tokens)):
+    if not running or missing < MOST or returning < MOST or not times.wait_pays(int(missing * tokens)):
         return True
     return running + tokens <= ACTIVE_SHARE * capacity

@@ -17,6 +17,7 @@ from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import (
     NO_HINTS,
+    RECENT,
     UNKNOWN_END,
     Chain,
     SessionHints,
@@ -27,8 +28,6 @@ from kedge.types import AgentKey, Namespace, TurnHints
 
 START_PACE = 1.0
 """Seconds that a step of a workflow takes, until one was observed."""
-WEIGHT = 0.1
-"""Share of a new observation in the pace."""
 WAITING = -1.0
 """The step of a session with a request in flight: sooner than all that is idle."""
 NextRuns = Mapping[SessionKey, tuple[float, float] | None]
@@ -113,7 +112,7 @@ class SessionLedger:
         """End a turn with an answer; `chain` is what its session is found by next."""
         now, key = self._clock(), turn.session
         if now > turn.began and key in self._agents:
-            self._pace += WEIGHT * (now - turn.began - self._pace)
+            self._pace += RECENT * (now - turn.began - self._pace)
         self.tracker.answered(key, chain, now, self._advice.completed(key, end.or_else(turn.hints)))
         self._ended(key)
         if len(chain) > len(turn.chain):
