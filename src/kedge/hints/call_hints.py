@@ -348,7 +348,8 @@ def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> tuple[str,
             ignored[dialect, IgnoredReason.UNSUPPORTED] += _count_others(body[name], {"kedge"})
     for path, (dialect, unsupported) in UNSUPPORTED.items():
         data = _at(path, body)
-        effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
+        places = (*(rule.path for rule in BODY), *UNSUPPORTED)
+        effective = {one[len(path)] for one in places if len(one) > len(path) and one[: len(path)] == path}
         ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
         ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
     return unknown
