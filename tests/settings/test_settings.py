@@ -74,7 +74,7 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"server": {"limits": {"host_memory": "much"}}}, "server.limits.host_memory", "much"),
         ({"engine": {"anchors": {"capacity": True}}}, "engine.anchors.capacity", True),
         ({"engine": {"anchors": {"max_error": -0.1}}}, "engine.anchors.max_error", -0.1),
-        ({"engine": {"anchors": {"weak_error": None}}}, "engine.anchors.weak_error", None),
+        ({"engine": {"anchors": {"weak_error": 0.0}}}, "engine.anchors.weak_error", 0.0),
         ({"engine": {"tiers": {"backup_hits": -1}}}, "engine.tiers.backup_hits", -1),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
