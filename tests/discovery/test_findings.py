@@ -28,15 +28,6 @@ def test_a_time_in_the_system_prompt_is_found_with_what_it_costs() -> None:
     assert finding.calls == 10, "from the third on"
 
 
-def test_tools_in_changing_order_are_found() -> None:
-    def unordered(number: int) -> Tokens:
-        tools = [words(("tool", one), 60) for one in ((0, 1, 2), (2, 1, 0))[number % 2]]
-        return (*words("system", 20), *sum(tools, ()), *words(("q", number), 40), 1, 2)
-
-    (finding,) = found_in(unordered)
-    assert finding.kind is FindingKind.COMMON_TEXT and finding.tokens >= 160
-
-
 def test_each_agent_is_named_once_however_many_orders_there_are() -> None:
     orders = ((0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1))
 
@@ -46,6 +37,7 @@ def test_each_agent_is_named_once_however_many_orders_there_are() -> None:
 
     findings = [one for one in found_in(unordered, 24) if one.kind is FindingKind.COMMON_TEXT]
     assert len(findings) == len({one.agent for one in findings}) == 3
+    assert min(one.tokens for one in findings) >= 120
 
 
 def test_rules_behind_a_role_are_found() -> None:
