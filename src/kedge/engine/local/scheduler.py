@@ -182,7 +182,7 @@ class ServiceOrders:
         """Take a request that waits from now on."""
         tokens = len(sequence.tokens)
         self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
-        self._live.began(sequence, sequence.turn and sequence.turn.session, tokens)
+        self._live.began(sequence.key, sequence.turn and sequence.turn.session, tokens)
 
     def left(self, sequence: RequestSequence) -> None:
         """Take note that a request is admitted, steps aside to be loaded, or has ended."""
@@ -197,7 +197,7 @@ class ServiceOrders:
     def ended(self, sequence: RequestSequence) -> None:
         """Take note that a request has ended, at whatever stage. Requests that never arrived are ignored."""
         self.left(sequence)
-        self._live.ended(sequence, len(sequence.tokens))
+        self._live.ended(sequence.key, len(sequence.tokens))
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:
         """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""
