@@ -81,7 +81,7 @@ class ServingSystem:
 
     def admit(self, now: float) -> Admitted | None:
         """Admit the request that is next. Returns None if there is none, or no room for it."""
-        session = self.next(now)
+        session = self.next()
         lease = self._lease(session, self.waiting[session]) if session else None
         if session is None or lease is None:
             return None
@@ -94,7 +94,7 @@ class ServingSystem:
         self.cache.finish(session.request, self.running.pop(session))
         self._copy()
 
-    def next(self, now: float) -> ClosedSession | None:  # noqa: ARG002
+    def next(self) -> ClosedSession | None:
         """Return the request that is next, if any waits."""
         return next(iter(self.waiting), None)
 
@@ -134,8 +134,7 @@ class KedgeSystem(ServingSystem):
         self._order.push(session, len(chain))
         self._live.began(session, turn.session, len(chain))
 
-    def next(self, now: float) -> ClosedSession | None:
-        self._now = now
+    def next(self) -> ClosedSession | None:
         overloaded = self._live.tokens() > self.cache.num_blocks
         order = self._order.order(self.cache.version, overloaded)
         if overloaded:
