@@ -79,7 +79,7 @@ class ServingSystem:
         """Queue a session's next request."""
         self.waiting[session] = session.chain(self.cache.num_blocks)
 
-    def admit(self, now: float) -> Admitted | None:
+    def admit(self, now: float) -> Admitted | None:  # noqa: ARG002
         """Admit the request that is next. Returns None if there is none, or no room for it."""
         session = self.next()
         lease = self._lease(session, self.waiting[session]) if session else None
