@@ -16,15 +16,6 @@ def sample(name: str) -> SampleId:
     return SampleId(ValueKind.AGENT, name)
 
 
-def test_quoted_answers_come_last_first_whatever_is_joined_with_their_ends() -> None:
-    index, one, two = AnswerIndex(), words("one", 20), words("two", 9)
-    index.put(pack(one), sample("one"))
-    index.put(pack(two), sample("two"))
-    text = (*words("before", 30), 7, *one[1:-2], 7, *words("between", 5), *two, *words("after", 30))
-    assert [*index.find(pack(text))] == [sample("two"), sample("one")]
-    assert [*index.find(pack((*one[:9], *words("other", 30))))] == []
-
-
 def test_of_answers_that_are_equal_but_for_their_ends_the_latest_is_known() -> None:
     index, answer = AnswerIndex(), words("answer", 20)
     like = (1, *answer[1:-2], 2, 3)

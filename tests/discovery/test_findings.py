@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kedge.discovery import Discovery, PlainRequests
-from kedge.discovery.report import Finding, FindingKind, find_waste, line, page
+from kedge.discovery.report import Finding, FindingKind, find_waste, line
 from kedge.settings import DiscoverySettings
 from kedge.types import GenerateRequest, RequestId, Segment, TenantId, Tokens, is_owned
 from tests.discovery.teams import judge, solver, words
@@ -28,15 +28,6 @@ def test_a_time_in_the_system_prompt_is_found_with_what_it_costs() -> None:
     assert finding.calls == 10, "from the third on"
 
 
-def test_tools_in_changing_order_are_found() -> None:
-    def unordered(number: int) -> Tokens:
-        tools = [words(("tool", one), 60) for one in ((0, 1, 2), (2, 1, 0))[number % 2]]
-        return (*words("system", 20), *sum(tools, ()), *words(("q", number), 40), 1, 2)
-
-    (finding,) = found_in(unordered)
-    assert finding.kind is FindingKind.COMMON_TEXT and finding.tokens >= 160
-
-
 def test_each_agent_is_named_once_however_many_orders_there_are() -> None:
     orders = ((0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1))
 
@@ -46,6 +37,7 @@ def test_each_agent_is_named_once_however_many_orders_there_are() -> None:
 
     findings = [one for one in found_in(unordered, 24) if one.kind is FindingKind.COMMON_TEXT]
     assert len(findings) == len({one.agent for one in findings}) == 3
+    assert min(one.tokens for one in findings) >= 120
 
 
 def test_rules_behind_a_role_are_found() -> None:
@@ -85,12 +77,3 @@ def test_a_report_has_what_was_found_of_one_tenant_and_no_text() -> None:
     assert (whole["requests"], own["requests"]) == (16, 8)
     assert len(whole["agents"]) == 4 and len(own["agents"]) == 2  # type: ignore[arg-type]
     assert line(own).startswith("plain traffic (observe): 8 requests, 2 agents known in 50% of them")
-    shown = page(own)
-    assert all(one["id"] in shown for one in own["agents"])  # type: ignore[attr-defined]
-    assert "None so far" not in page(whole).partition("Who calls next")[0]
-    assert "Nothing has been reported" in page(None)
-
-
-def test_names_are_escaped_in_the_page() -> None:
-    report = {**PlainRequests(DiscoverySettings()).report(), "follows": [("<b>", "x", 0.5)]}
-    assert "<b>" not in page(report).partition("Who calls next")[2] and "&lt;b&gt;" in page(report)

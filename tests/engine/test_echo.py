@@ -26,7 +26,8 @@ from kedge.types import (
     TenantId,
     TokenDelta,
 )
-from kedge.workflow import AgentKey, NextRun
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kedge.bench.demo import questions
 from kedge.runner.run import tool_result
 from kedge.settings import DiscoveryMode
 from kedge.types import Source, ValueKind
-from kedge.workflow import Agent
+from kedge.workflow.graph import Agent
 from kedge.workloads.base import QUESTION, Question
 from kedge.workloads.miniature import TASKS
 

@@ -18,9 +18,9 @@ from tests.server.conftest import Served, serving
 
 
 def test_a_client_is_told_what_was_understood(http: httpx.Client, served: Served) -> None:
-    body = {"prompt": "x", "kedge": {"agent": "a", "mood": 1}, "priority": 2, "shape": "round"}
+    body = {"prompt": "x", "kedge": {"agent": "a", "mood": 1}, "shape": "round"}
     answer = http.post("/v1/completions", json=body, headers={"X-Session-Id": "s"}).json()
-    assert answer["kedge"]["hints"] == {"agent": "a", "session": "s", "run": "s", "priority": -2.0}
+    assert answer["kedge"]["hints"] == {"agent": "a", "session": "s", "run": "s"}
     text = http.get("/metrics").text
     for dialect in ("kedge", "body"):
         assert f'dialect="{dialect}",model_name="kedge-nano",reason="unknown",tenant="default"}} 1.0' in text

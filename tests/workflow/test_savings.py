@@ -54,11 +54,6 @@ def test_an_answer_is_computed_by_its_first_reader_unless_it_is_translated() -> 
     assert counts(a, b, c) == [(5, 1, 0, 1), (9, 1, 4, 9), (9, 1, 8, 9)]
 
 
-def test_words_in_front_of_a_value_that_all_readers_share_stay_with_it() -> None:
-    a, b = (Agent(name, blocks(name, 1), blocks("q", 1) + "{user_question}") for name in "ab")
-    assert counts(a, b)[1] == (6, 2, 5, 5)
-
-
 def test_an_agent_that_must_be_exact_translates_nothing() -> None:
     a = Agent("a", blocks("a", 1), "{user_question}")
     exact = Agent("b", blocks("b", 1), "{user_question}", reuse=ReuseMode.EXACT)

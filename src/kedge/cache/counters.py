@@ -11,7 +11,7 @@ from typing import Any
 from kedge.cache.copies import Outcome, Purpose
 from kedge.cache.node import DEVICE, Transfer
 from kedge.cache.radix_tree import Removed
-from kedge.policies.eviction import step_name
+from kedge.policies.eviction import kind_of
 
 
 class Reason(StrEnum):
@@ -53,8 +53,8 @@ class CacheStats:
     host_evictions: int = 0
     evictions_by_reason: dict[str, int] = field(default_factory=dict)
     """Blocks of both tiers by `Reason`."""
-    evictions_by_step: dict[str, int] = field(default_factory=dict)
-    """Device blocks by step at eviction: "varying", "unlabelled", "inf" (unknown), or the number."""
+    evictions_by_kind: dict[str, int] = field(default_factory=dict)
+    """Device blocks by what they were, see `kind_of`."""
     blocks_loaded: int = 0
     blocks_offloaded: int = 0
     bytes_loaded: int = 0
@@ -97,7 +97,7 @@ class CacheStats:
             _add(self.evictions_by_reason, reason.value, count)
             if one.tier is DEVICE:
                 self.evictions += count
-                _add(self.evictions_by_step, step_name(one.node), count)
+                _add(self.evictions_by_kind, kind_of(one.node), count)
             else:
                 self.host_evictions += count
 

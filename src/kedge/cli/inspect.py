@@ -52,9 +52,7 @@ def inspect(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
     ] = None,
-    graph: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
-    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Print only the step graph, as text for Mermaid.")] = False,
     from_traffic: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A running server, Kedge's or vLLM's: what was found in its plain requests."),
@@ -70,9 +68,9 @@ def inspect(
         show_traffic(Console(), from_traffic, api_key)
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
-        show_flow(Console(), target, counts, graph, show_all=show_all)
-    elif graph is not None:
-        raise ConfigError("--graph", graph, "only a workflow has a graph; name its file")
+        show_flow(Console(), target, counts, graph_only=graph, show_all=show_all)
+    elif graph:
+        raise ConfigError("--graph", str(target), "only a workflow has a graph; name its file")
     else:
         _show_model(Console(), target, show_all=show_all)
 
@@ -163,6 +161,10 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
     console.print(line(report), highlight=False)
     if report["agents"]:
         console.print(agents_table(report["agents"]))
+    for before, after, share in report["follows"]:
+        console.print(f"after {before} comes {after}: {share:.0%}", highlight=False)
+    for reason, requests in report["why_not"]:
+        console.print(f"not translated in {requests:,} requests: {reason}", markup=False, highlight=False)
     for finding in map(finding_text, report["findings"]):
         console.print(finding, highlight=False)
     if not report["findings"]:

@@ -7,7 +7,8 @@ MAX_AGENTS = 1024
 MAX_VALUES = 8192
 """Values and their kinds, texts of runs, ends of prompts, and requests without an answer yet"""
 MAX_OF_ONE = 16
-"""Names and successors of an agent, prompts in a row after which it was none, and reasons that are counted alone"""
+"""Names and successors of an agent, prompts in a row after which it was none, readers of a text in a run, and reasons
+that are counted alone"""
 MAX_LOOKED_AT = 64
 """Agents and runs that one look compares, agents whose templates are reviewed, and rows of a report's tables"""
 LEAST_TOKENS = 8

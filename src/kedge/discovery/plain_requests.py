@@ -10,7 +10,7 @@ from itertools import count
 
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.report import find_waste, line
+from kedge.discovery.report import find_waste
 from kedge.discovery.runs import FoundRun
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.settings import DiscoveryMode, DiscoverySettings
@@ -66,8 +66,6 @@ class FoundForecasts:
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
 """Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
-LOG_SECONDS = 300.0
-"""Seconds between two lines of the log, at least"""
 
 
 class PlainRequests:
@@ -80,7 +78,6 @@ class PlainRequests:
         """Begin with nothing known. `clock` is in seconds."""
         self._mode, self._clock = settings.mode, clock
         self.forecasts = FoundForecasts()
-        self._next_log, self._logged = self._clock() + LOG_SECONDS, 0
         self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(MAX_NAMESPACES)
         self.totals = PlainTotals()
 
@@ -119,13 +116,6 @@ class PlainRequests:
     def clear(self) -> None:
         """Forget everything but the totals."""
         self._namespaces.clear()
-
-    def log(self) -> None:
-        """Log what was found, at most every `LOG_SECONDS` and only where requests have come since."""
-        now = self._clock()
-        if now >= self._next_log and self.totals.requests > self._logged:
-            self._next_log, self._logged = now + LOG_SECONDS, self.totals.requests
-            logger.info(line(self.report()))
 
     @property
     def is_idle(self) -> bool:

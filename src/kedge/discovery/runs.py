@@ -243,8 +243,6 @@ class Successors:
         return [(agent, after, share) for agent in self._after for after, share in self.likely(agent).items()]
 
 
-MAX_READERS = 32
-"""Agents that read a text, of which more tell nothing"""
 MOST_SHARED = 0.25
 """Share of the values of a kind that were read in several runs, up to which one tells which run it is of"""
 
@@ -256,7 +254,7 @@ class _RunText:
     run: RunId | None
     """The run that it is of; None where several have it"""
     readers: set[AgentId] = field(default_factory=set)
-    """Agents that read it in this run"""
+    """Agents that read it in this run; more of them tell nothing"""
 
 
 @dataclass(eq=False, slots=True)
@@ -317,7 +315,7 @@ class TextsOfRuns:
             elif known.run not in (run, None) and agent in known.readers:
                 kind.shared += 1
                 known.run = None
-            if len(known.readers) < MAX_READERS:
+            if len(known.readers) < MAX_OF_ONE:
                 known.readers.add(agent)
             else:
                 known.run = None

@@ -60,19 +60,13 @@ def lru(node: StepView) -> EvictionKey:
     return (node.last_access,)
 
 
-NAMED_STEPS = 64
-"""Whole steps up to this one are counted one by one; others by powers of two."""
-
-
-def step_name(kv: StepView) -> str:
-    """Return the step as evictions are counted by: "varying", "unlabelled", "inf", a number, or "<=" a number."""
-    if kv.step is None:
-        return "varying" if kv.varying else "unlabelled"
-    if kv.step < 0:
-        return "waiting"
-    if kv.step <= NAMED_STEPS and kv.step == int(kv.step) or math.isinf(kv.step):
-        return f"{kv.step:g}"
-    return f"<={2 ** math.ceil(math.log2(kv.step)):g}" if kv.step > 0 else "0"
+def kind_of(kv: StepView) -> str:
+    """Return what KV is, as evictions are counted by: "labelled" with a step, "varying" behind a fixed prompt, or
+    "unlabelled".
+    """
+    if kv.step is not None:
+        return "labelled"
+    return "varying" if kv.varying else "unlabelled"
 
 
 def distance(node: StepView, virtual_step: float = VIRTUAL_STEP) -> float:

@@ -23,7 +23,8 @@ from kedge.types import (
     Segment,
     Source,
 )
-from kedge.workflow import AgentKey, NextRun
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
 from tests.engine.local.conftest import engine_of
 from tests.engine.local.test_engine import prompt
 from tests.engine.local.tiering import (

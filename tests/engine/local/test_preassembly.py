@@ -18,7 +18,7 @@ from kedge.types import (
     ReuseMode,
     Segment,
 )
-from kedge.workflow import Agent, Workflow
+from kedge.workflow.graph import Agent, Workflow
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.stage import (
     ANSWER,

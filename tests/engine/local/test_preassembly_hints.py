@@ -21,7 +21,7 @@ from kedge.types import (
     TenantId,
     WorkflowId,
 )
-from kedge.workflow import NextRun
+from kedge.workflow.steps import NextRun
 from tests.engine.local.stage import (
     ANSWER,
     ASKED,

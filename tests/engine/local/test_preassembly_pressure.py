@@ -23,7 +23,8 @@ from kedge.types import (
     SamplingParams,
     Segment,
 )
-from kedge.workflow import AgentKey, NextRun
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
 from tests.engine.local.stage import ANSWER, ASKED, QUESTION, RUN, RUN_KEY, SPACE, Stage, pieces, prompt_of, taught
 from tests.engine.local.test_translation import tokens
 

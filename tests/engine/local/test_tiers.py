@@ -25,7 +25,8 @@ from kedge.types import (
     Source,
     TenantId,
 )
-from kedge.workflow import AgentKey, ForecastBoard, NextRun, RunProgress
+from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
+from kedge.workflow.steps import NextRun
 from tests.engine.local.conftest import engine_of
 from tests.engine.local.test_engine import prompt
 from tests.engine.local.tiering import (

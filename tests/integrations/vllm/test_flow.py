@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.policies.sessions.ledger import ForecastRecord
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -68,9 +67,8 @@ def small(tiny_llama: Path, stock: object, request: pytest.FixtureRequest) -> It
 
 @pytest.fixture
 def flow(small: Driver) -> Driver:
-    """The engine without what earlier tests have left: their forecasts did not come true."""
+    """The engine without what earlier tests have left."""
     small.reset()
-    small.side.sessions.ledger._record = ForecastRecord()
     return small
 
 

@@ -11,8 +11,8 @@ import pytest
 import kedge.models.nano
 from kedge.errors import WorkflowError
 from kedge.types import SampleId, ValueKind
-from kedge.workflow import TOPOLOGIES, Value, compile_agents
-from kedge.workflow.topologies import chain
+from kedge.workflow.template import Value, compile_agents
+from kedge.workflow.topologies import TOPOLOGIES, chain
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import TASKS, Task
 from kedge.workloads.miniature.base import MAX_TOKENS

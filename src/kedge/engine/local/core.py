@@ -91,7 +91,6 @@ class EngineCore:
         """Complete finished copies, and start the next ones."""
         if found := self.parts.plain.forecasts.take():
             self.forecast(found.next_runs, found.prompts)
-        self.parts.plain.log()
         self.parts.sessions.advance()
         if self.parts.cache.pump():
             self.parts.preassembly.wake()

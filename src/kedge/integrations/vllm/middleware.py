@@ -4,10 +4,10 @@
 
 Clients send what they send anyway, in headers and bodies (`kedge.hints`). A request's hints are put into the field of
 its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and the
-body of a request without hints, or one that cannot be read, byte for byte. At `/kedge` it shows what the plug-in has
-found in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt. `POST /v1/hints` takes
-hints without a prompt, and `GET /v1/guard` shows what is proved, as `kedge serve` does. From the server's start to its
-end the quality guard is at work in its process (`kedge.integrations.vllm.guarded_server`).
+body of a request without hints, or one that cannot be read, byte for byte. `/kedge/report` is what the
+plug-in has found in plain traffic, without any text of a prompt. `POST /v1/hints` takes hints without a prompt, and
+`GET /v1/guard` shows what is proved, as `kedge serve` does. From the server's start to its end the quality guard is at
+work in its process (`kedge.integrations.vllm.guarded_server`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.discovery.report import page
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from kedge.integrations.vllm.guarded_server import ServerGuard
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-PAGE, DATA = "/kedge", "/kedge/report"
-"""What the plug-in has found, as a page and as JSON"""
+REPORT_PATH = "/kedge/report"
+"""What the plug-in has found in plain traffic"""
 MAX_BODY_BYTES = 64 << 20
 """Bodies that are longer are refused: a field in them that keeps caches apart would do nothing"""
 SEPARATING = ("cache_salt", "extra_key")
@@ -57,14 +56,14 @@ class KedgeMiddleware:
         self._guard: ServerGuard | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, with its hints where it has any; take hints without a prompt; show the page of plain
+        """Pass a request on, with its hints where it has any; take hints without a prompt; show what was found in plain
         traffic, and what is proved. Start the guard with the server, and end it.
         """
         path, is_get, is_post = scope.get("path", ""), scope.get("method") == "GET", scope.get("method") == "POST"
         if scope["type"] == "lifespan" and "app" in scope:
             await self._run(scope, receive, send)
-        elif is_get and path in (PAGE, DATA):
-            await _shown(path)(scope, receive, send)
+        elif is_get and path == REPORT_PATH:
+            await _report()(scope, receive, send)
         elif is_get and path.endswith(GUARD_PATH):
             await _answer_own(self._app, scope, send, self._proved)
         elif is_post and path.endswith(HINTS_PATH):
@@ -108,14 +107,12 @@ class KedgeMiddleware:
         return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
-def _shown(path: str) -> Response:
-    """Return what the plug-in has found in plain traffic, as a page or as JSON; of several engines the first's."""
+def _report() -> JSONResponse:
+    """Return what the plug-in has found in plain traffic; of several engines the first's."""
     from kedge.integrations.vllm.plugin.metrics import REPORTS
 
     report = next((REPORTS[engine] for engine in sorted(REPORTS)), None)
-    found = HTMLResponse(page(report)) if path == PAGE else JSONResponse(report)
-    found.headers["cache-control"] = "no-store"
-    return found
+    return JSONResponse(report, headers={"cache-control": "no-store"})
 
 
 async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,7 +211,7 @@ async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[
     await app(dict(scope), nothing, keep)
     if not messages or messages[0].get("status") == HTTPStatus.NOT_FOUND:
         try:
-            answered: Response = JSONResponse(await answer())
+            answered = JSONResponse(await answer())
         except KedgeError as error:
             answered = _failed(error)
         await answered(scope, nothing, send)
@@ -223,7 +220,7 @@ async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[
         await send(message)
 
 
-def _failed(error: KedgeError) -> Response:
+def _failed(error: KedgeError) -> JSONResponse:
     """Return the answer that an error is."""
     status = STATUSES.get(type(error), 500)
     data = {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}

@@ -16,10 +16,8 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse
 
 from kedge import __version__
-from kedge.discovery.report import page as traffic_as_html
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, LimitReached, NotFound
@@ -266,21 +264,14 @@ async def call(number: int, request: Request, service: TheService, tenant: TheTe
     return JSONAnswer({**details, "text": text, "keeps_texts": dashboard.history.keeps_texts(tenant.id)})
 
 
-@router.get("/kedge", tags=["Operation"], responses=ERRORS, response_model=None, response_class=HTMLResponse)
-async def traffic_page(request: Request, service: TheService, tenant: TheTenant) -> Response:
-    """Show what was found in the tenant's plain requests: agents, who follows whom, and what defeats reuse."""
-    return HTMLResponse(traffic_as_html(await _report(request, service, tenant)))
-
-
 @router.get("/kedge/report", tags=["Operation"], responses=ERRORS, response_model=None)
 async def traffic_report(request: Request, service: TheService, tenant: TheTenant) -> Response:
-    """Return the same as JSON; null for an engine that does not look at plain requests in this process."""
-    return JSONAnswer(await _report(request, service, tenant))
-
-
-async def _report(request: Request, service: Service, tenant: Tenant) -> Mapping[str, Any] | None:
+    """Return what was found in the tenant's plain requests: agents, who follows whom, and what defeats reuse; null for
+    an engine that does not look at plain requests in this process.
+    """
     engine: Engine = request.app.state.dashboard.engine
-    return await asyncio.wrap_future(service.threads.wait(partial(engine.traffic, partial(is_owned, tenant.id))))
+    look = service.threads.wait(partial(engine.traffic, partial(is_owned, tenant.id)))
+    return JSONAnswer(await asyncio.wrap_future(look))
 
 
 SHOWN = ("mode", "max_changed", "agents")

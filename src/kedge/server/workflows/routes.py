@@ -59,7 +59,7 @@ class RunBody(Body):
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
-GRAPHS = {"mermaid": "application/vnd.mermaid", "dot": "text/vnd.graphviz"}
+MERMAID = "application/vnd.mermaid"
 KEEP_ALIVE = b": still there\n\n"
 FILE = {
     "requestBody": {
@@ -122,14 +122,11 @@ async def workflow(name: str, known: TheWorkflows, tenant: TheTenant) -> Respons
     "/v1/workflows/{name}/graph",
     response_model=None,
     response_class=Response,
-    responses=answers(200, kinds=GRAPHS.values()),
+    responses=answers(200, kinds=[MERMAID]),
 )
-async def graph(
-    name: str, known: TheWorkflows, tenant: TheTenant, format: Literal["mermaid", "dot"] = "mermaid"
-) -> Response:
-    """Return which agent reads whose answers, as text for Mermaid or Graphviz."""
-    found = known.registry.get(tenant.id, name).workflow
-    return Response(export(found, format), media_type=GRAPHS[format])
+async def graph(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
+    """Return which agent reads whose answers, as text for Mermaid."""
+    return Response(export(known.registry.get(tenant.id, name).workflow), media_type=MERMAID)
 
 
 @router.delete("/v1/workflows/{name}", response_model=None)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Tool
-from kedge.workflow.topologies import PresentedAnswer, Wording, user_template
+from kedge.workflow.topologies import Wording, presented, user_template
 from kedge.workloads.base import Question, Team
 
 Split = Literal["train", "test"]
@@ -73,7 +73,7 @@ class Task(Team):
 
     def prompt(self, role: Role, heard: Sequence[Role]) -> str:
         """Return the user message of `role` when it reads the answers of `heard`, with placeholders still in it."""
-        answers = [PresentedAnswer(one.id, one.title, self.wording.tool if one.tool else None) for one in heard]
+        answers = [presented(one.id, one.title, self.wording, has_tool=bool(one.tool)) for one in heard]
         return user_template(role.title, answers, self.wording)
 
     def questions(self, split: Split, seed: int) -> Iterator[Question]:

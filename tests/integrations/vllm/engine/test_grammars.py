@@ -80,4 +80,3 @@ def test_the_page_of_plain_traffic_is_shown(running: Served, client: openai.Open
             client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1)
             time.sleep(1)
         assert report["mode"] == "observe" and report["namespaces"] == ["default"]
-        assert "Kedge: plain traffic" in http.get("/kedge").text

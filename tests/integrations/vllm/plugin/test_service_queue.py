@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, RequestContexts, missing_of
+from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, missing_of
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 
@@ -47,7 +47,7 @@ class Queue(CachedFirstQueue):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        self.contexts.began(request, None)
+        self.contexts.began(request.request_id, None, request.num_tokens)
 
 
 @dataclass
@@ -166,31 +166,6 @@ def test_the_order_is_passed_on_when_it_changes_under_overload() -> None:
     assert not roomy.orders
 
 
-def test_a_session_is_one_context_however_often_it_returns() -> None:
-    now = 0.0
-    contexts = RequestContexts(lambda: now)
-    for turn in range(1, 6):
-        call = cast(Any, Call(f"{turn}", list(range(2 * turn)), 20 * turn))
-        contexts.began(call, "session")
-        contexts.began(call, "session")
-        assert contexts.tokens() == 20 * turn
-        contexts.ended(call)
-        contexts.ended(call)
-        assert (contexts.tokens(), len(contexts)) == (20 * turn, 0)
-    now = 1000.0
-    assert contexts.tokens() == 0
-
-
-def test_a_request_without_a_session_is_forgotten_when_it_ends() -> None:
-    contexts = RequestContexts(lambda: 0.0)
-    for number in range(3):
-        call = cast(Any, Call(f"{number}", [number]))
-        contexts.began(call, None)
-        assert contexts.tokens() == 10
-        contexts.ended(call)
-        assert contexts.tokens() == 0
-
-
 class AgainstVllms(RuleBasedStateMachine):
     """Where all fits, vLLM's own queue does the same; where nothing fits, the same requests wait."""
 
@@ -226,7 +201,7 @@ class AgainstVllms(RuleBasedStateMachine):
             self.queue.prepend_request(call)
             self.twin.prepend_request(call)
         else:
-            self.queue.contexts.ended(call)
+            self.queue.contexts.ended(call.request_id, call.num_tokens)
 
     @precondition(lambda self: self.twin)
     @rule(data=st.data())
@@ -235,7 +210,7 @@ class AgainstVllms(RuleBasedStateMachine):
         self.queue.remove_requests(calls)
         self.twin.remove_requests(calls)
         for call in calls:
-            self.queue.contexts.ended(call)
+            self.queue.contexts.ended(call.request_id, call.num_tokens)
 
     @invariant()
     def the_same_wait(self) -> None:

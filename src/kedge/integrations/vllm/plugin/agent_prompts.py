@@ -30,9 +30,9 @@ class AgentPrompts:
     """The forecast of every agent with the block hashes of its fixed prompt. Owned by the scheduler."""
 
     def __init__(
-        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], Changes] = lambda changes: changes
+        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], None] = lambda _: None
     ) -> None:
-        """Begin without forecasts. `on_forecast` is called with their changes, and returns what to believe of them."""
+        """Begin without forecasts. `on_forecast` is called with their changes."""
         self._block_size, self._on_forecast = block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
         self._lengths = FixedLengths(block_size)
@@ -88,8 +88,8 @@ class AgentPrompts:
         if changes := self._board.expire(time.monotonic()):
             self._apply(changes)
 
-    def _apply(self, given: Changes) -> None:
-        changes = self._on_forecast(given)
+    def _apply(self, changes: Changes) -> None:
+        self._on_forecast(changes)
         for key, next_run in changes.items():
             if next_run is None:
                 self.steps.pop(key, None)

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from kedge.errors import PlanError
-from kedge.policies.eviction import EvictionKey, StepPolicy, StepView, step_name
+from kedge.policies.eviction import EvictionKey, StepPolicy, StepView, kind_of
 from kedge.structures.heaps import LazyHeap, StepCounts
 from kedge.structures.prefixes import leading_count
 
@@ -519,7 +519,7 @@ class StepFreeQueue(BlockOwners):
         """Take blocks of the set that is next, until there are `n` or another set is next."""
         start = len(taken)
         owners = self._order.take(n, taken)
-        self.evicted[step_name(owners)] += len(taken) - start
+        self.evicted[kind_of(owners)] += len(taken) - start
         if owners is not self.unowned:
             self.release(owners, taken[start:])
             if len(owners.owners) <= MAX_NAMED:

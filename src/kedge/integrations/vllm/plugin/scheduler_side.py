@@ -61,7 +61,9 @@ class SchedulerSide:
         self._policy = policy_of(settings.tiers)
         self.translations = translations
         self.sessions = SessionHistories()
-        self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
+        self.prompts = AgentPrompts(
+            block_size, settings.forecast_ttl, lambda changes: self.sessions.ledger.on_forecast(changes)
+        )
         self.plain = PlainRequests(settings.discovery)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
@@ -227,7 +229,6 @@ class SchedulerSide:
         """Return the orders to the workers for this step."""
         orders = self.translations.take_orders(output)
         self.prompts.expect(self.plain.forecasts)
-        self.plain.log()
         self.prompts.expire()
         self.sessions.advance()
         for live in [self.requests[one] for one in output.preempted_req_ids or ()]:
@@ -298,7 +299,7 @@ class SchedulerSide:
         found.update({**self.translations.lanes.bases.counters(), **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
-                found[f"evictions_{name if name in ('varying', 'unlabelled') else 'labelled'}"] += count
+                found[f"evictions_{name}"] += count
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)

@@ -32,8 +32,6 @@ from kedge.policies.sessions import (
 from kedge.policies.sessions.turns import NO_HINTS
 from kedge.structures.prefixes import first_of
 from kedge.types import Namespace, TurnHints
-from kedge.workflow.forecast import Changes
-from kedge.workflow.steps import NextRun
 
 UNANSWERED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
@@ -55,11 +53,6 @@ class SessionHistories:
         self._device = device
         self._queues = [pool.free_block_queue for pool in (device, *others)]
         self.ledger = SessionLedger(device.num_gpu_blocks, self._clock)
-
-    def on_forecast(self, changes: Changes) -> Changes:
-        """Take the changes of the forecast. Returns them with the probabilities that were found to hold."""
-        believed = self.ledger.on_forecast(changes)
-        return {key: next_run and NextRun(*next_run) for key, next_run in believed.items()}
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions between requests. Returns what becomes of each hint."""
