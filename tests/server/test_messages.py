@@ -43,7 +43,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     (TEXT, {"prompt": "x" * 9000}, "prompt", f"prompt='9000 tokens': {MOST}"),
     (TEXT, {"prompt": "\ud800"}, "prompt", f"prompt='\\ud800': {HALF}"),
     *((TEXT, {"prompt": "x", "stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
-    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop=('a', ''): must not contain an empty string"),
+    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop='': must not be empty"),
     (TEXT, {"prompt": "x", "stream_options": 5}, "stream_options", "stream_options: Input should be an object"),
     (TEXT, {"prompt": "x", "n": 1.5}, "n", "n: Input should be a valid integer"),
     (TEXT, [1], None, "body: Input should be an object"),

@@ -215,16 +215,18 @@ class Body(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "") -> Model:
+def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "", places: Sequence[str] = ()) -> Model:
     """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value, with its
-    place behind `at`.
+    place behind `at`; of a message, behind its place in `places`.
     """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, (at, *first["loc"]) if at else first["loc"]))
-        raise RequestError(place, brief(first["input"]), first["msg"]) from None
+        place = list(map(str, first["loc"]))
+        if places and place[0] == "messages" and len(place) > 1:
+            place[:2] = [places[int(place[1])]]
+        raise RequestError(".".join((at, *place) if at else place), brief(first["input"]), first["msg"]) from None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer
-from kedge.server.openai.responses import TextLogprobs, of_chat, spelled
+from kedge.server.openai.writers import TextLogprobs, chat_logprobs, spelled
 from kedge.types import TokenLogprob
 from tests.server.conftest import Served
 from tests.server.openai.test_routes import events, say
@@ -164,7 +164,7 @@ def test_offsets_lead_to_where_a_tokens_character_begins(text: str, cut: int, st
 
 def test_what_json_has_no_number_for() -> None:
     entry = TokenLogprob(97, -math.inf, ((98, 0.0), (97, -math.inf)))
-    chat = of_chat(TOKENIZER, [entry])["content"][0]
+    chat = chat_logprobs(TOKENIZER, [entry])["content"][0]
     assert (chat["logprob"], chat["top_logprobs"][1]["logprob"]) == (-9999.0, -9999.0)
     text = TextLogprobs(TOKENIZER).write((97,), [entry])
     assert (text["token_logprobs"], text["top_logprobs"]) == ([-9999.0], [{"b": 0.0, "a": -9999.0}])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.openai.tool_calls import PARSERS, Hermes, Llama3Json, ToolParser, can_end
+from kedge.server.openai.tool_calls import PARSERS, AnswerReader, Hermes, Llama3Json, can_end
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
 from tests.engine.local.conftest import tiny_tokenizer
@@ -213,9 +213,9 @@ def test_an_unknown_format_is_a_bad_setting() -> None:
 # the formats ----------------------------------------------------------------------------------------------------------
 
 
-def read(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
+def read(parser: AnswerReader, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
     """Content and calls of an answer that comes in `pieces`."""
-    said = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
+    said = [parser.read(piece) for piece in pieces] + [parser.read("", last=True)]
     calls = [(call.name, json.loads(call.arguments)) for one in said for call in one.calls]
     return "".join(one.content for one in said), calls
 
@@ -288,7 +288,7 @@ def test_it_does_not_matter_where_the_pieces_are_cut(name: str, text: str, cuts:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
     assert read(PARSERS[name](), *pieces) == read(PARSERS[name](), text)
-    whole = PARSERS[name]().push(text, last=True)
+    whole = PARSERS[name]().read(text, last=True)
     assert (whole.content, [call.name for call in whole.calls]) == (
         read(PARSERS[name](), text)[0],
         [call for call, _ in read(PARSERS[name](), text)[1]],
@@ -305,14 +305,14 @@ def test_a_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_was_cut_off_within_a_call_is_no_text(name: str, size: int) -> None:
     text = {"hermes": f"So: {CALL}", "llama3_json": C}[name][: size + 4]
-    said = PARSERS[name]().push(text, last=True, cut=True)
+    said = PARSERS[name]().read(text, last=True, cut=True)
     assert "name" not in said.content or said.calls == ()
     assert name == "llama3_json" or said.content.partition("<")[0].strip() in ("So:", "So")
 
 
 def test_text_is_not_held_back_longer_than_it_must_be() -> None:
     parser = Hermes()
-    said = [parser.push(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
+    said = [parser.read(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
     assert said == ["so", " it", " is", "<b", ""]
 
 

@@ -40,8 +40,8 @@ def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
     """Return the segments of a chat's prompt, and note tools that the template cannot show. Raises as
     `of_conversation` does.
     """
-    given = body.messages, body.tools_to_use, body.template_options
-    return of_conversation(tokenizer, *given, continues=bool(body.continue_final_message), skip=body.skip)
+    given, continues = (body.messages, body.tools_to_use, body.template_options), bool(body.continue_final_message)
+    return of_conversation(tokenizer, *given, continues=continues, skip=body.left_out.extend)
 
 
 def of_conversation(

@@ -7,14 +7,14 @@ is refused in chats, `tools` in text completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from kedge.checks import MAX_STOPS, brief
+from kedge.checks import brief
 from kedge.errors import RequestError
 from kedge.hints.values import cache_marks
 from kedge.server.http import Body, accepted
@@ -171,6 +171,8 @@ NO_VARIABLES = frozenset((
 ))  # fmt: skip
 """Arguments of Transformers' `apply_chat_template` that are not for clients"""
 TOOL_CHOICES = ("none", "auto", "required")
+SAMPLING = {one.name for one in fields(SamplingParams)} - {"grammar"}
+"""Parameters of sampling, by names that bodies have as well"""
 COMPLETION_MAX_TOKENS = 16
 """Default of OpenAI's text completions."""
 
@@ -194,7 +196,18 @@ TopCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class GenerationBody(Body):
+class CallBody(Body):
+    """Body of a call that generates, in any dialect."""
+
+    sent: ClassVar[Mapping[str, str]] = {}
+    """Field of the completion that is made of it -> the field of this body that it is read from"""
+
+    def chat(self) -> AnyBody:
+        """Return the same call as a completion. Raises `RequestError` naming what this server cannot read."""
+        raise NotImplementedError
+
+
+class GenerationBody(CallBody):
     """Fields that both kinds of completion share."""
 
     prompt_field: ClassVar[str]
@@ -215,12 +228,16 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     kedge: Any = None
-    _skipped: list[str] = PrivateAttr(default_factory=list)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    def chat(self) -> AnyBody:
+        assert isinstance(self, ChatBody | CompletionBody)
+        return self
 
     @property
-    def skipped(self) -> Sequence[str]:
-        """What another protocol's body had besides, and what the prompt turned out to lack."""
-        return self._skipped
+    def left_out(self) -> list[str]:
+        """What of the body the model does not get, by its place there; it grows while the body is read."""
+        return self._left_out
 
     @property
     def choices_per_prompt(self) -> int:
@@ -232,9 +249,19 @@ class GenerationBody(Body):
         return "response_format"
 
     @property
-    def answer_limit(self) -> int | None:
-        """Longest answer in tokens, if the body limits it."""
-        return self.max_tokens
+    def unread(self) -> list[str]:
+        """What of the body the model does not read, by its place there."""
+        return []
+
+    @property
+    def tools_to_use(self) -> list[Tool]:
+        """Tools that the prompt offers to the model; none with `tool_choice: "none"`."""
+        return []
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether only the answer's first call counts."""
+        return False
 
     @property
     def top_logprobs_count(self) -> int | None:
@@ -245,11 +272,6 @@ class GenerationBody(Body):
     def prompt_logprobs_count(self) -> int | None:
         """Number of top-k logprobs per prompt token; None for no logprobs of the prompt."""
         return None
-
-    @property
-    def left_out(self) -> Iterable[str]:
-        """What of the body the model does not get, by its place in the body."""
-        return ()
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -267,22 +289,13 @@ class GenerationBody(Body):
                 raise RequestError(name, value, "this server does not support this parameter")
 
     def sampling(self, base: SamplingParams) -> SamplingParams:
-        """Return `base` with the body's parameters. Raises `RequestError` for invalid stop strings."""
-        given = {
-            "max_tokens": self.answer_limit,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
-            "stop": None if self.stop is None else _stops(self.stop),
-            "ignore_eos": self.ignore_eos,
-        }
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return replace(base, **changes)
+        """Return `base` with the body's parameters."""
+        given = self.model_dump(include=SAMPLING, exclude_none=True)
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k)
+        return replace(base, **given)
 
 
 class ResponseFormat(Body):
@@ -322,27 +335,25 @@ class ChatBody(GenerationBody):
         return {name: value for name, value in own.items() if value is not None} | (self.chat_template_kwargs or {})
 
     @property
-    def left_out(self) -> Iterable[str]:
+    def unread(self) -> list[str]:
         parts = (part.type for message in self.messages for part in message.parts if not part.is_read)
         tools = (tool.type for tool in self.tools or () if not tool.function)
-        return (*self._skipped, *(f"messages.{one}" for one in parts), *(f"tools.{one}" for one in tools))
-
-    def skip(self, names: Iterable[str]) -> Self:
-        """Note what is left out. Returns the chat."""
-        self._skipped += names
-        return self
-
-    @property
-    def answer_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return [*(f"messages.{one}" for one in parts), *(f"tools.{one}" for one in tools)]
 
     @property
     def top_logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def has_one_call(self) -> bool:
+        return self.parallel_tool_calls is False
+
+    def sampling(self, base: SamplingParams) -> SamplingParams:
+        found = super().sampling(base)
+        return replace(found, max_tokens=self.max_completion_tokens) if self.max_completion_tokens else found
+
+    @property
     def tools_to_use(self) -> list[Tool]:
-        """Tools that the prompt offers to the model; none with `tool_choice: "none"`."""
         return [] if self.tool_choice == "none" else [one for one in self.tools or () if one.function]
 
     @property
@@ -420,10 +431,4 @@ class CompletionBody(GenerationBody):
         return [one for one in prompt if not isinstance(one, int)]
 
 
-def _stops(stop: str | list[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise RequestError("stop", len(stops), f"at most {MAX_STOPS} stop strings are allowed")
-    if not all(stops):
-        raise RequestError("stop", stops, "must not contain an empty string")
-    return stops
+AnyBody = ChatBody | CompletionBody
