@@ -12,10 +12,7 @@ from pydantic import Field
 from kedge.errors import PromptTooLong
 from kedge.hints.values import cache_marks
 from kedge.server.http import (
-    BODY_ERRORS,
     ERRORS,
-    EVENTS,
-    JSON,
     Body,
     JSONAnswer,
     TypedRoute,
@@ -26,7 +23,7 @@ from kedge.server.http import (
     sent_as,
 )
 from kedge.server.openai import prompts
-from kedge.server.openai.generation import TheCaller, answer
+from kedge.server.openai.generation import ANSWERS, TheCaller, answer
 from kedge.server.openai.protocol import DROPPED, CallBody, ChatBody, Count
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
@@ -230,7 +227,6 @@ def _event(name: str, **data: Any) -> bytes:
 
 
 router = APIRouter(tags=["Anthropic"], responses=ERRORS, route_class=TypedRoute)
-ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
 
 
 @router.post("/v1/messages", response_model=None, responses=ANSWERS)
@@ -239,7 +235,7 @@ async def messages(body: MessagesBody, caller: TheCaller) -> Response:
     return await answer(body, MessagesWriter(caller.service), caller)
 
 
-@router.post("/v1/messages/count_tokens", response_model=None, responses=answers(200) | BODY_ERRORS)
+@router.post("/v1/messages/count_tokens", response_model=None, responses=answers(200))
 async def count_tokens(body: MessagesBody, caller: TheCaller) -> Response:
     """Return how many tokens a conversation's prompt has."""
     service = caller.service

@@ -277,15 +277,9 @@ class ErrorBody(BaseModel):
 Answers = dict[int | str, dict[str, Any]]
 """Status, or a range of them, -> documentation of the answer."""
 ERRORS: Answers = {
-    421: {"model": ErrorBody, "description": "`Host` names no host that this server answers to."},
     "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
     "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
 }
-BODY_ERRORS: Answers = {
-    400: {"model": ErrorBody, "description": "The body cannot be read, or has a wrong value."},
-    415: {"model": ErrorBody, "description": "The body has another type than those that are read."},
-}
-"""Errors of routes that read a body, besides `ERRORS`."""
 JSON, EVENTS = ("application/json",), ("text/event-stream",)
 
 
@@ -364,58 +358,49 @@ def error_body(error: KedgeError) -> dict[str, Any]:
     return problem_body(message, problem, error.key if problem.status in (400, 404) else None)
 
 
+CODES = {
+    400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout",
+    413: "request_too_large", 415: "unsupported_media_type",
+}  # fmt: skip
+"""Status of what is refused before it reaches its route -> its code"""
+
+
 def install_errors(app: FastAPI) -> None:
     """Answer every error of `app` in this format."""
-    app.add_exception_handler(KedgeError, answer_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _bug)
+    for kind in (KedgeError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, error: Exception) -> JSONAnswer:
-    """Return the answer to a call that ended in a `KedgeError`."""
-    assert isinstance(error, KedgeError)
-    status = problem_of(error).status
-    if status == INTERNAL.status:
-        logger.error("a call failed: %s", error)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
-    if isinstance(error, LimitReached):
-        headers = {"Retry-After": str(math.ceil(error.retry_after))}
-    body = error_body(error)
-    if isinstance(error, PromptTooLong) and request.url.path.startswith("/v1/messages"):  # which clients look for
-        body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
-    return _answer(request, body, status, headers)
-
-
-async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
-    is_json = first["type"] != "json_invalid"
-    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
-    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
-    param = place[0] if is_json and place else None
-    return _answer(request, problem_body(message, Problem(400, INVALID_REQUEST, None), param), 400)
-
-
-async def _http_error(request: Request, error: Exception) -> JSONAnswer:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(error.status_code)
-    kind = INVALID_REQUEST if error.status_code < 500 else INTERNAL.type
-    body = problem_body(str(error.detail), Problem(error.status_code, kind, code))
-    return _answer(request, body, error.status_code, error.headers)
-
-
-async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG001 (Starlette logs it)
-    return _answer(request, problem_body(BUG, INTERNAL), INTERNAL.status)
-
-
-def _answer(
-    request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
-) -> JSONAnswer:
-    """Return the answer; count it, and report it, for the calling tenant, if it is known."""
+    """Return the answer to a call that ended in an error; count it, and report it, for the calling tenant, if it is
+    known.
+    """
+    path, status, headers = request.url.path, INTERNAL.status, dict[str, str]()
+    body = problem_body(BUG, INTERNAL)  # Starlette logs it
+    match error:
+        case KedgeError():
+            body, status = error_body(error), problem_of(error).status
+            if status == INTERNAL.status:
+                logger.error("a call failed: %s", error)
+            headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status, {})
+            if isinstance(error, LimitReached):
+                headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            if isinstance(error, PromptTooLong) and path.startswith("/v1/messages"):  # which clients look for
+                body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+        case RequestValidationError():
+            first, status = error.errors()[0], 400
+            place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
+            is_json = first["type"] != "json_invalid"
+            why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+            message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
+            param = place[0] if is_json and place else None
+            body = problem_body(message, Problem(400, INVALID_REQUEST, None), param)
+        case HTTPException():
+            status, headers = error.status_code, dict(error.headers or {})
+            kind = INVALID_REQUEST if status < 500 else INTERNAL.type
+            body = problem_body(str(error.detail), Problem(status, kind, CODES.get(status)))
     tenant, service = getattr(request.state, "tenant", None), request.app.state.service
-    path, owner = request.url.path, tenant.id if tenant else None
+    owner = tenant.id if tenant else None
     if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
         service.failed(owner, failure_of(request, body, status))
     else:

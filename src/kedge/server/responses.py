@@ -15,29 +15,23 @@ from fastapi import APIRouter, Response
 from kedge.checks import brief
 from kedge.errors import PromptTooLong, RequestError
 from kedge.server.http import (
-    BODY_ERRORS,
     ERRORS,
     EVENTS,
-    JSON,
     TypedRoute,
     accepted,
-    answers,
     event,
     read_as,
     usage,
 )
-from kedge.server.openai.generation import TheCaller, answer, failure
+from kedge.server.openai.generation import ANSWERS, TheCaller, answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
 from kedge.server.service import Service
 from kedge.types import Completion, FinishReason
 
-NO_EFFECT = (
-    "store", "include", "reasoning", "truncation", "service_tier", "background", "stream_options", "max_tool_calls",
-    "text", "instructions", "input", "max_output_tokens", "tools", "tool_choice", "previous_response_id",
-)  # fmt: skip
-"""Fields that a chat does not have; all others are passed on."""
+NO_EFFECT = ("store", "include", "truncation", "service_tier", "stream_options", "max_tool_calls")
+"""Fields that neither a chat has nor a hint is; all others that the body does not list are passed on"""
 Input = Annotated[str | list[dict[str, Any]], accepted("a string or a list of items (objects)")]
 
 
@@ -335,7 +329,6 @@ def _new_id(prefix: str) -> str:
 
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
-ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
 
 
 @router.post("/v1/responses", response_model=None, responses=ANSWERS)

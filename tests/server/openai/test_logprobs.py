@@ -128,26 +128,6 @@ def test_a_streamed_chat_tells_every_token_once(http: httpx.Client) -> None:
     assert all(one["refusal"] is None for one in told)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
-        ("/v1/completions", {"prompt": "x", "logprobs": -1}, "logprobs"),
-        ("/v1/completions", {"prompt": "x", "logprobs": True}, "logprobs"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ("/v1/completions", {"prompt": "x", "echo": 1}, "echo"),
-        ("/v1/chat/completions", {"messages": say("x"), "logprobs": 1}, "logprobs"),
-        ("/v1/chat/completions", {"messages": say("x"), "top_logprobs": 2}, "top_logprobs"),
-        ("/v1/chat/completions", {"messages": say("x"), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ("/v1/chat/completions", {"messages": say("x"), "max_tokens": 0}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": say("x"), "echo": True}, "echo"),
-    ],
-)
-def test_what_cannot_be_asked_is_named(http: httpx.Client, path: str, body: object, param: str) -> None:
-    answer = http.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 TOKENIZER = ByteTokenizer()
 
 

@@ -15,9 +15,13 @@ from kedge.checks import brief
 from kedge.errors import EmptyPrompt, InvalidGrammar, InvalidToken, KedgeError, PromptTooLong, RequestError
 from kedge.guard import GuardOrders
 from kedge.hints import Hints
+from kedge.hints.values import MAX_EXPECTED
 from kedge.server.http import (
+    EVENTS,
+    JSON,
     EventStream,
     JSONAnswer,
+    answers,
     error_body,
     failure_of,
     kedge_field,
@@ -48,9 +52,6 @@ from kedge.types import (
 )
 from kedge.workflow.graph import Agent, Step
 
-MAX_IGNORED = 64
-"""Names in an answer's `kedge.ignored`"""
-
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -67,6 +68,8 @@ async def _caller(request: Request, service: TheService, workflows: TheWorkflows
 
 
 TheCaller = Annotated[Caller, Depends(_caller)]
+ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
+"""Documentation of the answers of routes that generate"""
 
 
 async def answer(given: CallBody, writer: AnswerWriter, caller: Caller) -> Response:
@@ -97,8 +100,11 @@ def _read(given: CallBody, caller: Caller) -> tuple[AnyBody, Hints, str]:
     service.check_model(body.model)
     body.refuse_unsupported()
     hints = caller.request.state.hints = service.hints(caller.tenant, body.hints, caller.request.headers)
-    body.left_out.extend((*hints.ignored, *body.unread))
-    return body, hints, grammar_of(body, service.settings.tool_call_parser) if isinstance(body, ChatBody) else ""
+    body.left_out.extend(hints.ignored)
+    if not isinstance(body, ChatBody):
+        return body, hints, ""
+    body.left_out.extend(body.unread)
+    return body, hints, grammar_of(body, service.settings.tool_call_parser)
 
 
 async def _events(job: GenerationJob, call: GenerationCall, writer: AnswerWriter) -> AsyncIterator[bytes]:
@@ -157,7 +163,7 @@ class GenerationJob:
         Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
         """
         service, workflows, tenant = caller.service, caller.workflows, caller.tenant
-        tools = len(body.tools_to_use)
+        tools = len(body.tools_to_use) if isinstance(body, ChatBody) else 0
         if tools and service.settings.tool_call_parser is None:
             raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
         if hints.bindings is None:
@@ -185,12 +191,14 @@ class GenerationJob:
 
     def reader(self) -> AnswerReader:
         """Return the reader of a choice."""
-        form = self.caller.service.settings.tool_call_parser if self.body.tools_to_use else None
-        return (PARSERS[form] if form else AnswerReader)(1 if self.body.has_one_call else None)
+        form, body = self.caller.service.settings.tool_call_parser, self.body
+        if form and isinstance(body, ChatBody) and body.tools_to_use:
+            return PARSERS[form](1 if body.parallel_tool_calls is False else None)
+        return AnswerReader()
 
     def kedge(self, call: GenerationCall) -> dict[str, Any]:
         """Return the answer's field `kedge`, with what of the body was left out."""
-        ignored = [str(brief(one)) for one in dict.fromkeys(self.body.left_out)][:MAX_IGNORED]
+        ignored = [str(brief(one)) for one in dict.fromkeys(self.body.left_out)][:MAX_EXPECTED]
         return kedge_field(replace(self.hints, ignored=tuple(ignored)), [one for one in call.completions if one])
 
     async def begin(self) -> GenerationCall:
@@ -236,7 +244,8 @@ class GenerationJob:
     def _name_field(self, error: BaseException) -> None:
         """Name the chat's field in an engine's error about the prompt or the grammar."""
         if isinstance(error, InvalidGrammar):
-            error.rename(self.body.grammar_field, error.value)
+            is_call = isinstance(self.body, ChatBody) and self.body.must_call
+            error.rename("tools" if is_call else "response_format", error.value)
         elif isinstance(error, EmptyPrompt | InvalidToken | PromptTooLong):
             field = "kedge.bindings" if self.step else self.body.prompt_field
             value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)

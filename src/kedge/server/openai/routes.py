@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from kedge.server.http import BODY_ERRORS, ERRORS, EVENTS, JSON, JSONAnswer, TypedRoute, answers
-from kedge.server.openai.generation import TheCaller, answer
+from kedge.server.http import ERRORS, JSONAnswer, TypedRoute
+from kedge.server.openai.generation import ANSWERS, TheCaller, answer
 from kedge.server.openai.protocol import ChatBody, CompletionBody
 from kedge.server.openai.writers import CompletionsWriter
 from kedge.server.service import Service, TheService, TheTenant
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
-ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
