@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -136,7 +135,6 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 JSON_TYPE = "application/json"
 YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 """RFC 9512, and older names."""
@@ -150,7 +148,7 @@ class TypedRoute(APIRoute):
     request before JSON or YAML, which this server does not grant.
     """
 
-    def get_route_handler(self, long_body: int = 1 << 16) -> Handler:
+    def get_route_handler(self, long_body: int = 1 << 16) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         body = (self.openapi_extra or {}).get("requestBody", {})
         declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
         handle = super().get_route_handler()
@@ -329,13 +327,6 @@ def problem_body(message: str, problem: Problem, param: str | None = None) -> di
     return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
 
 
-def refusal(path: str, status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
-    """Return the answer to a call that is refused before it reaches its route."""
-    return JSONAnswer(
-        in_dialect(path, problem_body(why, Problem(status, INVALID_REQUEST, code), param), status), status
-    )
-
-
 ANTHROPIC_TYPES = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     500: "api_error", 503: "overloaded_error",
@@ -360,7 +351,7 @@ def error_body(error: KedgeError) -> dict[str, Any]:
 
 CODES = {
     400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout",
-    413: "request_too_large", 415: "unsupported_media_type",
+    413: "request_too_large", 415: "unsupported_media_type", 421: "untrusted_host",
 }  # fmt: skip
 """Status of what is refused before it reaches its route -> its code"""
 
@@ -375,7 +366,7 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
     """Return the answer to a call that ended in an error; count it, and report it, for the calling tenant, if it is
     known.
     """
-    path, status, headers = request.url.path, INTERNAL.status, dict[str, str]()
+    path, status, headers = request.scope["path"], INTERNAL.status, dict[str, str]()
     body = problem_body(BUG, INTERNAL)  # Starlette logs it
     match error:
         case KedgeError():
@@ -398,7 +389,8 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
         case HTTPException():
             status, headers = error.status_code, dict(error.headers or {})
             kind = INVALID_REQUEST if status < 500 else INTERNAL.type
-            body = problem_body(str(error.detail), Problem(status, kind, CODES.get(status)))
+            param = "Host" if status == 421 else None
+            body = problem_body(str(error.detail), Problem(status, kind, CODES.get(status)), param)
     tenant, service = getattr(request.state, "tenant", None), request.app.state.service
     owner = tenant.id if tenant else None
     if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
@@ -411,7 +403,7 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
     """Return the record of a call that was answered with an error; its agent is known once its hints were read."""
     error, hints = body["error"], getattr(request.state, "hints", None)
-    route = f"{request.method} {unquote(request.url.path)}"
+    route = f"{request.method} {request.scope['path']}"
     agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}
     return CallFailure(status, error["code"] or error["type"], error["message"], route, **agent)
 

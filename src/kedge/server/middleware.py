@@ -16,7 +16,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kedge.checks import parse_host
 from kedge.errors import Unauthenticated
-from kedge.server.http import answer_error, refusal
+from kedge.server.http import answer_error
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
@@ -64,7 +64,7 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         why = f"Host={', '.join(given)!r}: is not a name of this server (kedge serve --allowed-host NAME adds one)"
-        await refusal(scope["path"], 421, why, "untrusted_host", param="Host")(scope, receive, send)
+        await (await answer_error(Request(scope), HTTPException(421, why)))(scope, receive, send)
 
 
 MAX_DRAINED = 16

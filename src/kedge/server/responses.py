@@ -196,9 +196,10 @@ class ResponsesWriter(AnswerWriter):
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is a message that goes on"""
-        self._events = 0
+        self._events, self._is_silent = 0, False
 
     def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+        self._is_silent = True
         for _ in self.add(0, said[0], {}):
             pass  # the events of a stream that nobody reads; they leave the items behind
         completion = said[0][1].completion
@@ -281,6 +282,8 @@ class ResponsesWriter(AnswerWriter):
 
     def _event(self, kind: str, /, **data: Any) -> bytes:
         self._events += 1
+        if self._is_silent:
+            return b""
         return event({"type": kind, "sequence_number": self._events - 1, **data}, name=kind)
 
     def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:

@@ -46,15 +46,14 @@ def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
         raise RequestError("messages", [], "must have at least one message")
     if tokenizer.most is not None and len(body.messages) > tokenizer.most:  # each has a token, at least
         raise PromptTooLong.of("prompt_tokens", len(body.messages), tokenizer.most)
-    inner = getattr(tokenizer, "inner", None)
-    own = signature(inner.apply_chat_template).parameters.keys() - {"documents"} if inner else set[str]()
-    for name, value in (body.chat_template_kwargs or {}).items():
-        if name in own:
+    inner: Any = getattr(tokenizer, "inner", None)
+    for name, value in (body.chat_template_kwargs or {}).items() if inner is not None else ():
+        if name != "documents" and name in signature(inner.apply_chat_template).parameters:
             raise RequestError(f"chat_template_kwargs.{name}", brief(value), "is no variable of a chat template")
     tools = [one.model_dump(exclude_none=True) for one in body.tools_to_use]
     given = Conversation([_for_template(one) for one in body.messages], tools, body.template_options)
-    plain = PlainTexts(tokenizer.specials, given)
-    whole, chat = _render(tokenizer, Conversation(*plain(given)))
+    texts, mark = as_plain(tokenizer.specials, given)
+    whole, chat = _render(tokenizer, Conversation(*texts))
     if tools and not chat.tools:
         body.left_out.append("tools")
     places = _places(tokenizer, chat, whole)
@@ -70,46 +69,41 @@ def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
         if begin >= (ends[-1] if ends else 0):
             ends += [begin, end]
             names += [f"message_{at}", f"p{at + 1}"]
-    pieces = tokenizer.encode_cut(whole, [*ends, len(whole)], plain.mark)
+    pieces = tokenizer.encode_cut(whole, [*ends, len(whole)], mark)
     return tuple(Segment(tokens, name) for name, tokens in zip(names, pieces, strict=True) if tokens)
 
 
-class PlainTexts:
-    """Breaks the special tokens that are spelled out in texts of clients, with a character that is in none of them."""
+def as_plain(specials: Collection[str], data: Any) -> tuple[Any, str]:
+    """Return data as a template may get it, and a character that is in none of its texts: it stands behind the first
+    character of each special token that a client has spelled out.
 
-    def __init__(self, specials: Collection[str], data: Any) -> None:
-        """Raises `RequestError` for data that nests too deeply."""
-        try:
-            text = json.dumps(data, ensure_ascii=False)
-        except RecursionError:
-            raise RequestError("messages", "…", "nests too deeply") from None
-        self._names, self._sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
-        self._first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
-        private = map(chr, range(0xE000, 0xF900))
-        self.mark = next((one for one in private if one not in text), "\uf8ff")
-        self._changes = self._broken(text) != text or not is_unicode(text)
+    Halves of surrogate pairs are replaced: clients that cut texts leave them, and never lose them again. Raises
+    `RequestError` for data that nests too deeply.
+    """
+    try:
+        whole = json.dumps(data, ensure_ascii=False)
+    except RecursionError:
+        raise RequestError("messages", "…", "nests too deeply") from None
+    mark = next((one for one in map(chr, range(0xE000, 0xF900)) if one not in whole), "\uf8ff")
+    names, sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
+    first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
 
-    def __call__(self, data: Any) -> Any:
-        """Return texts, or data with texts in it, as a template may get them. Halves of surrogate pairs are replaced:
-        clients that cut texts leave them, and never lose them again.
-        """
-        if not self._changes:
-            return data
+    def broken(text: str) -> str:
+        def marked(found: re.Match[str]) -> str:
+            is_special = any(text[found.start() : found.start() + size].lower() in names for size in sizes)
+            return found[0] + mark if is_special else found[0]
+
+        return first.sub(marked, text)
+
+    def plain(data: Any) -> Any:
         if isinstance(data, str):
             text = data if is_unicode(data) else data.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._broken(text)
+            return broken(text)
         if isinstance(data, Mapping):
-            return {self(key): self(value) for key, value in data.items()}
-        return [self(one) for one in data] if isinstance(data, list | tuple) else data
+            return {plain(key): plain(value) for key, value in data.items()}
+        return [plain(one) for one in data] if isinstance(data, list | tuple) else data
 
-    def _broken(self, text: str) -> str:
-        """Return a text with a mark behind the first character of each special token; there may be thousands."""
-
-        def marked(found: re.Match[str]) -> str:
-            names = (text[found.start() : found.start() + size].lower() for size in self._sizes)
-            return found[0] + self.mark if any(name in self._names for name in names) else found[0]
-
-        return self._first.sub(marked, text)
+    return data if is_unicode(whole) and broken(whole) == whole else plain(data), mark
 
 
 def _for_template(message: ChatMessage) -> TemplateData:
