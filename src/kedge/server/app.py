@@ -25,13 +25,12 @@ from kedge.engine.base import Engine
 from kedge.errors import ConfigError, EngineClosed, StateRefused
 from kedge.server import anthropic as anthropic_api
 from kedge.server import responses as responses_api
-from kedge.server.connections import BoundedConnection
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.dashboard.history import text_policy
 from kedge.server.dashboard.routes import Dashboard
 from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
-from kedge.server.middleware import BodySizeLimit, HostCheck, TrustedHosts
+from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
 from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.tenancy import KeyRing, apply_quotas
@@ -73,7 +72,7 @@ def create_app(
     app.include_router(_router)
     install_errors(app)
     app.add_middleware(BodySizeLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))
+    app.add_middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(AccessLogMiddleware, tracing=tracing)
     return app
 
@@ -88,7 +87,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     watching.cancel()
     app.state.workflows.server_runs.cancel_all()
-    await asyncio.to_thread(service.threads.shut)
+    await service.shut()
     if snapshots and not service.is_hung:
         await asyncio.wait([in_own_thread(snapshots.end, "kedge-last-snapshot")], timeout=20)
 

@@ -116,7 +116,7 @@ class Service:
     @property
     def is_quiet(self) -> bool:
         """Whether no generation is in flight, and no call is left whose end is to be booked."""
-        return not self.calls and not any(meter.in_flight for meter in self._meters.values())
+        return not self.calls and not self.in_flight
 
     @property
     def in_flight(self) -> int:
@@ -138,6 +138,13 @@ class Service:
         """Raise `EngineClosed` once the engine has ended by itself."""
         if error := self.engine_error:
             raise error
+
+    async def shut(self, patience: float = 10.0) -> None:
+        """Wait for the end of all calls, and end the threads. Those of an engine that hangs end when it is killed."""
+        last = time.monotonic() + patience
+        while self.calls and time.monotonic() < last:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self.threads.shut, wait=not self.calls)
 
     def fail_all(self, error: KedgeError) -> None:
         """End every running call with an error."""
@@ -187,15 +194,15 @@ class Service:
                 span.submitting(built)
             submit = partial(submit_all, self.engine, built)
             if any(request.sampling.grammar for request in built):  # which may wait for others of its tenant to be read
-                requests, streams = await asyncio.wrap_future(self.threads.wait(submit))
+                streams = await asyncio.wrap_future(self.threads.wait(submit))
             else:
-                requests, streams = await self.threads.work(submit)
+                streams = await self.threads.work(submit)
         except BaseException as error:  # cancellation too must free the room
             ticket.release()
             if span:
                 span.failed(error)
             raise
-        call = GenerationCall(self, tenant, ticket, span, requests, streams, on_over)
+        call = GenerationCall(self, tenant, ticket, span, built, streams, on_over)
         self.calls.add(call)
         return call
 
@@ -261,7 +268,8 @@ class GenerationCall:
                 self._ticket.give_back_one()
                 self._service.metrics.moved(self._tenant.id, self._ids[at], None)
                 self._service.finished(self._tenant, item.completion)
-            self.arrive((at, item))
+            is_cancelled = item.completion and item.completion.finish_reason is FinishReason.CANCELLED
+            self.arrive(EngineClosed("choice", at, "its generation was cancelled") if is_cancelled else (at, item))
             if not item.completion:
                 return
         self._following -= 1
@@ -289,17 +297,9 @@ class GenerationCall:
             await self._has_news.wait()
             self._has_news.clear()
             arrived, self._arrived = self._arrived, []
-            deltas: list[tuple[int, TokenDelta]] = []
-            error: BaseException | None = None
-            for item in arrived:
-                if isinstance(item, BaseException):
-                    error = item
-                    break
-                at, delta = item
-                if delta.completion and delta.completion.finish_reason is FinishReason.CANCELLED:
-                    error = EngineClosed("choice", at, "its generation was cancelled")
-                    break
-                deltas.append(item)
+            error = next((one for one in arrived if isinstance(one, BaseException)), None)
+            before = arrived if error is None else arrived[: arrived.index(error)]
+            deltas = [one for one in before if not isinstance(one, BaseException)]
             left -= sum(delta.completion is not None for _, delta in deltas)
             if deltas:
                 yield deltas
@@ -320,10 +320,8 @@ class GenerationCall:
             self._service.threads.cancel(left)
 
 
-def submit_all(
-    engine: Engine, requests: Sequence[GenerateRequest]
-) -> tuple[Sequence[GenerateRequest], Sequence[Stream]]:
-    """Submit all requests or, if one is refused, none. Returns the requests with their streams."""
+def submit_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Stream]:
+    """Submit all requests or, if one is refused, none. Returns their streams."""
     streams: list[Stream] = []
     try:
         for request in requests:
@@ -332,7 +330,7 @@ def submit_all(
         for stream in streams:
             engine.cancel(stream.request_id)
         raise
-    return requests, streams
+    return streams
 
 
 async def _service(request: Request) -> Service:

@@ -42,7 +42,7 @@ def test_what_was_refused_is_listed_with_its_reason_and_its_place() -> None:
     with EchoEngine(max_prompt=100) as engine, serving(engine) as running, running.http() as http:
         hints = {"workflow": "flow", "agent": "a", "run": "r"}
         http.post("/v1/completions", json={"prompt": "x" * 500, "kedge": hints})
-        http.post("/v1/completions", json={"prompt": "x", "temperature": 9})
+        http.post("/v1/completions", json={"prompt": "x", "temperature": -9})
         http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
         http.get("/nowhere")
         http.get("/v1/dashboard/runs/7")

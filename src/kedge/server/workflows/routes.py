@@ -15,7 +15,6 @@ from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
 from kedge.runner.run import check_inputs
 from kedge.server.http import (
-    BODY_ERRORS,
     ERRORS,
     EVENTS,
     JSON_TYPE,
@@ -72,7 +71,7 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201) | BODY_ERRORS)
+@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201))
 async def register(
     request: Request,
     service: TheService,
@@ -165,7 +164,7 @@ def _described(one: Registered) -> dict[str, Any]:
     "/v1/workflows/{name}/runs",
     response_model=None,
     response_class=Response,
-    responses=answers(200, kinds=EVENTS) | answers(201) | BODY_ERRORS,
+    responses=answers(200, kinds=EVENTS) | answers(201),
 )
 async def start(name: str, body: RunBody, service: TheService, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
@@ -231,7 +230,7 @@ async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/hints", response_model=None, responses=BODY_ERRORS)
+@router.post("/v1/hints", response_model=None)
 async def hints(
     body: dict[str, Any], request: Request, service: TheService, known: TheWorkflows, tenant: TheTenant
 ) -> Response:

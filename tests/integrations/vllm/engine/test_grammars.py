@@ -17,7 +17,7 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
 from kedge.settings import EngineSettings, ServerSettings  # noqa: E402
 from tests.integrations.vllm.test_serve import OWN, PATIENCE  # noqa: E402
 from tests.server.conftest import Served, serving  # noqa: E402
-from tests.server.openai.test_tool_calls import TEMPLATE  # noqa: E402
+from tests.server.talking import TEMPLATE  # noqa: E402
 from tests.server.test_structured_output import ASK, LOOK_AHEAD, MODEL, NAMES, TOOLS, Order, Part  # noqa: E402
 
 
