@@ -123,7 +123,7 @@ class KedgeSystem(ServingSystem):
         self._now = 0.0
         self._sessions = SessionCaching(self.cache, clock=lambda: self._now)
         self._turns: dict[ClosedSession, Turn] = {}
-        self._live = LiveContexts()
+        self._live = LiveContexts(lambda: self._now)
         self._order: ServiceOrder[ClosedSession] = ServiceOrder(self._missing)
 
     def arrive(self, session: ClosedSession, now: float) -> None:
@@ -132,10 +132,11 @@ class KedgeSystem(ServingSystem):
         chain = self.waiting[session]
         turn = self._turns[session] = self._sessions.begin(SPACE, chain, SessionHints())
         self._order.push(session, len(chain))
-        self._live.began(turn.session, len(chain))
+        self._live.began(session, turn.session, len(chain))
 
     def next(self, now: float) -> ClosedSession | None:
-        overloaded = self._live.tokens(now) > self.cache.num_blocks
+        self._now = now
+        overloaded = self._live.tokens() > self.cache.num_blocks
         order = self._order.order(self.cache.version, overloaded)
         if overloaded:
             self._sessions.waiting([self._turns[one] for one in order])
@@ -155,7 +156,7 @@ class KedgeSystem(ServingSystem):
         super().answered(session, now)
         self._sessions.answered(turn, chain, TurnEnd(session.turn.record.stop))
         self._copy()
-        self._live.ended(turn.session, len(chain), len(chain), now)
+        self._live.ended(session, len(chain))
 
     def _missing(self, session: ClosedSession) -> float:
         chain = self.waiting[session]

@@ -177,33 +177,30 @@ class ContextsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = LiveContexts(self.IDLE, self.LIMIT)
+        self.live = LiveContexts(lambda: self.now, self.IDLE, self.LIMIT)
         self.now = 0.0
-        self.requests: list[tuple[int, int]] = []
+        self.count = 0
+        self.requests: list[tuple[int, str, int]] = []
         self.idle: dict[int, tuple[float, int]] = {}
 
     @rule(session=st.integers(0, 5), tokens=st.integers(0, 9))
     def begin(self, session: int, tokens: int) -> None:
-        self.live.began(session, tokens)
-        self.requests.append((session, tokens))
+        self.count += 1
+        self.live.began(name := f"r{self.count}", session, tokens)
+        self.requests.append((session, name, tokens))
         self.idle.pop(session, None)
 
     @rule(data=st.data(), grown=st.integers(0, 9))
     def end(self, data: st.DataObject, grown: int) -> None:
         if not self.requests:
             return
-        session, tokens = request = data.draw(st.sampled_from(self.requests))
+        session, name, tokens = request = data.draw(st.sampled_from(self.requests))
         self.requests.remove(request)
-        self.live.ended(session, tokens, tokens + grown, self.now)
-        if all(other != session for other, _ in self.requests):
+        self.live.ended(name, tokens + grown)
+        if all(other != session for other, *_ in self.requests):
             self.idle[session] = self.now, tokens + grown
             while len(self.idle) > self.LIMIT:
                 del self.idle[next(iter(self.idle))]
-
-    @rule(session=st.integers(0, 5))
-    def forget(self, session: int) -> None:
-        self.live.forget(session)
-        self.idle.pop(session, None)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -213,15 +210,20 @@ class ContextsMachine(RuleBasedStateMachine):
     def is_the_sum_of_what_is_live(self) -> None:
         self.live.check_integrity()
         self.idle = {one: (at, tokens) for one, (at, tokens) in self.idle.items() if self.now - at < self.IDLE}
-        busy = {one: max(tokens for other, tokens in self.requests if other == one) for one, _ in self.requests}
-        assert self.live.tokens(self.now) == sum(busy.values()) + sum(tokens for _, tokens in self.idle.values())
+        busy = {one: max(tokens for other, _, tokens in self.requests if other == one) for one, *_ in self.requests}
+        assert len(self.live) == len(self.requests)
+        assert self.live.tokens() == sum(busy.values()) + sum(tokens for _, tokens in self.idle.values())
 
 
 TestLiveContexts = ContextsMachine.TestCase
 
 
-def test_a_request_that_has_not_begun_cannot_end() -> None:
+def test_a_request_without_a_session_is_forgotten_when_it_ends() -> None:
     live = LiveContexts()
-    live.began("a", 5)
-    with pytest.raises(PlanError, match="no request of 6 tokens"):
-        live.ended("a", 6, 6, 0.0)
+    for request in range(3):
+        live.began(request, None, 5)
+        live.began(request, None, 7)
+        assert (live.tokens(), len(live)) == (5, 1), "one that is queued again is no other"
+        live.ended(request, 9)
+        live.ended(request, 9)
+        assert (live.tokens(), len(live)) == (0, 0)

@@ -15,6 +15,7 @@ Beside that stands a cap on active runs (`may_start`).
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -48,53 +49,70 @@ class LiveContexts:
     that have been idle for less than `IDLE_SECONDS`. O(1) amortised per call.
     """
 
-    def __init__(self, idle_seconds: float = IDLE_SECONDS, limit: int = MAX_SESSIONS) -> None:
-        self._idle_seconds = idle_seconds
-        self._busy: dict[Hashable, list[int]] = {}
-        """Tokens of the requests in the engine"""
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, idle: float = IDLE_SECONDS, limit: int = MAX_SESSIONS
+    ) -> None:
+        """Start without requests. `clock` is in seconds; at most `limit` idle sessions count."""
+        self._clock, self._idle_seconds = clock, idle
+        self._sessions: dict[Hashable, Hashable] = {}
+        """Request -> its session; a request that none can continue is its own"""
+        self._busy: dict[Hashable, dict[Hashable, int]] = {}
+        """By session, the requests in the engine with the tokens of each when it arrived"""
         self._idle: BoundedDict[Hashable, tuple[float, int]] = BoundedDict(limit, lambda _, one: self._add(-one[1]))
         """When a session's last request ended, and its tokens; in order of time"""
         self._tokens = 0
 
-    def began(self, session: Hashable, tokens: int) -> None:
-        """Count a request of `tokens` tokens that has arrived."""
-        self.forget(session)
-        requests = self._busy.setdefault(session, [])
-        self._add(max(0, tokens - max(requests, default=0)))
-        requests.append(tokens)
+    def __len__(self) -> int:
+        """Return how many requests have begun and not ended."""
+        return len(self._sessions)
 
-    def ended(self, session: Hashable, began_with: int, tokens: int, now: float) -> None:
-        """Count a request as over that began with `began_with` tokens and has `tokens` now; its session is idle if it
-        has no other. Raises `PlanError` for a request that has not begun.
+    def began(self, request: Hashable, session: Hashable | None, tokens: int) -> None:
+        """Count a request of `tokens` tokens that has arrived, with its session if it has one; one that is queued again
+        is ignored.
         """
-        requests = self._busy.get(session, [])
-        if began_with not in requests:
-            raise PlanError("session", session, f"has no request of {began_with} tokens")
-        before = max(requests)
-        requests.remove(began_with)
-        self._add(max(requests, default=0) - before)
-        if not requests:
-            del self._busy[session]
+        if request in self._sessions:
+            return
+        session = self._sessions[request] = request if session is None else session
+        self._forget(session)
+        requests = self._busy.setdefault(session, {})
+        self._add(max(0, tokens - max(requests.values(), default=0)))
+        requests[request] = tokens
+
+    def ended(self, request: Hashable, tokens: int) -> None:
+        """Count a request as over that has `tokens` tokens now; its session is idle if it has no other. Unknown ones
+        are ignored.
+        """
+        if request not in self._sessions:
+            return
+        session = self._sessions.pop(request)
+        requests = self._busy[session]
+        self._add(-max(requests.values()))
+        del requests[request]
+        if requests:
+            self._add(max(requests.values()))
+            return
+        del self._busy[session]
+        if session != request:
             self._add(tokens)
-            self._idle[session] = now, tokens
+            self._idle[session] = self._clock(), tokens
 
-    def forget(self, session: Hashable) -> None:
-        """Drop an idle session, which is known to be over."""
-        _, tokens = self._idle.pop(session, (0.0, 0))
-        self._add(-tokens)
-
-    def tokens(self, now: float) -> int:
+    def tokens(self) -> int:
         """Return the tokens of all live contexts."""
+        now = self._clock()
         while self._idle:
             session = next(iter(self._idle))
             if now - self._idle[session][0] < self._idle_seconds:
                 break
-            self.forget(session)
+            self._forget(session)
         return self._tokens
+
+    def _forget(self, session: Hashable) -> None:
+        _, tokens = self._idle.pop(session, (0.0, 0))
+        self._add(-tokens)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the sum is that of the contexts."""
-        busy = sum(max(requests) for requests in self._busy.values())
+        busy = sum(max(requests.values()) for requests in self._busy.values())
         idle = sum(tokens for _, tokens in self._idle.values())
         if busy + idle != self._tokens or self._busy.keys() & self._idle.keys():
             raise PlanError("tokens", self._tokens, f"{busy} are busy and {idle} idle")

@@ -167,26 +167,22 @@ class ServiceOrders:
         self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Start empty. `sessions` protects what waits by its place; `clock` is in seconds."""
-        self._cache, self._sessions, self._clock = cache, sessions, clock
+        self._cache, self._sessions = cache, sessions
         self._capacity = cache.num_blocks * cache.block_size
         self._orders: dict[TenantId, ServiceOrder[RequestSequence]] = {}
         self._arranged: dict[TenantId, list[RequestSequence]] = {}
-        self._live = LiveContexts()
-        self._began: dict[RequestSequence, tuple[Hashable, int]] = {}
-        """The sessions of the requests in the engine, and the tokens with which they began"""
+        self._live = LiveContexts(clock)
 
     @property
     def overloaded(self) -> bool:
         """Whether the live contexts need more than the device tier has."""
-        return self._live.tokens(self._clock()) > self._capacity
+        return self._live.tokens() > self._capacity
 
     def arrived(self, sequence: RequestSequence) -> None:
         """Take a request that waits from now on."""
-        session = sequence.turn.session if sequence.turn else sequence.key
         tokens = len(sequence.tokens)
         self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
-        self._began[sequence] = session, tokens
-        self._live.began(session, tokens)
+        self._live.began(sequence, sequence.turn and sequence.turn.session, tokens)
 
     def left(self, sequence: RequestSequence) -> None:
         """Take note that a request is admitted, steps aside to be loaded, or has ended."""
@@ -200,13 +196,8 @@ class ServiceOrders:
 
     def ended(self, sequence: RequestSequence) -> None:
         """Take note that a request has ended, at whatever stage. Requests that never arrived are ignored."""
-        if sequence not in self._began:
-            return
         self.left(sequence)
-        session, tokens = self._began.pop(sequence)
-        self._live.ended(session, tokens, len(sequence.tokens), self._clock())
-        if sequence.turn is None:  # no request can continue it
-            self._live.forget(session)
+        self._live.ended(sequence, len(sequence.tokens))
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:
         """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""

@@ -16,7 +16,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -65,40 +65,6 @@ def missing_of(request: Request, cached: Cached) -> float:
     return missing_share(len(hashes), *cached(hashes)) if hashes else 1.0
 
 
-class RequestContexts:
-    """The live contexts of the requests in the engine, and of idle sessions."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._live = clock, LiveContexts()
-        self._began: dict[str, tuple[Hashable, int]] = {}
-        """Request id -> its session, and the tokens with which it began"""
-
-    def __len__(self) -> int:
-        """Return how many requests have begun and not ended."""
-        return len(self._began)
-
-    def began(self, request: Request, session: Hashable | None) -> None:
-        """Take a request that has arrived, with its session if that is known; one that is queued again is ignored."""
-        if request.request_id in self._began:
-            return
-        context = request.request_id if session is None else session
-        self._began[request.request_id] = context, request.num_tokens
-        self._live.began(context, request.num_tokens)
-
-    def ended(self, request: Request) -> None:
-        """Take the end of a request, however it ended; unknown ones are ignored."""
-        context, began_with = self._began.pop(request.request_id, (None, 0))
-        if context is None:
-            return
-        self._live.ended(context, began_with, request.num_tokens, self._clock())
-        if context == request.request_id:  # no request can continue it
-            self._live.forget(context)
-
-    def tokens(self) -> int:
-        """Return the tokens of all live contexts."""
-        return self._live.tokens(self._clock())
-
-
 class CachedFirstQueue(RequestQueue):
     """Waiting requests by `ServiceOrder`. Those that come back, preempted or skipped in a step, go before all others,
     as vLLM has it; what was peeked at is what is popped.
@@ -119,7 +85,7 @@ class CachedFirstQueue(RequestQueue):
         """
         self._capacity, self._step, self._on_order, self._may_start = capacity, step, on_order, may_start
         self._ordered: list[Request] = []
-        self.contexts = RequestContexts(clock)
+        self.contexts = LiveContexts(clock)
         self._order: ServiceOrder[Request] = ServiceOrder(lambda request: missing_of(request, cached))
         self._returned: deque[Request] = deque()
         self._head: Request | None = None
@@ -262,11 +228,11 @@ class KedgeScheduling:
         super().add_request(request)  # type: ignore[misc]
         if self._by_cache is not None and request.request_id in self.requests:
             live = self._plugin.requests.get(request.request_id) if self._plugin else None
-            self._by_cache.contexts.began(request, live and live.session)
+            self._by_cache.contexts.began(request.request_id, live and live.session, request.num_tokens)
 
     def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
         if self._by_cache is not None:
-            self._by_cache.contexts.ended(request)
+            self._by_cache.contexts.ended(request.request_id, request.num_tokens)
         self._times.answered(request.num_output_tokens)
         return super()._free_request(request, *args, **more)  # type: ignore[misc]
 
