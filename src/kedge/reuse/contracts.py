@@ -16,8 +16,8 @@ MAX_PENDING = 64
 """Prompts that are kept until they are learned from, and base prefills that may be queued: bounds for memory; beyond
 them the oldest is dropped"""
 
-LEARNING_SHARE = 0.5
-"""Share of each pass that base prefills and learning may take while requests wait for their first token"""
+MAX_PREPARED = 16
+"""Prompts that are prepared before their requests arrive; the one with the oldest hint goes first"""
 
 ReadKV = Callable[[int, int], KV]
 """The real KV of prompt positions [start, stop), keys unrotated."""

@@ -236,7 +236,6 @@ class WorkerSide:
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
         self._began = time.monotonic()
-        self._budget.begin()
         if self._passes:
             self._passes.begin()
             if self._room:
@@ -272,6 +271,8 @@ class WorkerSide:
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
         seconds = time.monotonic() - self._began - self._not_computing
+        if orders.scheduled:
+            self._budget.earn(seconds)
         if self._costs and orders.scheduled:
             ended = [(orders.scheduled, orders.rows, seconds)]
             if self._passes:
@@ -282,7 +283,6 @@ class WorkerSide:
                 if tokens >= MIN_MEASURED:
                     self._reports.computed = (tokens, taken)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest):
-            self._budget.earn(idle=not orders.scheduled)
             return
         self._submit(orders, Direction.OFFLOAD)
         with self._learning:
