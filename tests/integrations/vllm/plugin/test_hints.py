@@ -64,7 +64,7 @@ def test_all_hints_are_read() -> None:
     assert request.segments == (Segment(TOKENS, "p0"),)
 
 
-@pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 1025, {"q": 1}])
+@pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 4097, {"q": 1}])
 @pytest.mark.parametrize(("epoch", "pick"), [(-1, 3), (1.5, ["a"]), ("2", "x" * 2000)])
 @pytest.mark.parametrize(
     ("rung", "held_out"), [(-1, 1), (len(RUNGS), "yes"), (0.0, 0), (True, []), ("0", {}), (2**70, "")]

@@ -16,7 +16,7 @@ from typing import Any
 from kedge.guard import GuardMode, GuardOrders
 from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.call_hints import KEDGE
-from kedge.hints.values import MAX_EXPECTED, read_text, read_whole
+from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, read_text, read_whole
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.settings.sections import read_fidelity
 from kedge.types import (
@@ -35,8 +35,6 @@ from kedge.types import (
 )
 from kedge.workflow.steps import NextRun
 
-MAX_WITHHELD = 1024
-"""Most placeholders of one request that are withheld from translation"""
 AFRESH = "\0"
 """In a salt, before what keeps a request from what vLLM's prefix cache has of its prompt"""
 NO_PROMPT: Tokens = (0,)
@@ -148,7 +146,7 @@ def salt_of(namespace: Namespace) -> str:
 
 
 def _names(value: Any) -> frozenset[str]:
-    if not isinstance(value, list | tuple) or len(value) > MAX_WITHHELD:
+    if not isinstance(value, list | tuple) or len(value) > MAX_HINT_AGENTS:
         raise ValueError
     return frozenset(map(read_text, value))
 

@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -55,8 +56,6 @@ LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 MayStart = Callable[[int, float], bool]
 """Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
 logger = logging.getLogger(__name__)
-LAST_PRIORITY = 1 << 20
-"""The priority of an agent that never runs according to its forecast."""
 
 
 def missing_of(request: Request, cached: Cached) -> float:
@@ -166,7 +165,7 @@ def priority_of(request: Request) -> int:
     next_run = hinted.steps.get(hinted.request.agent) if hinted and hinted.steps else None
     if next_run is None or request.priority:
         return request.priority
-    return LAST_PRIORITY if math.isinf(next_run.steps) else min(int(next_run.steps), LAST_PRIORITY)
+    return sys.maxsize if math.isinf(next_run.steps) else int(next_run.steps)  # the last one if it never runs
 
 
 class KedgeScheduling:
