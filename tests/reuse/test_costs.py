@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kedge.reuse.costs import MAX_CREDIT, OUTLIER, RARE, EngineCosts, LearningCredit, LinearCost
+from kedge.reuse.costs import OUTLIER, RARE, EngineCosts, LinearCost
 
 PRIOR = (1e-2, 1e-4, 1e-4)
 TRUE = (2e-3, 1e-4, 3e-4)
@@ -220,44 +218,3 @@ def test_after_measuring_the_first_observation_is_bounded_too() -> None:
     before = linear.of((1, 1))
     linear.observe((1, 1), 3.0)
     assert linear.of((1, 1)) <= OUTLIER * before
-
-
-# the credit of learning -----------------------------------------------------------------------------------------------
-
-
-class Stage:
-    """A credit with a clock that only learning moves."""
-
-    def __init__(self, share: float, piece: float, pieces: int = 10**6) -> None:
-        self.now, self.pieces, self._piece = 0.0, pieces, piece
-        self.credit = LearningCredit(lambda: self.now, share)
-
-    def learn(self) -> bool:
-        if not self.pieces:
-            return False
-        self.pieces -= 1
-        self.now += self._piece
-        return True
-
-
-@given(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.lists(st.integers(1, 50), max_size=40), st.integers(1, 100))
-def test_learning_takes_a_share_of_the_passes_and_at_most_one_piece_more(
-    share: float, passes: list[int], piece: int
-) -> None:
-    stage = Stage(share, piece / 1000)
-    for milliseconds in passes:
-        stage.credit.earn(milliseconds / 1000)
-        stage.credit.spend(stage.learn)
-    earned = share * sum(passes) / 1000
-    assert stage.now <= earned + piece / 1000 + 1e-9
-    assert stage.now >= earned - 1e-9 or not share, "all that was earned is spent"
-
-
-def test_passes_save_up_so_much_and_no_more() -> None:
-    stage = Stage(0.5, 0.01, pieces=0)
-    for _ in range(100):
-        stage.credit.earn(1.0)
-        stage.credit.spend(stage.learn)
-    stage.pieces = 1000
-    stage.credit.spend(stage.learn)
-    assert MAX_CREDIT <= stage.now <= MAX_CREDIT + 0.01 + 1e-9

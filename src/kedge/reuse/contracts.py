@@ -12,13 +12,6 @@ from kedge.types import Namespace, RunKey, SampleId, Tokens, WorkflowId
 KV = Any
 """kedge.kv.segment.KVSegment: keys (unrotated) and values, each [layers, tokens, kv_heads, head_dim]"""
 
-MAX_PENDING = 64
-"""Prompts that are kept until they are learned from, and base prefills that may be queued: bounds for memory; beyond
-them the oldest is dropped"""
-
-MAX_PREPARED = 16
-"""Prompts that are prepared before their requests arrive; the one with the oldest hint goes first"""
-
 ReadKV = Callable[[int, int], KV]
 """The real KV of prompt positions [start, stop), keys unrotated."""
 

@@ -6,17 +6,17 @@ tenants by cost.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_PENDING = 64
+"""Pieces of work of one kind that may wait while nobody waits for them, a bound for memory: prompts to learn from, base
+prefills, prompts prepared ahead, checks of the guard. Beyond it the oldest is dropped"""
 LEARNING_SHARE = 0.5
 """Share of each pass that base prefills and learning may take while requests wait for their first token"""
-MAX_CREDIT = 0.25
-"""Most seconds of learning that passes may save up"""
 FORGET = 0.995
 """Factor on an observation's weight at every later one."""
 OUTLIER = 4.0
@@ -179,22 +179,3 @@ class EngineCosts:
             "translation_ms_per_segment": segment,
             "translation_ms_per_token": translated,
         }
-
-
-class LearningCredit:
-    """The seconds that may be learned for beside requests. Learning that takes longer is paid for by later passes."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, share: float = LEARNING_SHARE) -> None:
-        """Start without any. `clock` returns seconds; `share` is that of each pass's time."""
-        self._clock, self._share, self._seconds = clock, share, 0.0
-
-    def earn(self, seconds: float) -> None:
-        """Earn the share of a pass that took so long."""
-        self._seconds = min(self._seconds + self._share * seconds, MAX_CREDIT)
-
-    def spend(self, learn: Callable[[], bool]) -> None:
-        """Learn piece after piece while there is credit, until `learn` returns False."""
-        began = self._clock()
-        while self._seconds > 0 and learn():
-            ended = self._clock()
-            self._seconds, began = self._seconds - (ended - began), ended

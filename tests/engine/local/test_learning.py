@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kedge.engine.local import learning as local_learning
+from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings
@@ -27,7 +28,7 @@ def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
 def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
     """An engine that learns while requests run as far as the budget lets it."""
     engine = Stepped(**{"kv_memory": "512 blocks", **settings})
-    engine.core.parts.learning._credit._share = engine.core.scheduler._learning_share = budget
+    engine.core.parts.learning._share = engine.core.scheduler._learning_share = budget
     return engine
 
 
@@ -229,12 +230,18 @@ def test_learning_takes_no_more_than_its_budget() -> None:
     engine.rest()
     assert learning(engine)["pending"] == 4
     learns = engine.core.parts.learning
-    learns._credit._share, learns._credit._seconds = 0.5, -1.0
+    learns._share, learns._credit = 0.5, -1.0
     for _ in range(2):
         learns.spend(1.0)
         assert (learning(engine)["pending"], observed(engine)) == (4, 0)
     learns.spend(1e-9)
     assert observed(engine) == 1, "some credit is enough to begin"
+
+
+def test_no_more_than_so_much_is_saved_up() -> None:
+    learns = engine_of(1.0).core.parts.learning
+    learns.spend(1e6)
+    assert learns._credit == MAX_CREDIT
 
 
 # first readers --------------------------------------------------------------------------------------------------------

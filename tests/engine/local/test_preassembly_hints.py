@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kedge.reuse.contracts import MAX_PREPARED
+from kedge.engine.local.preassembly import MAX_PREPARED
 from kedge.types import (
     AgentId,
     ClientId,

@@ -8,6 +8,7 @@ would have been learned, and nothing else.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,13 +18,15 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import MAX_PENDING, BaseNeed, ReadKV
-from kedge.reuse.costs import LearningCredit
+from kedge.reuse.contracts import BaseNeed, ReadKV
+from kedge.reuse.costs import LEARNING_SHARE, MAX_PENDING
 from kedge.reuse.layout import Placed
 from kedge.reuse.runtime import Runtime
 from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)
+MAX_CREDIT = 0.25
+"""Most seconds of learning that passes may save up"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,12 @@ class Learning:
         can be computed; `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
-        self._jobs, self._longest, self._credit = jobs, longest, LearningCredit()
+        self._jobs, self._longest, self._share = jobs, longest, LEARNING_SHARE
         self._pending: deque[PendingObservation] = deque()
         self._ended: set[RunKey] = set()
         """Ended runs with requests that are left to learn from"""
         self._stats = LearningStats()
+        self._credit = 0.0
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -116,14 +120,14 @@ class Learning:
         """Whether `step` has work: a request without base prefills of its values under way."""
         return self._next() is not None
 
-    def step(self) -> bool:
-        """Measure the offsets of one segment of a prompt. Returns False where there is none."""
+    def step(self) -> None:
+        """Measure the offsets of one segment of a prompt."""
         observation = self._next()
         if observation is None:
-            return False
+            return
         try:
             if next(observation.steps, None) is not None:
-                return True
+                return
         except TranslationRefused as refusal:
             logger.warning("request %s is not learned from: %s", observation.sequence.request.request_id, refusal)
         except Exception:  # out of memory, say: what is lost is one sample, and no pool has changed
@@ -131,12 +135,15 @@ class Learning:
             logger.exception("request %s could not be learned from", observation.sequence.request.request_id)
         self._stats.observed += 1
         self._over(observation)
-        return True
 
     def spend(self, seconds: float) -> None:
         """Learn within the budget that a pass of `seconds` earned, while requests wait for their first token."""
-        self._credit.earn(seconds)
-        self._credit.spend(self.step)
+        share = self._share
+        self._credit = min(self._credit + share * seconds, MAX_CREDIT)
+        while self._credit > 0 and self.ready:
+            began = time.monotonic()
+            self.step()
+            self._credit -= time.monotonic() - began
 
     def reclaim(self) -> bool:
         """Give up the oldest finished request that is still to be learned from, and free its blocks. Returns False if

@@ -29,7 +29,6 @@ from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import MAX_PREPARED
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
@@ -40,6 +39,8 @@ from kedge.workflow.forecast import AgentKey
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 logger = logging.getLogger(__name__)
+MAX_PREPARED = 16
+"""Maximum prepared prompts; the one with the oldest hint goes first."""
 
 
 class Ended(StrEnum):

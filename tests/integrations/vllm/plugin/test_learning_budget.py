@@ -6,9 +6,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kedge.engine.common.guarding.guarded_calls import GRACE
 from kedge.integrations.vllm.plugin.learning_budget import PATIENCE, BaseShare, LearningBudget
 from kedge.policies.service import StepTimes
+from kedge.reuse.costs import LEARNING_SHARE
 
 PIECE = 0.01
 
@@ -16,13 +20,14 @@ PIECE = 0.01
 class Stage:
     """A budget with a clock that only passes and learning move."""
 
-    def __init__(self, *, is_timed: bool = True) -> None:
+    def __init__(self, *, is_timed: bool = True, piece: float = PIECE) -> None:
         self.now = self.learned = 0.0
+        self.piece = piece
         self.budget = LearningBudget(is_timed=is_timed, clock=lambda: self.now)
 
     def learn(self) -> bool:
-        self.now += PIECE
-        self.learned += PIECE
+        self.now += self.piece
+        self.learned += self.piece
         return True
 
     def step(self, seconds: float, *, idle: bool = False, is_awaited: bool = False) -> float:
@@ -30,14 +35,29 @@ class Stage:
         before = self.learned
         self.now += seconds
         if not idle:
-            self.budget.earn(seconds)
-        self.budget.spend(self.learn, idle=idle, is_awaited=is_awaited)
+            self.budget.computes()
+        self.budget.spend(self.learn, 0.0 if idle else seconds, is_awaited=is_awaited)
         return self.learned - before
 
 
-def test_a_pass_earns_its_share_and_an_idle_step_is_for_one_piece() -> None:
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 100))
+def test_learning_takes_a_share_of_the_passes_and_at_most_one_piece_more(passes: list[int], piece: int) -> None:
+    stage = Stage(piece=piece / 1000)
+    for milliseconds in passes:
+        stage.step(milliseconds / 1000)
+    earned = LEARNING_SHARE * sum(passes) / 1000
+    assert earned - 1e-9 <= stage.learned <= earned + piece / 1000 + 1e-9, "all that was earned is spent"
+
+
+def test_what_nothing_was_learned_for_is_not_saved_up() -> None:
     stage = Stage()
+    for _ in range(100):
+        stage.budget.spend(lambda: False, 1.0, is_awaited=False)
     assert stage.step(0.015) == pytest.approx(PIECE)
+
+
+def test_an_idle_step_is_for_one_piece() -> None:
+    stage = Stage()
     assert [stage.step(5.0, idle=True) for _ in range(3)] == pytest.approx([PIECE] * 3)
 
 
@@ -59,7 +79,7 @@ def test_what_was_earned_meanwhile_is_spent_once_the_first_token_is_read(idle: b
 
 def test_an_engine_that_has_just_become_idle_does_not_learn() -> None:
     stage = Stage()
-    stage.budget.earn(0.0)
+    stage.budget.computes()
     assert not stage.step(GRACE / 2, idle=True)
     assert stage.step(GRACE / 2, idle=True)
 

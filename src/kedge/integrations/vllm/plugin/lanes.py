@@ -35,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.integrations.vllm.plugin.requests import LiveRequest
-from kedge.reuse.contracts import MAX_PENDING
+from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 from kedge.structures.bounded import BoundedDict

@@ -31,8 +31,8 @@ from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
 from kedge.integrations.vllm.plugin.settings import OTHERS, REMEMBERED, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
-from kedge.reuse.contracts import MAX_PREPARED, BaseNeed, ReadKV
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.contracts import BaseNeed, ReadKV
+from kedge.reuse.costs import MAX_PENDING, EngineCosts
 from kedge.reuse.layout import Placed, known_segments, next_stop, plan_key
 from kedge.reuse.plan import ReusePlan, Translation
 from kedge.reuse.planner import Draft
@@ -123,7 +123,7 @@ class ExpectedPrompts:
         `max_bytes`.
         """
         self._runtime, self._pages, self._exact_of, self._max_bytes = runtime, pages, exact_of, max_bytes
-        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_PREPARED)
+        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_PENDING)
 
     def __len__(self) -> int:
         return len(self._expected)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kedge.engine.common.guarding.guarded_calls import GRACE
 from kedge.policies.service import StepTimes
-from kedge.reuse.costs import LEARNING_SHARE, LearningCredit
+from kedge.reuse.costs import LEARNING_SHARE
 
 PATIENCE = 8
 """Steps in a row in which nothing is learned since somebody waits for a first token; in the next one it is"""
@@ -37,26 +37,32 @@ class LearningBudget:
 
     def __init__(self, *, is_timed: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """Unless `is_timed` it is one piece a step: the clocks of several ranks differ. `clock` is in seconds."""
-        self._is_timed, self._clock, self._credit = is_timed, clock, LearningCredit(clock)
-        self._computed, self._patience = 0.0, Patience()
+        self._is_timed, self._clock = is_timed, clock
+        self._computed = self._credit = 0.0
+        self._patience = Patience()
 
-    def earn(self, seconds: float) -> None:
-        """Earn the share of a pass that has taken so long."""
+    def computes(self) -> None:
+        """Note that a pass is over."""
         self._computed = self._clock()
-        self._credit.earn(seconds)
 
-    def spend(self, learn: Callable[[], bool], *, idle: bool, is_awaited: bool) -> None:
-        """Learn piece after piece after a pass, within what passes have earned, until `learn` returns False.
+    def spend(self, learn: Callable[[], bool], seconds: float, *, is_awaited: bool) -> None:
+        """Learn piece after piece after a pass of so many seconds, within its share, until `learn` returns False. Later
+        passes pay for what exceeds it, and of earlier ones counts what was held back.
 
-        An `idle` step, without a pass, is for one piece: a request that arrives meanwhile does not wait for more. While
-        a first token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.
+        A step without a pass is for one piece: a request that arrives meanwhile does not wait for more. While a first
+        token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.
         """
+        self._credit += LEARNING_SHARE * seconds
         if self._patience.holds_back(is_awaited=is_awaited):
             return
-        if not self._is_timed or (idle and self._clock() - self._computed >= GRACE):
+        if not self._is_timed or (not seconds and self._clock() - self._computed >= GRACE):
             learn()
-        elif not idle:
-            self._credit.spend(learn)
+        elif seconds:
+            began = self._clock()
+            while self._credit > 0 and learn():
+                ended = self._clock()
+                self._credit, began = self._credit - (ended - began), ended
+            self._credit = min(self._credit, 0.0)
 
 
 class BaseShare:

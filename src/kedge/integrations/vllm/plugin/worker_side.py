@@ -270,9 +270,9 @@ class WorkerSide:
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
-        seconds = time.monotonic() - self._began - self._not_computing
+        seconds = time.monotonic() - self._began - self._not_computing if orders.scheduled else 0.0
         if orders.scheduled:
-            self._budget.earn(seconds)
+            self._budget.computes()
         if self._costs and orders.scheduled:
             ended = [(orders.scheduled, orders.rows, seconds)]
             if self._passes:
@@ -287,13 +287,13 @@ class WorkerSide:
         self._submit(orders, Direction.OFFLOAD)
         with self._learning:
             if self._learner:
-                self._learn_from_step(self._learner, orders)
+                self._learn_from_step(self._learner, orders, seconds)
             for query in orders.queries:
                 self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
 
-    def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
+    def _learn_from_step(self, learner: Learner, orders: Orders, seconds: float) -> None:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
             learner.capture(capture)
         for request_id in orders.dropped:
@@ -304,7 +304,7 @@ class WorkerSide:
         for run in orders.ended_runs:
             learner.end_run(run)
         is_awaited = orders.prefills or bool(orders.queries)
-        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited)
+        self._budget.spend(learner.learn, seconds, is_awaited=is_awaited)
         self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
