@@ -46,73 +46,66 @@ def missing_share(total: float, on_device: float, on_host: float = 0) -> float:
 
 class LiveContexts:
     """The tokens that the live sessions' contexts need together: sessions with a request that waits or runs, and those
-    that have been idle for less than `IDLE_SECONDS`. O(1) amortised per call.
+    that have been idle for less than `idle_seconds`. O(1) amortised per call.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, idle: float = IDLE_SECONDS, limit: int = MAX_SESSIONS
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        idle_seconds: float = IDLE_SECONDS,
+        limit: int = MAX_SESSIONS,
     ) -> None:
-        """Start without requests. `clock` is in seconds; at most `limit` idle sessions count."""
-        self._clock, self._idle_seconds = clock, idle
-        self._sessions: dict[Hashable, Hashable] = {}
-        """Request -> its session; a request that none can continue is its own"""
-        self._busy: dict[Hashable, dict[Hashable, int]] = {}
-        """By session, the requests in the engine with the tokens of each when it arrived"""
+        """Begin without requests. `clock` is in seconds; at most `limit` idle sessions count."""
+        self._clock, self._idle_seconds = clock, idle_seconds
+        self._began: dict[Hashable, tuple[Hashable, int]] = {}
+        """The requests in the engine, each with its session and the tokens with which it began"""
+        self._busy: dict[Hashable, list[int]] = {}
+        """The tokens of the requests of each session"""
         self._idle: BoundedDict[Hashable, tuple[float, int]] = BoundedDict(limit, lambda _, one: self._add(-one[1]))
         """When a session's last request ended, and its tokens; in order of time"""
         self._tokens = 0
 
     def __len__(self) -> int:
         """Return how many requests have begun and not ended."""
-        return len(self._sessions)
+        return len(self._began)
 
     def began(self, request: Hashable, session: Hashable | None, tokens: int) -> None:
-        """Count a request of `tokens` tokens that has arrived, with its session if it has one; one that is queued again
-        is ignored.
-        """
-        if request in self._sessions:
+        """Count a request of `tokens` tokens that has arrived; one that has begun is ignored."""
+        if request in self._began:
             return
-        session = self._sessions[request] = request if session is None else session
-        self._forget(session)
-        requests = self._busy.setdefault(session, {})
-        self._add(max(0, tokens - max(requests.values(), default=0)))
-        requests[request] = tokens
+        context = request if session is None else session
+        self._began[request] = context, tokens
+        self._add(-self._idle.pop(context, (0.0, 0))[1])
+        requests = self._busy.setdefault(context, [])
+        self._add(max(0, tokens - max(requests, default=0)))
+        requests.append(tokens)
 
     def ended(self, request: Hashable, tokens: int) -> None:
-        """Count a request as over that has `tokens` tokens now; its session is idle if it has no other. Unknown ones
-        are ignored.
+        """Count a request as over that has `tokens` tokens now; one that has not begun is ignored. A session without
+        other requests is idle then; a request without a session cannot be continued.
         """
-        if request not in self._sessions:
+        session, began_with = self._began.pop(request, (None, 0))
+        if session is None:
             return
-        session = self._sessions.pop(request)
         requests = self._busy[session]
-        self._add(-max(requests.values()))
-        del requests[request]
-        if requests:
-            self._add(max(requests.values()))
-            return
-        del self._busy[session]
-        if session != request:
-            self._add(tokens)
-            self._idle[session] = self._clock(), tokens
+        before = max(requests)
+        requests.remove(began_with)
+        self._add(max(requests, default=0) - before)
+        if not requests:
+            del self._busy[session]
+            if session != request:
+                self._add(tokens)
+                self._idle[session] = self._clock(), tokens
 
     def tokens(self) -> int:
         """Return the tokens of all live contexts."""
-        now = self._clock()
-        while self._idle:
-            session = next(iter(self._idle))
-            if now - self._idle[session][0] < self._idle_seconds:
-                break
-            self._forget(session)
+        while self._idle and self._clock() - next(iter(self._idle.values()))[0] >= self._idle_seconds:
+            self._add(-self._idle.popitem(last=False)[1][1])
         return self._tokens
-
-    def _forget(self, session: Hashable) -> None:
-        _, tokens = self._idle.pop(session, (0.0, 0))
-        self._add(-tokens)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the sum is that of the contexts."""
-        busy = sum(max(requests.values()) for requests in self._busy.values())
+        busy = sum(max(requests) for requests in self._busy.values())
         idle = sum(tokens for _, tokens in self._idle.values())
         if busy + idle != self._tokens or self._busy.keys() & self._idle.keys():
             raise PlanError("tokens", self._tokens, f"{busy} are busy and {idle} idle")
@@ -215,10 +208,9 @@ class ServiceOrder(Generic[T]):
 
 ACTIVE_SHARE = 0.25
 """Share of the cache that running requests may hold when another cold prompt starts."""
-COLD = 0.5
-"""Share of a prompt that has to be computed, from which on it is cold."""
-RETURNING = 0.5
-"""Share of requests that sessions come back with, from which on cold prompts are held back."""
+MOST = 0.5
+"""Share of a prompt that has to be computed, from which on it is cold; and share of requests that sessions come back
+with, from which on cold prompts are held back."""
 WAIT_SHARE = 0.5
 """Most time to write an answer, over that of computing the prompt that waits for it."""
 GROWTH = 1.02
@@ -270,6 +262,6 @@ def may_start(tokens: int, missing: float, running: int, capacity: int, returnin
     does. Nothing is computed while a cold prompt waits for the answers of others. So it waits only where answers are
     short against prompts, by the measured times of steps, and where most requests continue a session.
     """
-    if not running or missing < COLD or returning < RETURNING or not times.wait_pays(int(missing * tokens)):
+    if not running or missing < MOST or returning < MOST or not times.wait_pays(int(missing * tokens)):
         return True
     return running + tokens <= ACTIVE_SHARE * capacity
