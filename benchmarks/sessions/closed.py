@@ -134,8 +134,7 @@ class KedgeSystem(ServingSystem):
         self._order.push(session, len(chain))
         self._live.began(session, turn.session, len(chain))
 
-    def next(self, now: float) -> ClosedSession | None:
-        self._now = now
+    def next(self, now: float) -> ClosedSession | None:  # noqa: ARG002 (`admit` has noted it)
         overloaded = self._live.tokens() > self.cache.num_blocks
         order = self._order.order(self.cache.version, overloaded)
         if overloaded:
