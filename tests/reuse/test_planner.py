@@ -152,7 +152,7 @@ def test_a_rung_by_anchors_has_a_weak_error_of_its_own_and_a_check_leaves_its_ow
         (UNWATCHED, (None, False)),
         (GuardOrders(rung=MOVED), (None, False)),
         (GuardOrders(rung=ANCHORS), (RUNGS[ANCHORS].weak_error, False)),
-        (GuardOrders(rung=ANCHORS, left_out=True), (RUNGS[ANCHORS].weak_error, True)),
+        (GuardOrders(rung=ANCHORS, held_out=True), (RUNGS[ANCHORS].weak_error, True)),
     ):
         known = Known([1], [])
         plan = plan_of_x(known, orders)

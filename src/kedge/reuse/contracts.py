@@ -12,13 +12,6 @@ from kedge.types import Namespace, RunKey, SampleId, Tokens, WorkflowId
 KV = Any
 """kedge.kv.segment.KVSegment: keys (unrotated) and values, each [layers, tokens, kv_heads, head_dim]"""
 
-MAX_PENDING = 64
-"""Prompts that are kept until they are learned from, and base prefills that may be queued: bounds for memory; beyond
-them the oldest is dropped"""
-
-LEARNING_SHARE = 0.5
-"""Share of each pass that base prefills and learning may take while requests wait for their first token"""
-
 ReadKV = Callable[[int, int], KV]
 """The real KV of prompt positions [start, stop), keys unrotated."""
 

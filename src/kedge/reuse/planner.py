@@ -307,7 +307,7 @@ class Planner:
     def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> Estimate:
         rung = rung_of(request)
         weak_error = rung.weak_error if rung and rung.by_anchors else None
-        return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.left_out)
+        return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.held_out)
 
     def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""

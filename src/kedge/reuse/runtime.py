@@ -199,12 +199,6 @@ class Runtime:
             run, sample = request.run_key, request.produces
             self._bases.put_sample(run, sample, tokens, kv)
 
-    def leaves_base(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
-        """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""
-        if not self.learns(request):
-            return False
-        return bool(self._in_place(request) or self._shared_texts(request, plan))
-
     def keep_base(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
         """Keep from a computed prompt what other prompts of its run read: the base KV of values that it reads in their
         base context, and of template text behind values. With a `plan`, of values only what is before all translated

@@ -177,11 +177,9 @@ def test_a_check_leaves_out_what_was_learned_from_its_own_call(temperature: floa
         one.submit(replace(mine, guard=withheld, request_id="learned")).result(60)
         one.wait_idle(60)
         found = []
-        for left_out in (False, True):
-            orders = GuardOrders(
-                GuardMode.OFF, rung=MOVED, afresh=EVERYTHING, left_out=left_out, held_out=True
-            )  # fmt: skip
-            again = replace(mine, guard=orders, forced=dense.tokens, request_id=f"again-{left_out}")
+        for held_out in (False, True):
+            orders = GuardOrders(GuardMode.OFF, rung=MOVED, afresh=EVERYTHING, held_out=held_out)
+            again = replace(mine, guard=orders, forced=dense.tokens, request_id=f"again-{held_out}")
             done = one.submit(again).result(60)
             found.append((done.receipt.translated, mean_divergence(dense, done)))
     (own, near), (others, far) = found

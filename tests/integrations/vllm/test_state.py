@@ -90,26 +90,6 @@ def test_another_model_of_the_same_shape_starts_with_nothing(state: Path, tmp_pa
         assert call(built, VALUES[0])[0] == 170, "its own came after it"
 
 
-def test_damaged_files_cost_what_they_hold(state: Path, tiny_llama: Path) -> None:
-    folder = state / RANK
-    entries = json.loads((folder / MANIFEST).read_bytes())["entries"]
-    kinds = [entry["name"][0] for entry in entries]
-    assert kinds.count("pool") == 1 and kinds.count("value") > len(VALUES)
-    pool = next(folder / entry["file"] for entry in entries if entry["name"][0] == "pool")
-    pool.write_bytes(pool.read_bytes()[:-1])
-    for entry in entries:
-        if entry["name"][0] == "value":
-            path = folder / entry["file"]
-            path.unlink()
-            path.symlink_to("/dev/zero")
-    with engine(tiny_llama, state) as built:
-        dense, answer = call(built, VALUES[0])
-        assert dense == 0 and len(answer) == 12
-        assert built.side.totals()["snapshots_damaged"] == 1 + kinds.count("value")
-        templates = built.worker._learner.learned[1].lasting(values=False)
-        assert len(templates) == kinds.count("template"), "what is not damaged is there"
-
-
 def test_a_folder_in_use_is_refused(state: Path, tiny_llama: Path) -> None:
     with engine(tiny_llama, state) as built:
         worker = built.worker

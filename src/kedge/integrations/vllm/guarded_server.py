@@ -28,7 +28,7 @@ from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
-from kedge.integrations.vllm.engine.driver import kedge_error, sampling_params, tokens_prompt
+from kedge.integrations.vllm.engine.driver import Driver, sampling_params
 from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.requests import end_of_run, guard_hints, sampling_arguments
 from kedge.integrations.vllm.engine.response import StreamedResponse
@@ -82,7 +82,7 @@ class ServerGuard:
 
     def __init__(self, client: Any, settings: PluginSettings, tokenizer: HFTokenizer) -> None:
         """`client` is vLLM's `AsyncLLM`. Raises `ConfigError` where the folder for state cannot be used."""
-        self._client, self._generate = client, client.generate
+        self._client, self._generate, self._driver = client, client.generate, Driver(plugged=False, llm=client)
         self._loop, self._settings, self._tokenizer = asyncio.get_running_loop(), settings, tokenizer
         self._max_logprobs, self._max_model_len = client.model_config.max_logprobs, client.model_config.max_model_len
         self.calls = GuardedCalls(self.submit, settings.guard)
@@ -167,25 +167,9 @@ class ServerGuard:
         own = None if check.forced or not isinstance(check.sampling, ClientSampling) else check.sampling.own
         kept = {} if own is None else {name: getattr(own, name) for name in KEPT}
         params = sampling_params({**sampling_arguments(check, room), **kept, "detokenize": bool(kept.get("stop"))})
-        response = StreamedResponse(check, self._tokenizer, params, room)
-        asyncio.run_coroutine_threadsafe(self._carry_out(response), self._loop)
+        response = StreamedResponse(check, self._tokenizer, params, room, priority=sys.maxsize)
+        self._loop.call_soon_threadsafe(self._driver.begin, response)
         return response.stream
-
-    async def _carry_out(self, response: StreamedResponse) -> None:
-        check = response.request
-        salt = "" if (name := str(check.namespace)) == "default" else name  # that of prompts without a salt
-        last = sys.maxsize  # where vLLM goes by priorities
-        outputs = self._generate(tokens_prompt(check, salt), response.params, check.request_id, priority=last)
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    response.take(output)
-                    if output.finished:
-                        response.end((output.kv_transfer_params or {}).get("kedge"))
-        except BaseException as error:  # the guard's thread must not wait for ever
-            response.stream.put(kedge_error(error, check.request_id))
-            if not isinstance(error, Exception):
-                raise
 
 
 class ServedCall:

@@ -20,10 +20,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
+from kedge.errors import ConfigError, EngineClosed, KedgeError, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
@@ -38,14 +39,10 @@ if TYPE_CHECKING:
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 REPORT_PATH = "/kedge/report"
 """What the plug-in has found in plain traffic"""
-MAX_BODY_BYTES = 64 << 20
-"""Bodies that are longer are refused: a field in them that keeps caches apart would do nothing"""
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
-MAX_WAITING = 256
-"""Calls that may wait for vLLM at once"""
-STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
+STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, EngineClosed: 503, ConfigError: 501}
 
 
 class KedgeMiddleware:
@@ -94,7 +91,7 @@ class KedgeMiddleware:
         """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
         be. The end of a run waits for the checks that need it.
         """
-        body = await _body(receive)
+        body = await _body(Request(scope, receive))
         hints, _ = read_hints(body, Headers(scope=scope))
         given, ended = plugin_hints(hints), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
@@ -125,7 +122,7 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
 
     async def read() -> Message:
         try:
-            return await (_with_hints(receive, unread.pop()) if unread else receive())
+            return await (_with_hints(Request(scope, receive), unread.pop()) if unread else receive())
         except RequestError as error:
             failed.append(error)
             raise
@@ -144,26 +141,13 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
         await _failed(failed[0])(scope, receive, send)
 
 
-async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
+async def _with_hints(request: Request, headers: Mapping[str, str]) -> Message:
     """Return a whole body with its hints, or unchanged. Raises `RequestError` for one that cannot be served."""
-    body = await _content(receive)
-    if body is None:
+    try:
+        body = await request.body()
+    except ClientDisconnect:
         return {"type": "http.disconnect"}
     return {"type": "http.request", "body": add_hints(body, headers) or body, "more_body": False}
-
-
-async def _content(receive: Receive) -> bytes | None:
-    """Return the bytes of a body, None of a client that has gone. Raises `RequestError` for one that is too long."""
-    parts, size, has_more = [], 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        size, has_more = size + len(parts[-1]), message.get("more_body", False)
-        if size > MAX_BODY_BYTES:
-            raise RequestError("body", f"{size} bytes", f"must have at most {MAX_BODY_BYTES}")
-    return b"".join(parts)
 
 
 def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
@@ -227,10 +211,10 @@ def _failed(error: KedgeError) -> JSONResponse:
     return JSONResponse({"error": data}, status)
 
 
-async def _body(receive: Receive) -> dict[str, Any]:
-    """Return the body of a call. Raises `RequestError` for one that is no JSON object, or too long."""
+async def _body(request: Request) -> dict[str, Any]:
+    """Return the body of a call. Raises `RequestError` for one that is no JSON object."""
     try:
-        body = json.loads(await _content(receive) or b"")
+        body = await request.json()
     except (ValueError, RecursionError) as error:
         raise RequestError("body", "…", f"must be JSON: {error}") from None
     if not isinstance(body, dict):
@@ -248,6 +232,4 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
 
     from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 
-    if len(ADVICE_CALLS) >= MAX_WAITING:
-        raise Overloaded("hints", len(ADVICE_CALLS), f"at most {MAX_WAITING} calls wait for vLLM at once")
     return await ADVICE_CALLS.ask(client.engine_core, namespace, given)

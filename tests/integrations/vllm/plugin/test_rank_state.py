@@ -131,7 +131,7 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
     learned = SimpleNamespace(learned=(anchors, bases), is_learning=False)
     learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), False
     learned.learn = lambda: False
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side._learner = learned
     state = rank_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))
     side._state = state

@@ -74,13 +74,14 @@ def names(queue: Any) -> list[str]:
 
 
 def test_what_is_cached_goes_first_where_live_contexts_do_not_fit() -> None:
-    world = World(Pool({1, 2, 3}))
+    world = World(Pool({1, 2, 3}, {4}))
     queue = world.queue()
     queue.add_request(Call("evicted", [7, 8, 9], 40))
+    queue.add_request(Call("host", [4], 10))
     queue.add_request(Call("cached", [1, 2, 3], 40))
-    assert names(queue) == ["evicted", "cached"]
+    assert names(queue) == ["evicted", "host", "cached"]
     queue.add_request(Call("new", [], 40))
-    assert names(queue) == ["cached", "evicted", "new"]
+    assert names(queue) == ["cached", "host", "evicted", "new"]
 
 
 def test_what_was_peeked_at_is_popped_though_the_cache_has_changed() -> None:
@@ -143,14 +144,6 @@ def test_what_is_on_neither_tier_is_missing() -> None:
         assert missing(Pool(set(range(cached))), list(range(8))) == 1 - cached / 8
     assert missing(Pool(), []) == 1.0
     assert missing(Pool({0, 1}, set(range(8))), list(range(8))) == pytest.approx(0.1 * 6 / 8)
-
-
-def test_what_the_host_has_goes_before_what_has_to_be_computed() -> None:
-    world = World(Pool({3}, {2}))
-    queue = world.queue(0)
-    for name, block in (("computed", 1), ("host", 2), ("device", 3)):
-        queue.add_request(Call(name, [block]))
-    assert names(queue) == ["device", "host", "computed"]
 
 
 def test_the_order_is_passed_on_when_it_changes_under_overload() -> None:

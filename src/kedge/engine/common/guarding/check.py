@@ -149,9 +149,8 @@ def trial(
 def _tried(request: GenerateRequest, served: Completion, tried: str, rung: int | None) -> GenerateRequest:
     withheld = frozenset[str]() if tried == EVERYTHING else request.guard.withheld - {tried}
     orders = replace(
-        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, left_out=True,
-        held_out=True,
-    )  # fmt: skip
+        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, held_out=True
+    )
     return replace(_again(request, served), guard=orders)
 
 

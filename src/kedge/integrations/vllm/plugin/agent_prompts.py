@@ -61,15 +61,16 @@ class AgentPrompts:
 
         Returns whether it replaced the one before.
         """
-        known = self._board.forecast(hinted.run)
+        run, workflow = hinted.request.run_key, hinted.request.workflow
+        known = self._board.forecast(run)
         newer = known.seq + 1 if known else 0
         seq = newer if hinted.seq is None else hinted.seq
-        changes = self._board.update(hinted.run, seq, steps, time.monotonic())
+        changes = self._board.update(run, seq, steps, time.monotonic())
         for key in changes:
-            if key.run == hinted.run and key not in self._template_of:
-                self._template_of[key] = (*hinted.run[:2], hinted.request.workflow, key.agent)
+            if key.run == run and key not in self._template_of:
+                self._template_of[key] = (*run[:2], workflow, key.agent)
         self._apply(changes)
-        return self._board.forecast(hinted.run) is not known
+        return self._board.forecast(run) is not known
 
     def expect(self, forecasts: FoundForecasts) -> None:
         """Take the changes of forecasts that were found, not given, with the teams of agents that are new in them."""
@@ -120,26 +121,27 @@ class AgentPrompts:
         Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
         was labelled.
         """
-        length = self._lengths.of(hinted.request, request.block_hashes)
+        asked, key = hinted.request, hinted.request.agent_key
+        length = self._lengths.of(asked, request.block_hashes)
         if not length or not self._pools:
             return None
         fixed = length // self._block_size
-        template: AgentTemplate = (*hinted.run[:2], hinted.request.workflow, hinted.request.agent)
+        template: AgentTemplate = (asked.namespace, key.client_id, asked.workflow, asked.agent)
         hashes = tuple(request.block_hashes[:fixed])
         self._templates[template] = hashes
         if request.abort_immediately:
             return None  # a message without a pass: the forecast that follows it adopts the prompt
         queue = self._pools[0].free_block_queue
-        if not queue.has_step(hinted.key):
+        if not queue.has_step(key):
             self._ignored_labels += 1
             return None
-        self.prompts[hinted.key], self._template_of[hinted.key] = hashes, template
-        queue.own(block_ids[:fixed], hinted.key)
+        self.prompts[key], self._template_of[key] = hashes, template
+        queue.own(block_ids[:fixed], key)
         if others:
-            own_prefix(self._pools[0], hashes, hinted.key)
+            own_prefix(self._pools[0], hashes, key)
         queue.mark_suffix((*block_ids[fixed:], *others))
         self.changed = True
-        return hinted.key
+        return key
 
     def clear(self) -> None:
         """Forget all fixed prompts. Forecasts stay."""

@@ -50,7 +50,6 @@ from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
-from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING
 from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings
 
@@ -88,7 +87,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             translations = Translations(self._features.translation, ranks, settings.guard, is_ahead=is_ahead)
             self._scheduler = SchedulerSide(settings, block_size, ranks, translations)
         else:
-            budget = LearningBudget(LEARNING_SHARE if ranks == 1 else None)
+            budget = LearningBudget(is_timed=ranks == 1)
             self._worker = WorkerSide(block_size, settings.tiers.throttle, budget)
 
     @property
@@ -132,11 +131,8 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         lanes, config = self._scheduler.translations.lanes, self._vllm_config
         model, block_size = config.model_config, config.cache_config.block_size
-        limits = PassLimits(model.max_model_len, model.get_vocab_size(), block_size)
         lanes.open(hold_back)
-        lanes.tails.open(limits)
-        lanes.bases.open(limits, MAX_PENDING)
-        lanes.base_share = LEARNING_SHARE
+        lanes.jobs.open(PassLimits(model.max_model_len, model.get_vocab_size(), block_size))
         return lanes
 
     def ask_at_once(self, request: Request) -> None:

@@ -88,12 +88,6 @@ class TranslationVerdict:
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
     ready: int = 0
     """Leading tokens of which what is translated was so before the request arrived"""
-    teaches: bool = False
-    """Whether what is computed of it is worth learning from"""
-    is_losing: bool = False
-    """Whether translating its workflow saves too little time for what it takes"""
-    is_declined: bool = False
-    """Whether all of it is computed because that takes less time than translating it"""
 
     @property
     def tokens(self) -> int:
@@ -110,9 +104,6 @@ class TranslationVerdict:
             self.needs or other.needs,
             self.awaits or other.awaits,
             min(self.ready, other.ready),
-            self.teaches or other.teaches,
-            self.is_losing and other.is_losing,
-            self.is_declined and other.is_declined,
         )
 
 

@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kedge.discovery import PlainRequests
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import NO_PROMPT
+from kedge.integrations.vllm.plugin.hints import NO_PROMPT, salt_of
 from kedge.types import Namespace
 
 TIMEOUT = 5.0
@@ -94,7 +94,7 @@ def message(
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=str(namespace),
+        cache_salt=salt_of(namespace) or None,
         data_parallel_rank=rank,
         abort_immediately=True,
     )
@@ -188,7 +188,7 @@ class StatReports:
 
 
 ADVICE_CALLS = AdviceCalls()
-"""Hints that were sent by the middleware in the process of vLLM's server."""
+"""Hints that were sent by this process: Kedge's engine, or the middleware in vLLM's server."""
 
 
 class KedgeStats(KVConnectorStats):

@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -55,8 +56,6 @@ LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 MayStart = Callable[[int, float], bool]
 """Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
 logger = logging.getLogger(__name__)
-LAST_PRIORITY = 1 << 20
-"""The priority of an agent that never runs according to its forecast."""
 
 
 def missing_of(request: Request, cached: Cached) -> float:
@@ -166,7 +165,7 @@ def priority_of(request: Request) -> int:
     next_run = hinted.steps.get(hinted.request.agent) if hinted and hinted.steps else None
     if next_run is None or request.priority:
         return request.priority
-    return LAST_PRIORITY if math.isinf(next_run.steps) else min(int(next_run.steps), LAST_PRIORITY)
+    return sys.maxsize if math.isinf(next_run.steps) else int(next_run.steps)  # the last one if it never runs
 
 
 class KedgeScheduling:
@@ -201,7 +200,7 @@ class KedgeScheduling:
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
         self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
-        self._base_share = BaseShare(self._lanes.base_share if self._lanes else 0.0, self._times)
+        self._base_share = BaseShare(self._times)
         self._by_cache: CachedFirstQueue | None = None
         if self.policy is SchedulingPolicy.FCFS:
             pool = self.kv_cache_manager.block_pool
@@ -294,8 +293,7 @@ class KedgeScheduling:
         rows = self.scheduler_config.max_num_seqs
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
         is_paused = self.pause_state is not PauseState.UNPAUSED
-        tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
-        budget = budget.less(*tails)
+        budget = budget.less(*lanes.jobs.grant_ends(LaneBudget(0, 0) if is_paused else budget, len(self.running)))
         demand = 0  # of running requests, beyond a token each
         for one in self.running:
             wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
@@ -311,15 +309,15 @@ class KedgeScheduling:
         a request waits for a base prefill.
         """
         if self.pause_state is not PauseState.UNPAUSED:
-            lanes.bases.stop()
-        if not lanes.bases:
+            lanes.jobs.stop()
+        if not lanes.jobs:
             return LaneBudget(0, 0)
         first = next(iter(self._in_order()), None)
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.bases.awaited else 0)
+        budget = left.less(demand, 1 if first and not lanes.jobs.awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
-        return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
+        return lanes.jobs.grant(budget, len(self.running) + awaited, most=most, idle=idle)
 
     def _add_lanes(self, output: SchedulerOutput, request_id: str, lanes: Holes) -> None:
         """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""

@@ -43,8 +43,7 @@ from kedge.integrations.vllm.plugin.metrics import (
     KedgeStats,
     StatReports,
 )
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
-from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
@@ -179,19 +178,19 @@ class SchedulerSide:
         history = self.sessions.finish(live, main, others)
         if history and self.loads:
             self.loads.finished(history)
-        receipt = None
+        receipt, served = None, Served(live.device, 0)
         if hinted is not None:
             self.translations.on_finish(live, main)
-            if hinted.final:
-                self._end_run(hinted.run)
-            found = receipt_of(live, *self.translations.outcome_of(live))
+            if hinted.request.turn.is_last:
+                self._end_run(hinted.request.run_key)
+            found = live.receipt()
+            served = Served.of(found)
             self._counts["translated_tokens"] += found.translated
             receipt = receipt_to_dict(found, hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
                 self._unsent_receipts[request.request_id] = receipt
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
-        served = served_by(receipt) if receipt else Served(live.device, 0)
         self.plain.ended(namespace, request_id, answer, served)
         return receipt
 
@@ -202,7 +201,7 @@ class SchedulerSide:
             is_newer = bool(request.run) and self.prompts.forecast(hinted, hinted.steps)
             outcomes.append(took_forecast(request.run, is_newer))
         if hinted.ends_run:
-            self._end_run(hinted.run)
+            self._end_run(request.run_key)
             outcomes.append(run_ended())
         outcomes += self.sessions.advise(request.namespace, request.turn)
         self._answers[request.request_id] = [one.to_dict() for one in outcomes]
@@ -296,7 +295,7 @@ class SchedulerSide:
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
-        found.update({**self.translations.lanes.bases.counters(), **self._counts})
+        found.update({**self.translations.lanes.jobs.counters(), **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
                 found[f"evictions_{name}"] += count

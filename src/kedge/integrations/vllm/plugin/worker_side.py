@@ -236,7 +236,6 @@ class WorkerSide:
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
         self._began = time.monotonic()
-        self._budget.begin()
         if self._passes:
             self._passes.begin()
             if self._room:
@@ -271,7 +270,9 @@ class WorkerSide:
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
-        seconds = time.monotonic() - self._began - self._not_computing
+        seconds = time.monotonic() - self._began - self._not_computing if orders.scheduled else 0.0
+        if orders.scheduled:
+            self._budget.computes()
         if self._costs and orders.scheduled:
             ended = [(orders.scheduled, orders.rows, seconds)]
             if self._passes:
@@ -282,18 +283,17 @@ class WorkerSide:
                 if tokens >= MIN_MEASURED:
                     self._reports.computed = (tokens, taken)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest):
-            self._budget.earn(idle=not orders.scheduled)
             return
         self._submit(orders, Direction.OFFLOAD)
         with self._learning:
             if self._learner:
-                self._learn_from_step(self._learner, orders)
+                self._learn_from_step(self._learner, orders, seconds)
             for query in orders.queries:
                 self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
 
-    def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
+    def _learn_from_step(self, learner: Learner, orders: Orders, seconds: float) -> None:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
             learner.capture(capture)
         for request_id in orders.dropped:
@@ -304,7 +304,7 @@ class WorkerSide:
         for run in orders.ended_runs:
             learner.end_run(run)
         is_awaited = orders.prefills or bool(orders.queries)
-        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited)
+        self._budget.spend(learner.learn, seconds, is_awaited=is_awaited)
         self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:

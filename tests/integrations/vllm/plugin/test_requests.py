@@ -1,4 +1,4 @@
-"""The receipt of a finished request, as it leaves vLLM. No vLLM is needed."""
+"""The receipt of a finished request, as it leaves vLLM."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
-from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, ReuseMode, Source
 
 PROMPT = tuple(range(3, 103))
 
 
-def live(**given: Any) -> LiveRequest:
+def live(asked: dict[str, Any] | None = None, **given: Any) -> LiveRequest:
     request: Any = SimpleNamespace(num_prompt_tokens=len(PROMPT))
-    return LiveRequest(request, read_hints("r1", PROMPT, None, {"kedge": {}}, ReuseMode.TRANSLATE), **given)
+    return LiveRequest(request, read_hints("r1", PROMPT, None, {"kedge": asked or {}}, ReuseMode.TRANSLATE), **given)
 
 
 @pytest.mark.parametrize(
@@ -37,15 +40,32 @@ def live(**given: Any) -> LiveRequest:
     ids=["computed", "loaded", "translated", "device tokens include the answer's"],
 )
 def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
-    data = receipt_to_dict(receipt_of(live(**state), ()))
+    data = receipt_to_dict(live(**state).receipt())
     assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
 
 
-def test_misses_are_json() -> None:
-    data = receipt_to_dict(receipt_of(live(translated=(range(8, 90),)), (Miss("q", "too far"),)))
-    assert data["mode"] == "translate"
-    assert data["misses"] == [{"segment": "q", "reason": "too far"}]
-    assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
+VERDICT = TranslationVerdict((range(90, 100),), (Miss("q", "too far"),), ready=40)
+
+
+@pytest.mark.parametrize(
+    ("state", "misses", "preassembled"),
+    [
+        ({"verdict": VERDICT, "translated": (range(8, 90),)}, [("q", "too far")], 40),
+        ({"verdict": VERDICT}, [("q", "too far")], 0),
+        ({"refusal": "no lanes", "verdict": VERDICT}, [("*", "no lanes")], 0),
+        ({}, [], 0),
+    ],
+    ids=["translated", "computed after all", "refused", "not judged"],
+)
+def test_a_receipt_says_why_tokens_were_computed(
+    state: dict[str, Any], misses: list[tuple[str, str]], preassembled: int
+) -> None:
+    asked = {"segments": [{"name": "q", "length": len(PROMPT), "sample": "q@0"}]}
+    data = receipt_to_dict(live(asked, **state).receipt())
+    assert data["mode"] == "translate" and data["preassembled"] == preassembled
+    assert [(one["segment"], one["reason"]) for one in data["misses"]] == misses
+    if "translated" in state:
+        assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
 
 
 @given(
@@ -62,4 +82,4 @@ def test_spans_are_those_of_one_source_per_token(
     sources += [Source.COMPUTED] * (100 - len(sources))
     for span in holes:
         sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
-    assert receipt_of(live(device=device, loaded=loaded, translated=holes), ()).spans == spans_of(sources)
+    assert live(device=device, loaded=loaded, translated=holes).receipt().spans == spans_of(sources)
