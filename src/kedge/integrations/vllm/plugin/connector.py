@@ -9,7 +9,7 @@ vLLM creates one connector in its scheduler and one in every worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,6 @@ from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -189,9 +188,6 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         self._scheduler.clear()

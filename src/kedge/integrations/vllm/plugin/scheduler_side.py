@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -275,10 +274,6 @@ class SchedulerSide:
         if self.loads:
             self.loads.idle.on_reset()
         return done
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return vLLM's events of the host tier since the last call."""
-        return self.loads.tier.host.take_events() if self.loads and self.loads.tier.events else []
 
     def take_stats(self) -> KedgeStats | None:
         """Return what was counted since the last call, with what no output carries: receipts of requests that were
