@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from kedge.cache import Copy, Direction
+from kedge.cache import Copied, Copy, Direction
 from kedge.cache.copies import Outcome, Purpose
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.block_pools import (
@@ -32,7 +32,6 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
 )
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
-from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.settings import OTHERS
 from kedge.policies.eviction import StepPolicy, StepView
 from kedge.policies.prefetch import CostModel
@@ -105,8 +104,8 @@ class BlockTransfer:
     owner: Owner | None
     demanded: bool = False
     """Whether a request waits for it."""
-    result: CopyResult | None = None
-    """Merged over the ranks that have finished"""
+    ends: list[Copied] = field(default_factory=list)
+    """Of the ranks that have finished"""
     prefix: list[KVCacheBlock] = field(default_factory=list)
     """Device blocks of the prompt before those that are loaded"""
     abandoned: bool = False
@@ -383,23 +382,25 @@ class HostTier:
 
     # ends of copies -------------------------------------------------------------------------------------------
 
-    def on_copied(self, copy_id: int, result: CopyResult) -> None:
-        """Take the result of some ranks for a copy; it lands once all ranks have finished."""
-        transfer = self._transfers[copy_id]
-        transfer.result = transfer.result.merged(result) if transfer.result else result
-        if transfer.result.ranks == self._ranks:
-            del self._transfers[copy_id]
-            self._land(transfer, transfer.result)
+    def on_copied(self, copied: Copied) -> None:
+        """Take the end of a copy on one rank; it lands once all ranks have finished."""
+        transfer = self._transfers[copied.copy_id]
+        transfer.ends.append(copied)
+        if len(transfer.ends) == self._ranks:
+            del self._transfers[copied.copy_id]
+            self._land(transfer)
 
-    def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
+    def _land(self, transfer: BlockTransfer) -> None:
         source, target = self._pools(transfer.copy.direction)
         if transfer.abandoned:
             target.free_blocks(reversed(transfer.targets))
             return
-        if result.ok:
-            self._publish(transfer, target, result.corrupt)
-        source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
-        self._count(transfer, result)
+        is_ok = all(one.ok for one in transfer.ends)
+        corrupt = {at for one in transfer.ends for at in one.corrupt}
+        if is_ok:
+            self._publish(transfer, target, corrupt)
+        source.evict_blocks({transfer.sources[at].block_id for at in corrupt})
+        self._count(transfer, is_ok, len(corrupt))
         target.free_blocks(reversed(transfer.prefix + transfer.targets))
         source.free_blocks(reversed(transfer.sources))
         self._release(transfer.sources if transfer.is_load else transfer.targets)
@@ -407,7 +408,7 @@ class HostTier:
         for one in transfer.needed.keys:
             under_way.pop(one, None)
 
-    def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
+    def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: Container[int]) -> None:
         """Make the targets known by their keys, except for corrupt ones and those that a request has computed
         meanwhile, which are owned in their place.
         """
@@ -420,19 +421,19 @@ class HostTier:
         else:
             own_known(target, transfer.needed.keys, transfer.owner)
 
-    def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
-        blocks = len(transfer.targets) - len(result.corrupt)
-        self.counters["corrupt_blocks"] += len(result.corrupt)
-        if not result.ok:
+    def _count(self, transfer: BlockTransfer, is_ok: bool, corrupt: int) -> None:
+        blocks = len(transfer.targets) - corrupt
+        self.counters["corrupt_blocks"] += corrupt
+        if not is_ok:
             self.counters["failed_copies"] += 1
         elif transfer.is_load:
             self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(len(transfer.targets), result.seconds)
+            self.cost.load.observe(len(transfer.targets), max(one.seconds for one in transfer.ends))
         else:
             self.counters["blocks_offloaded"] += blocks
         if transfer.purpose is Purpose.PREFETCH:
             landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
-            is_whole = result.ok and not result.corrupt
+            is_whole = is_ok and not corrupt
             self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
 
     # emptying a tier ------------------------------------------------------------------------------------------

@@ -44,8 +44,6 @@ class LiveRequest:
     """Tokens of its prompt that it waited for while they were loaded"""
     waiting_since: float | None = None
     """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
-    loads: int = 0
-    """Loads that were ordered on its demand"""
     computes: bool = False
     """Whether no further load is ordered for it: it computes what it lacks then"""
 

@@ -32,7 +32,7 @@ from kedge.integrations.vllm.plugin.hints import (
     with_actions,
     without_hints,
 )
-from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
+from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
@@ -83,9 +83,10 @@ class SchedulerSide:
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
-            idle = IdleSessions(tier, self._settings.tiers, lambda: self.sessions.ledger.guard.trusted)
-            self.loads = HostLoads(tier, self.prompts, idle, self._settings.tiers, self._block_size)
-            self.queue.on_evicted, self.sessions.on_steps = idle.on_evicted, idle.on_steps
+            self.loads = HostLoads(
+                tier, self.prompts, self._settings.tiers, self._block_size, lambda: self.sessions.ledger.guard.trusted
+            )
+            self.sessions.on_steps = self.loads.idle.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
         if has_sessions:
@@ -175,7 +176,7 @@ class SchedulerSide:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
         history = self.sessions.finish(live, main, others)
         if history and self.loads:
-            self.loads.finished(history)
+            self.loads.finished(*history)
         receipt = None
         if hinted is not None:
             self.translations.on_finish(live, main)
@@ -272,7 +273,7 @@ class SchedulerSide:
             done = reset()
             self.queue.forget_blocks()
         if self.loads:
-            self.loads.idle.on_reset()
+            self.loads.look_again()
         return done
 
     def take_stats(self) -> KedgeStats | None:

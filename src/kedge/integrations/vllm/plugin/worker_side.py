@@ -19,13 +19,12 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import translate_into
-from kedge.cache import Direction
+from kedge.cache import Copied, Direction
 from kedge.errors import LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
-    CopyResult,
     Orders,
     Reports,
     TranslationQuery,
@@ -326,12 +325,12 @@ class WorkerSide:
             if self._copier:
                 self._copier.submit(copy)
             else:
-                self._reports.copies[copy.copy_id] = CopyResult(1, ok=False, seconds=0.0)
+                self._reports.copies.append(Copied(copy.copy_id, ok=False))
 
     def take_reports(self) -> Reports | None:
         """Return the reports of a step, None where nothing has changed."""
-        for copied in self._copier.drain() if self._copier else ():
-            self._reports.copies[copied.copy_id] = CopyResult.of(copied)
+        if self._copier:
+            self._reports.copies += self._copier.drain()
         reports = self._reports
         reports.snapshots = self._state.take_outcomes() if self._state else {}
         if reports.is_empty and self._reported_learning == reports.learning:
