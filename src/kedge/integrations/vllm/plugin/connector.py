@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import ConfigError, LayoutUnknown, TranslationRefused
-from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_layouts
 from kedge.integrations.vllm.plugin.feature_checks import (
     backends_refusal,
     block_bytes,
@@ -239,8 +239,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = self._vllm_config.cache_config.block_size
         names = sorted(kv_caches, key=extract_layer_index)
         layers = [KVLayer(self._layers[name], kv_caches[name], config.dtype) for name in names]
-        axes = find_block_axes(layers, num_blocks, block_size)
-        layouts = find_layouts(layers, axes, num_blocks, block_size)
+        layouts = find_layouts(layers, num_blocks, block_size)
         rotation = rotation_of(config, list(map(extract_layer_index, names)), layers[0].pages.device)
         return Pages(layers, layouts, block_size, rotation)
 
