@@ -19,7 +19,7 @@ from kedge.integrations.vllm.engine.response import (
     plugin_receipt,
     prompt_logprobs,
 )
-from kedge.integrations.vllm.plugin.receipts import receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
     Completion,

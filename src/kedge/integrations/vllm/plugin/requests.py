@@ -1,15 +1,17 @@
-"""A request as all parts of the scheduler's half follow it, from its arrival to its end: one record for each."""
+"""A request as all parts of the scheduler's half follow it, from its arrival to its receipt: one record for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+from kedge.discovery import Served
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.sessions import SessionKey, Turn
 from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
-from kedge.types import GenerateRequest, RequestId, ReuseMode, Tokens
+from kedge.types import GenerateRequest, Miss, Receipt, RequestId, ReuseMode, Source, Span, Tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -129,3 +131,47 @@ class LiveRequest:
         """Let vLLM hash the blocks before the first translated token only: what follows is not exact."""
         exact = self.written[0].start if self.written else num_computed_tokens
         give(self.request, min(num_computed_tokens, exact))
+
+    def receipt(self, misses: tuple[Miss, ...], ready: int = 0) -> Receipt:
+        """Return the receipt of a request with hints. `misses` say why tokens were not translated; of the first `ready`
+        tokens, what is translated was so before the request arrived.
+        """
+        preassembled = ready if self.translated else 0
+        return Receipt(self.asked.request_id, self.asked.reuse, self._spans(), misses, preassembled=preassembled)
+
+    def _spans(self) -> tuple[Span, ...]:
+        """Return which of the prompt's tokens came from where, in O(spans)."""
+        total, host = self.request.num_prompt_tokens, self.loaded
+        device = min(self.device, total)
+        cuts = {0, device, total, *(edge for run in (host, *self.translated) for edge in (run.start, run.stop))}
+
+        def source(at: int) -> Source:
+            if any(at in run for run in self.translated):
+                return Source.TRANSLATED
+            return Source.COMPUTED if at >= device else Source.HOST if at in host else Source.DEVICE
+
+        spans: list[Span] = []
+        for start, stop in pairwise(sorted(edge for edge in cuts if 0 <= edge <= total)):
+            kind = source(start)
+            begun = spans.pop().start if spans and spans[-1].source is kind else start
+            spans.append(Span(begun, stop, kind))
+        return tuple(spans)
+
+
+def receipt_to_dict(receipt: Receipt, actions: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
+    """Return a receipt as JSON data. `actions` is what became of those that the client asked for, which few do."""
+    data: dict[str, Any] = {
+        "mode": receipt.mode.value,
+        "tokens": {source.value: receipt.tokens(source) for source in Source},
+        "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
+        "preassembled": receipt.preassembled,
+        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
+    }
+    return {**data, "actions": list(actions)} if actions else data
+
+
+def served_by(receipt: Mapping[str, Any]) -> Served:
+    """Return what a receipt says, as discovery counts it."""
+    tokens = receipt["tokens"]
+    exact = tokens[Source.DEVICE.value] + tokens[Source.HOST.value]
+    return Served(exact, tokens[Source.TRANSLATED.value], tuple(miss["reason"] for miss in receipt["misses"]))

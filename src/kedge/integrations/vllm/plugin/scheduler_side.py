@@ -42,8 +42,7 @@ from kedge.integrations.vllm.plugin.metrics import (
     KedgeStats,
     StatReports,
 )
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
-from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict, served_by
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
@@ -182,7 +181,7 @@ class SchedulerSide:
             self.translations.on_finish(live, main)
             if hinted.final:
                 self._end_run(hinted.run)
-            found = receipt_of(live, *self.translations.outcome_of(live))
+            found = live.receipt(*self.translations.outcome_of(live))
             self._counts["translated_tokens"] += found.translated
             receipt = receipt_to_dict(found, hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:

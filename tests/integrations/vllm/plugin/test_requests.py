@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict
-from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, ReuseMode, Source
 
@@ -37,12 +36,12 @@ def live(**given: Any) -> LiveRequest:
     ids=["computed", "loaded", "translated", "device tokens include the answer's"],
 )
 def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
-    data = receipt_to_dict(receipt_of(live(**state), ()))
+    data = receipt_to_dict(live(**state).receipt(()))
     assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
 
 
 def test_misses_are_json() -> None:
-    data = receipt_to_dict(receipt_of(live(translated=(range(8, 90),)), (Miss("q", "too far"),)))
+    data = receipt_to_dict(live(translated=(range(8, 90),)).receipt((Miss("q", "too far"),)))
     assert data["mode"] == "translate"
     assert data["misses"] == [{"segment": "q", "reason": "too far"}]
     assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
@@ -62,4 +61,4 @@ def test_spans_are_those_of_one_source_per_token(
     sources += [Source.COMPUTED] * (100 - len(sources))
     for span in holes:
         sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
-    assert receipt_of(live(device=device, loaded=loaded, translated=holes), ()).spans == spans_of(sources)
+    assert live(device=device, loaded=loaded, translated=holes).receipt(()).spans == spans_of(sources)
