@@ -13,7 +13,6 @@ from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.entry_point import FORCED
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.settings.sections import shown_fidelity
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
@@ -179,7 +178,7 @@ class _SentPrompts:
     """
 
     def __init__(self) -> None:
-        self._sent: BoundedDict[tuple[Namespace, str, AgentId], _SentPrompt] = BoundedDict(REMEMBERED)
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], _SentPrompt] = BoundedDict()
 
     def unknown(self, prompts: Mapping[AgentKey, Tokens]) -> Iterator[tuple[AgentKey, Tokens]]:
         """Yield the prompts that have to be sent."""

@@ -44,7 +44,7 @@ from kedge.integrations.vllm.plugin.metrics import (
 )
 from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict, served_by
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
-from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
 from kedge.structures.bounded import BoundedDict
@@ -68,7 +68,7 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._reports = StatReports(self.totals, self.plain)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
-        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(REMEMBERED)
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict()
         """What became of hints between requests, by the ids of their messages"""
 
     def bind(

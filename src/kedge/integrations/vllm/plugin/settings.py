@@ -21,8 +21,6 @@ from kedge.types import ReuseMode
 
 OTHERS = "*"
 """Stands in `quotas` for tenants that are not named"""
-REMEMBERED = 4096
-"""Agents, prompts or messages of one kind that are remembered, a bound for memory: the oldest is forgotten"""
 SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 """vLLM's `scheduler_cls` for lanes and for Kedge's order of waiting requests"""
 

@@ -32,7 +32,6 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationWrite,
 )
 from kedge.integrations.vllm.plugin.requests import CacheBlocks, LiveRequest
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.reuse.planner import CHEAPER
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
@@ -82,8 +81,8 @@ class StandAside:
     """
 
     def __init__(self) -> None:
-        self._aside: BoundedDict[Hashable, _Tries] = BoundedDict(REMEMBERED)
-        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(REMEMBERED)
+        self._aside: BoundedDict[Hashable, _Tries] = BoundedDict()
+        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict()
 
     def report(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
         """Take what the workers say about the workflow and the agent of a request."""
