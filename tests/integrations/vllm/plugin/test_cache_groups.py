@@ -210,10 +210,6 @@ def test_beside_a_head_a_group_without_its_layers_needs_nothing_behind_the_hit()
     assert groups_of(config(), kv_config(specs, 1)) == groups(specs)
 
 
-def test_a_hit_with_drafts_needs_a_block_more_of_a_window() -> None:
-    assert groups_of(config(drafts=True), kv_config(MODELS["window"])).others == (CacheGroup.of(0, 1, 3),)
-
-
 def test_a_hit_with_drafts_that_have_no_kv_needs_what_it_needs_without() -> None:
     assert groups_of(config(drafts=None), kv_config(MODELS["window"])) == groups(MODELS["window"])
 
