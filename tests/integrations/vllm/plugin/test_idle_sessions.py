@@ -236,15 +236,17 @@ class Prefetches(RuleBasedStateMachine):
         lost = [name for name, length in lengths.items() if engine.on_device(name, length) < before[name]]
         assert all(engine.steps.get(name, math.inf) > latest for name in lost if name not in SHARING)
         if len(loaded) < slots and engine.tier.counters["denied_loads"] == denied:
-            self._check_nothing_missed()
+            self._check_nothing_missed(lost)
 
-    def _check_nothing_missed(self) -> None:
-        """Every session that should be on the device is there or on its way."""
+    def _check_nothing_missed(self, lost: list[str]) -> None:
+        """Every session that should be on the device is there or on its way; what was `lost` to a sooner one is looked
+        at next.
+        """
         engine = self.engine
         for name, hashes in engine.idle._histories.items():
             step = engine.steps.get(str(name), math.inf)
             is_gone = cached_block(engine.pool, hashes[-1]) is None
-            if is_gone and step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW) and name not in SHARING:
+            if is_gone and step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW) and name not in (*SHARING, *lost):
                 first, stop = engine.tier.extent(hashes)
                 assert engine.tier.loading(hashes[-1]) or first == stop
 
