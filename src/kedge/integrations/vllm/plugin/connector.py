@@ -44,7 +44,7 @@ from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.rank_state import RankState, rank_folder, rank_identity
+from kedge.integrations.vllm.plugin.rank_state import rank_folder, rank_identity
 from kedge.integrations.vllm.plugin.rotations import rotation_of
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
@@ -229,7 +229,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._worker.open_translation(learner, anchors.max_bytes + anchors.max_base_bytes)
         if self._settings.state is not None:
-            self._keep_state(self._settings.state, pages, learner)
+            self._keep_state(self._settings.state, pages)
 
     def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
         """Return the pages of the model's only group, its layers in order. Raises `LayoutUnknown` where they cannot be
@@ -243,7 +243,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         rotation = rotation_of(config, list(map(extract_layer_index, names)), layers[0].pages.device)
         return Pages(layers, layouts, block_size, rotation)
 
-    def _keep_state(self, folder: Path, pages: Pages, learner: Learner) -> None:
+    def _keep_state(self, folder: Path, pages: Pages) -> None:
         """Go on from what this rank has learned before. Raises `ConfigError` where the folder cannot be used."""
         try:
             identity = rank_identity(self._vllm_config, pages.empty, self._settings.anchors)
@@ -251,8 +251,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
         except OSError as error:
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-        interval = self._settings.snapshot_interval
-        self._worker.keep_state(RankState(state, interval, lambda: learner.rotation.refusal is None))
+        self._worker.keep_state(state)
 
     # in a worker, in every step ---------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -130,13 +128,11 @@ class Reports(KVConnectorWorkerMetadata):
     """Tokens and seconds of a pass that was long enough for a measurement"""
     learning: bool = False
     """Whether a captured prompt is still being learned from"""
-    snapshots: Mapping[str, int] = field(default_factory=dict)
-    """Snapshots of what was learned, by `OUTCOMES`, on all ranks"""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        found = self.copies or self.verdicts or self.captured or self.computed[0] or self.snapshots
+        found = self.copies or self.verdicts or self.captured or self.computed[0]
         return not (found or self.learning)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
@@ -149,5 +145,4 @@ class Reports(KVConnectorWorkerMetadata):
             self.captured[capture_id] = self.captured.get(capture_id, 0) + ranks
         self.learning = self.learning or other.learning
         self.computed = max(self.computed, other.computed, key=lambda pass_: pass_[1])
-        self.snapshots = Counter(self.snapshots) + Counter(other.snapshots)
         return self

@@ -240,7 +240,6 @@ class SchedulerSide:
         """Take the workers' reports of a step."""
         if self.loads:
             self.loads.on_reports(reports.copies, reports.computed)
-        self._counts.update({f"snapshots_{outcome}": count for outcome, count in reports.snapshots.items()})
         self.translations.on_reports(reports)
 
     @property

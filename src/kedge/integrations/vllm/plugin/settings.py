@@ -48,7 +48,5 @@ class PluginSettings(SettingsSection):
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     state: Path | None = None
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
-    snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Seconds between two snapshots."""
     quotas: dict[str, QuotaSettings] = {}
     """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""
