@@ -163,7 +163,7 @@ class Process:
             "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # what is learned here is not to depend on this machine
             "KEDGE_ENGINE__PLANNER__MOVE": "never",  # of answers too, at the first question
         }
-        code = f"from kedge.server import app as own; own.SNAPSHOT_SECONDS = 0.2\n{code}"
+        code = f"from kedge.engine.common.state import saving; saving.SNAPSHOT_SECONDS = 0.2\n{code}"
         command = [sys.executable, "-c", code, "serve", *args, "--port", "0", "--log-format", "json"]
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
         self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever

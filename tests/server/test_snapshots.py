@@ -14,12 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kedge.engine.common.state import saving
 from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.server import app
-from kedge.server.app import Snapshots, create_app
+from kedge.server.app import create_app
 from kedge.settings import ServerSettings
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
 from tests.engine.common.state_helpers import change, damage, record_files
@@ -31,7 +32,7 @@ from tests.server.test_failure import process
 @contextmanager
 def served(built: LocalEngine, folder: Path, interval: float = 60.0) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(app, "SNAPSHOT_SECONDS", interval)
+        patched.setattr(saving, "SNAPSHOT_SECONDS", interval)
         with serving(built, ServerSettings(state=folder)) as running:
             yield running
 
@@ -113,13 +114,13 @@ def test_a_disk_that_fails_ends_no_server(
 
 def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EchoEngine has no state"):
-        Snapshots(EchoEngine(), tmp_path, lambda _: None)
+        app.snapshots_of(EchoEngine(), tmp_path, lambda _: None)
 
 
 def test_a_folder_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with engine() as built:
-        snapshots = Snapshots(built, tmp_path / "file" / "below", lambda _: None)
+        snapshots = app.snapshots_of(built, tmp_path / "file" / "below", lambda _: None)
         with pytest.raises(ConfigError, match=r"server\.state"):
             snapshots.load()
 

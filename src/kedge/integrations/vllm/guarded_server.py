@@ -24,6 +24,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
@@ -35,7 +36,6 @@ from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
 from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
-from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
 
@@ -86,10 +86,10 @@ class ServerGuard:
         self._loop, self._settings, self._tokenizer = asyncio.get_running_loop(), settings, tokenizer
         self._max_logprobs, self._max_model_len = client.model_config.max_logprobs, client.model_config.max_model_len
         self.calls = GuardedCalls(self.submit, settings.guard)
-        self._state: RankState | None = None
+        self._state: Snapshots | None = None
         if settings.state is not None:
-            folder, config = settings.state.absolute() / _folder(client), client.vllm_config
-            self._state = keep_guard(self.calls.guard, folder, settings.snapshot_interval, config, settings.anchors)
+            folder = settings.state.absolute() / _folder(client)
+            self._state = keep_guard(self.calls.guard, folder, client.vllm_config, settings.anchors)
 
     def close(self) -> None:
         """Drop the checks that wait, and write the last snapshot. Blocks."""

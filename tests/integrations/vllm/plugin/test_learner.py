@@ -18,9 +18,10 @@ from kedge.integrations.vllm.plugin.learner import (
     PlannedWrites,
 )
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
-from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
+from kedge.structures.bounded import ENTRIES
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
 
 VALUE = Segment(tuple(range(10, 42)), "value", SampleId(ValueKind.INPUT, "value", 0, "v"), (1,), (2,))
@@ -153,7 +154,7 @@ def test_a_verdict_that_is_withdrawn_takes_the_written_plan_along(writes: Planne
 
 
 def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:
-    for number in range(REMEMBERED + 5):
+    for number in range(ENTRIES + 5):
         writes.put(name := RequestId(f"aborted-{number}"), planned())
         writes.write(TranslationWrite(name, (1,), (range(4, 6),)))
-    assert len(writes._written) == REMEMBERED
+    assert len(writes._written) == ENTRIES

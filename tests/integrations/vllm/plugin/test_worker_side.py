@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.cache import Copy, Direction
+from kedge.cache import Copied, Copy, Direction
 from kedge.integrations.vllm.plugin import worker_side
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
-from kedge.integrations.vllm.plugin.messages import CopyResult, Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.messages import Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.reuse.costs import EngineCosts
 from kedge.types import GenerateRequest, RequestId
@@ -142,7 +142,7 @@ def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:
     side.before_pass(orders)
     side.after_pass(orders)
     reports = side.take_reports()
-    assert reports is not None and reports.copies == dict.fromkeys((1, 2), CopyResult(1, ok=False, seconds=0.0))
+    assert reports is not None and reports.copies == [Copied(1, ok=False), Copied(2, ok=False)]
 
 
 class Resting(SlowLearner):

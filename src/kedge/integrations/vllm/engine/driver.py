@@ -27,7 +27,6 @@ from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
 from kedge.integrations.vllm.plugin.metrics import ADVICE, ADVICE_CALLS, RECEIPTS, REPORT, message
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, RequestId, WorkflowAgent
 
@@ -87,7 +86,7 @@ class Driver:
         """Receipts that may come without an output"""
         self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
         self._numbers = itertools.count()
-        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(REMEMBERED)
+        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
 
     async def start(self, arguments: Any) -> None:

@@ -68,8 +68,8 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
+    from kedge.engine.common.state.saving import Snapshots
     from kedge.integrations.vllm.engine.driver import Driver
-    from kedge.integrations.vllm.plugin.rank_state import RankState
 
 STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
@@ -134,15 +134,15 @@ class VLLMEngine(Engine):
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
-        self._guard_state: RankState | None = None
+        self._guard_state: Snapshots | None = None
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
             warm_up(self._submit_check)
         if self._is_guarded and (state := self._keeping.state) is not None:
-            interval, anchors = self._keeping.snapshot_interval, self.config.anchors
             try:
-                self._guard_state = keep_guard(self._guard.guard, state.absolute() / "guard", interval, config, anchors)
+                folder = state.absolute() / "guard"
+                self._guard_state = keep_guard(self._guard.guard, folder, config, self.config.anchors)
             except ConfigError:
                 self.close()
                 raise

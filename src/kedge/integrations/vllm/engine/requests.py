@@ -13,7 +13,6 @@ from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.entry_point import FORCED
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.settings.sections import shown_fidelity
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
@@ -136,7 +135,7 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
-        self._sent: BoundedDict[tuple[Namespace, str, AgentId], Tokens] = BoundedDict(REMEMBERED)
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], Tokens] = BoundedDict()
         """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
         self._seq = itertools.count()
 

@@ -14,7 +14,6 @@ from vllm.v1.request import Request
 from kedge.discovery import FoundForecasts
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, Namespace, RunKey
@@ -38,7 +37,7 @@ class AgentPrompts:
         self._lengths = FixedLengths(block_size)
         self.steps: dict[AgentKey, NextRun] = {}
         self.prompts: dict[AgentKey, BlockHashes] = {}
-        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(REMEMBERED)
+        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict()
         self._template_of: dict[AgentKey, AgentTemplate] = {}
         self._pools: tuple[BlockPool, ...] = ()
         self.changed = False

@@ -28,7 +28,7 @@ from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
-from kedge.integrations.vllm.plugin.settings import OTHERS, REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
 from kedge.reuse.contracts import BaseNeed, ReadKV
@@ -236,7 +236,7 @@ class PlannedWrites:
         """`costs` observes what translations take."""
         self._pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
         self._planned: dict[RequestId, PlannedWrite] = {}
-        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(REMEMBERED)
+        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict()
         """The plans of prompts in which something is translated, until they are captured"""
 
     def __len__(self) -> int:
@@ -309,8 +309,8 @@ class Learner:
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
         self._expected = ExpectedPrompts(self._runtime, pages, self._known, most)
         self.writes = PlannedWrites(pages, costs)
-        self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(REMEMBERED)
-        self._harvests: BoundedDict[RequestId, None] = BoundedDict(REMEMBERED)
+        self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
+        self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []

@@ -45,8 +45,6 @@ class LiveRequest:
     """Tokens of its prompt that it waited for while they were loaded"""
     waiting_since: float | None = None
     """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
-    loads: int = 0
-    """Loads that were ordered on its demand"""
     computes: bool = False
     """Whether no further load is ordered for it: it computes what it lacks then"""
 
@@ -153,7 +151,6 @@ class LiveRequest:
         total, host = self.request.num_prompt_tokens, self.loaded
         device = min(self.device, total)
         cuts = {0, device, total, *(edge for run in (host, *self.translated) for edge in (run.start, run.stop))}
-        edges = sorted(edge for edge in cuts if 0 <= edge <= total)
 
         def source(at: int) -> Source:
             if any(at in run for run in self.translated):
@@ -161,7 +158,7 @@ class LiveRequest:
             return Source.COMPUTED if at >= device else Source.HOST if at in host else Source.DEVICE
 
         spans: list[Span] = []
-        for start, stop in pairwise(edges):
+        for start, stop in pairwise(sorted(edge for edge in cuts if 0 <= edge <= total)):
             kind = source(start)
             begun = spans.pop().start if spans and spans[-1].source is kind else start
             spans.append(Span(begun, stop, kind))

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,7 +32,7 @@ from kedge.integrations.vllm.plugin.hints import (
     with_actions,
     without_hints,
 )
-from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
+from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
@@ -45,7 +44,7 @@ from kedge.integrations.vllm.plugin.metrics import (
 )
 from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
-from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
 from kedge.structures.bounded import BoundedDict
@@ -71,7 +70,7 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._reports = StatReports(self.totals, self.plain)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
-        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(REMEMBERED)
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict()
         """What became of hints between requests, by the ids of their messages"""
 
     def bind(
@@ -85,9 +84,10 @@ class SchedulerSide:
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
-            idle = IdleSessions(tier, self._settings.tiers, lambda: self.sessions.ledger.guard.trusted)
-            self.loads = HostLoads(tier, self.prompts, idle, self._settings.tiers, self._block_size)
-            self.queue.on_evicted, self.sessions.on_steps = idle.on_evicted, idle.on_steps
+            self.loads = HostLoads(
+                tier, self.prompts, self._settings.tiers, self._block_size, lambda: self.sessions.ledger.guard.trusted
+            )
+            self.sessions.on_steps = self.loads.idle.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
         if has_sessions:
@@ -177,7 +177,7 @@ class SchedulerSide:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
         history = self.sessions.finish(live, main, others)
         if history and self.loads:
-            self.loads.finished(history)
+            self.loads.finished(*history)
         receipt, served = None, Served(live.device, 0)
         if hinted is not None:
             self.translations.on_finish(live, main)
@@ -241,7 +241,6 @@ class SchedulerSide:
         """Take the workers' reports of a step."""
         if self.loads:
             self.loads.on_reports(reports.copies, reports.computed)
-        self._counts.update({f"snapshots_{outcome}": count for outcome, count in reports.snapshots.items()})
         self.translations.on_reports(reports)
 
     @property
@@ -273,12 +272,8 @@ class SchedulerSide:
             done = reset()
             self.queue.forget_blocks()
         if self.loads:
-            self.loads.idle.on_reset()
+            self.loads.look_again()
         return done
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return vLLM's events of the host tier since the last call."""
-        return self.loads.tier.host.take_events() if self.loads and self.loads.tier.events else []
 
     def take_stats(self) -> KedgeStats | None:
         """Return what was counted since the last call, with what no output carries: receipts of requests that were

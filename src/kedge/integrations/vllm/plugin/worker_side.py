@@ -19,20 +19,20 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import translate_into
-from kedge.cache import Direction
+from kedge.cache import Copied, Direction
+from kedge.engine.common.state.saving import Snapshots
+from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
-    CopyResult,
     Orders,
     Reports,
     TranslationQuery,
     TranslationVerdict,
 )
 from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
@@ -183,7 +183,7 @@ class WorkerSide:
         self._reported_learning = False
         self._learning = threading.Lock()
         """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
-        self._state: RankState | None = None
+        self._snapshots: Snapshots | None = None
 
     def open_host_tier(self, layers: Sequence[Tensor], num_blocks: int) -> None:
         """Allocate the host tier: `num_blocks` blocks for each of `layers`, views [blocks, …] of their pages, in the
@@ -209,12 +209,16 @@ class WorkerSide:
         else:
             self._refusal = learner.why
 
-    def keep_state(self, state: RankState) -> None:
-        """Go on from what `state` has saved, and keep what is learned in it from now on."""
-        self._state = state
-        if state.load() and self._learner:
-            self._learner.rotation.trust()
-        state.start()
+    def keep_state(self, state: EngineState) -> None:
+        """Go on from what `state` has saved, and keep what is learned in it from now on, where it is to be trusted."""
+        assert self._learner
+        rotation = self._learner.rotation
+        self._snapshots = Snapshots(
+            state.folder, state.load, lambda: None if rotation.refusal else state.save(), give_back=state.close
+        )
+        if self._snapshots.load():
+            rotation.trust()
+        self._snapshots.start()
 
     def ask(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
         """Return the result of a question to what was learned, asked between two steps. Any thread may call; it can
@@ -326,14 +330,13 @@ class WorkerSide:
             if self._copier:
                 self._copier.submit(copy)
             else:
-                self._reports.copies[copy.copy_id] = CopyResult(1, ok=False, seconds=0.0)
+                self._reports.copies.append(Copied(copy.copy_id, ok=False))
 
     def take_reports(self) -> Reports | None:
         """Return the reports of a step, None where nothing has changed."""
-        for copied in self._copier.drain() if self._copier else ():
-            self._reports.copies[copied.copy_id] = CopyResult.of(copied)
+        if self._copier:
+            self._reports.copies += self._copier.drain()
         reports = self._reports
-        reports.snapshots = self._state.take_outcomes() if self._state else {}
         if reports.is_empty and self._reported_learning == reports.learning:
             return None
         self._reports, self._reported_learning = Reports(), reports.learning
@@ -348,5 +351,5 @@ class WorkerSide:
         """End the copier's thread, and write the last snapshot of what was learned."""
         if self._copier:
             self._copier.close()
-        if self._state:
-            self._state.close()
+        if self._snapshots:
+            self._snapshots.close()
