@@ -251,7 +251,7 @@ def test_a_judge_is_never_translated_unless_named(served: Served, http: httpx.Cl
     assert modes(served, http) == ["translate", "exact"]
     assert modes(served, http, reuse="translate") == ["translate", "exact"]
     assert modes(served, http, reuse={"last": "translate"}) == ["translate", "translate"]
-    assert modes(served, http, reuse="off") == ["off", "off"]
+    assert modes(served, http, reuse="off") == ["off", "exact"], "as an agent whose file says so"
     judged = {"workflow": "pair", "agent": "last", "bindings": {"user_question": "x", "agent_first_current": "y"}}
     for asked, mode in ((None, "exact"), ("translate", "translate"), ("off", "off")):
         body = {"messages": [], "kedge": {**judged, **({"reuse": asked} if asked else {})}}
@@ -291,7 +291,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
         assert served.engine.requests[-1].run == "r"
         run = RunKey(first.namespace, "c", first.run)
-        served.workflows.client_runs._of(first.namespace)[run].turns["last"] = 0
+        served.workflows.client_runs.of(first.tenant)[run].turns["last"] = 0
     call(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
     other = served.engine.requests[-1].segments[3]
     assert other.sample[:3] == (ValueKind.AGENT, "first", 0) and other.sample.digest
