@@ -1,13 +1,11 @@
-"""The page of plain traffic, and `kedge inspect --from-traffic` on a server that runs."""
+"""The page of plain traffic and its report as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from typer.testing import CliRunner
 
-from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import EngineSettings
@@ -45,19 +43,3 @@ def test_an_engine_that_looks_at_nothing_has_an_empty_page() -> None:
     with EchoEngine() as engine, serving(engine) as running, running.http() as http:
         assert http.get("/kedge/report").json() is None
         assert "Nothing has been reported" in http.get("/kedge").text
-        failed = CliRunner().invoke(app, ["inspect", "--from-traffic", running.url])
-        assert failed.exit_code == 2 and "nothing to report yet" in " ".join(failed.output.split())
-
-
-def test_inspect_reads_a_running_server(seen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    done = CliRunner().invoke(app, ["inspect", "--from-traffic", seen.url])
-    assert done.exit_code == 0, done.output
-    assert "plain traffic (observe): 5 requests" in done.stdout and "nothing was found" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("url", ["ftp://nowhere", "http://127.0.0.1:9", "localhost:8000"])
-def test_a_server_that_cannot_be_read_is_named(url: str) -> None:
-    failed = CliRunner().invoke(app, ["inspect", "--from-traffic", url])
-    assert failed.exit_code == 2 and url in failed.output.replace("\n", "")
