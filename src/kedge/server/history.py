@@ -60,7 +60,7 @@ def text_policy(settings: ServerSettings, keys: KeyRing) -> Callable[[TenantId],
 
 
 @dataclass(slots=True)
-class Call:
+class CallRecord:
     """A request: where it is, and its receipt once it is answered."""
 
     number: int
@@ -117,8 +117,8 @@ class TenantHistory:
 
     version: int = 0
     submissions: int = 0
-    live: dict[RequestId, Call] = field(default_factory=dict)
-    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=ENTRIES))
+    live: dict[RequestId, CallRecord] = field(default_factory=dict)
+    calls: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=ENTRIES))
     """In the order of their submission."""
     fixed: BoundedDict[WorkflowAgent, Tokens] = field(default_factory=lambda: BoundedDict(MAX_AGENTS))
     """The beginning that an agent's prompts share, as of its last call."""
@@ -151,7 +151,7 @@ class History(Watcher):
             mine.submissions += 1
             agent, run = request.workflow_agent, request.run_key.name if request.run else ""
             load = len(mine.live) + 1
-            call = Call(mine.submissions, mine.version, self._clock(), load, agent, run, request)
+            call = CallRecord(mine.submissions, mine.version, self._clock(), load, agent, run, request)
             mine.live[request.request_id] = call
             mine.calls.append(call)
             if request.fixed is not None and 0 < request.fixed <= request.prompt_tokens:

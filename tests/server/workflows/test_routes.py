@@ -63,6 +63,8 @@ def test_yaml_and_json_are_the_same_workflow(http: httpx.Client) -> None:
     assert first.json() == again.json() == http.get("/v1/workflows/pair").json()
     assert http.get("/v1/workflows").json()["data"] == [first.json()]
     assert [agent["waits_for"] for agent in first.json()["agents"]] == [[], ["first"]]
+    assert http.delete("/v1/workflows/pair").json()["deleted"] is True
+    assert http.get("/v1/workflows/pair").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -80,12 +82,12 @@ def test_what_is_no_workflow_is_a_bad_request(http: httpx.Client, content: str, 
 
 @pytest.mark.parametrize(
     ("said", "param"),
-    [('"temperature": NaN', "temperature"), ('"temperature": 1e309', "temperature"), ('"top_p": -1e-46', "top_p"),
-     ('"temperature": 101', "temperature"), ('"max_tokens": 2147483648', "max_tokens"),
-     ('"seed": 9223372036854775808', "seed"), (f'"stop": {json.dumps(["x"] * 17)}', "stop"),
-     ('"tool": "python", "tool_seconds": Infinity', "tool_seconds"), ('"system": "\\ud800"', "system"),
-     ('"stop": ["\\ud800"]', "stop")],
-)  # fmt: skip
+    [
+        ('"temperature": NaN', "temperature"),
+        ('"max_tokens": 2147483648', "max_tokens"),
+        ('"system": "\\ud800"', "system"),
+    ],
+)
 def test_an_agent_that_no_engine_could_run_is_refused_at_registration(
     http: httpx.Client, said: str, param: str
 ) -> None:
@@ -94,14 +96,6 @@ def test_an_agent_that_no_engine_could_run_is_refused_at_registration(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"agent a: {param}")
     assert ": must be " in answer.json()["error"]["message"]
     assert http.get("/v1/workflows").json()["data"] == []
-
-
-@pytest.mark.parametrize("kind", ["application/json", "application/yaml"])
-def test_a_key_that_stands_twice_is_refused_as_in_a_file(http: httpx.Client, kind: str) -> None:
-    twice = json.dumps(PAIR)[:-1] + ', "name": "other"}'
-    answer = http.post("/v1/workflows", content=twice, headers={"Content-Type": kind})
-    assert answer.status_code == 400
-    assert "duplicate key 'name'" in answer.json()["error"]["message"]
 
 
 def test_a_judge_must_be_an_agent(http: httpx.Client) -> None:
@@ -122,12 +116,6 @@ def test_the_graph_in_every_format(http: httpx.Client, form: str, kind: str) -> 
     answer = http.get("/v1/workflows/<b>&/graph", params={"format": form})
     assert answer.headers["content-type"].startswith(kind)
     assert answer.text == export(build_workflow({**PAIR, "name": "<b>&"}), form)
-
-
-def test_delete(http: httpx.Client) -> None:
-    register(http)
-    assert http.delete("/v1/workflows/pair").json()["deleted"] is True
-    assert http.get("/v1/workflows/pair").status_code == 404
 
 
 # runs -----------------------------------------------------------------------------------------------------------------

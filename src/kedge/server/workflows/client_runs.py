@@ -21,6 +21,7 @@ from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunMemory, RunPrompts, fixed_prompts
 from kedge.server.workflows.registry import Registered
+from kedge.structures.bounded import ENTRIES
 from kedge.types import (
     AgentId,
     Completion,
@@ -38,8 +39,6 @@ from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
 
-MAX_RUNS = 1024
-"""Runs of a tenant, and answers of a run and values that its agents read, that are remembered"""
 TTL = 600.0
 """Seconds without a call after which a run is over."""
 PREPARED_AGENTS = 4
@@ -131,7 +130,7 @@ class ClientRuns:
             self._engine.forecast(changes, begins)
 
     def _forget_old(self, runs: OrderedDict[RunKey, ClientRun], now: float) -> None:
-        while (oldest := next(iter(runs.values()), None)) and (len(runs) > MAX_RUNS or oldest.heard + TTL <= now):
+        while (oldest := next(iter(runs.values()), None)) and (len(runs) > ENTRIES or oldest.heard + TTL <= now):
             self.end(oldest)
 
 
@@ -148,12 +147,12 @@ class ClientRun:
     progress: RunProgress | None = None
     """None where no registered workflow has a forecast for the run, or the client sends its own."""
     turns: Counter[AgentId] = field(default_factory=Counter)
-    answers: RunMemory = field(default_factory=lambda: RunMemory(MAX_RUNS))
+    answers: RunMemory = field(default_factory=lambda: RunMemory(ENTRIES))
     registered: Registered | None = None
     """The workflow of its last call whose template the server has filled; None where there was none"""
     asked: ReuseMode | None = None
     """The reuse mode that this call named; the run's other calls are expected to name it, too"""
-    values: RunMemory = field(default_factory=lambda: RunMemory(MAX_RUNS))
+    values: RunMemory = field(default_factory=lambda: RunMemory(ENTRIES))
     """What was read last. A client may have bound another text than the answer, so these go before the answers."""
     running: Counter[AgentId] = field(default_factory=Counter)
     """Calls in flight by agent."""
