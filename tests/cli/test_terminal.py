@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kedge.bench.demo import AgentScore, Comparison, TeamScore
-from kedge.cli import bench_tables, demo, questions, run
+from kedge.cli import bench_tables, demo, run
 from kedge.cli.main import app
 from kedge.cli.tables import FittingTable
 from kedge.runner.run import AgentResult, RunResult
@@ -94,11 +94,9 @@ SESSIONS = {
 def tables() -> Iterator[tuple[str, Any]]:
     """Every table that the commands make, with results that are stored or as large as any."""
     yield "run", run.receipts(run_result("an agent of a longer name", 10_000))
-    yield "run --inputs", questions.reuse_table([run_result("solver", 500 * at) for at in range(23)])
     yield "demo", demo.score_table(comparison())
     for table in bench_tables.sessions(SESSIONS):
-        if isinstance(table, FittingTable):
-            yield "bench sessions", table
+        yield "bench sessions", table
     for name, clients in stored("vllm-load.json")["load"].items():
         yield f"bench vllm, load, {name}", bench_tables.load(name, 120.0, clients, "engine")
     for file in ("load-nano.json", "load-32m-long.json"):
@@ -144,7 +142,7 @@ def test_only_a_name_without_room_is_folded() -> None:
 
 def test_a_progress_bar_is_shown_in_one_piece() -> None:
     what, note = "dense prefill", "accuracy 100%, reuse 100%"
-    progress = questions.progress_bar(Console(width=WIDTH, file=io.StringIO()))
+    progress = demo.progress_bar(Console(width=WIDTH, file=io.StringIO()))
     progress.add_task(what, total=1000, completed=999, note=note)
     text = shown(progress.get_renderable())
     assert what in text and note in text and "999/1000" in text

@@ -19,7 +19,7 @@ import pytest
 from kedge.cli.serve import EXIT_ENGINE_ENDED
 from kedge.engine.common.watched import WatchedEngine
 from kedge.engine.echo import EchoEngine
-from kedge.server.dashboard.history import History
+from kedge.server.history import History
 from tests.processes import children, is_alive, linux_only
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
 from tests.server.test_shutdown import LONG, Ending

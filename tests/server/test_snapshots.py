@@ -37,14 +37,6 @@ def served(built: LocalEngine, folder: Path, interval: float = 60.0) -> Iterator
             yield running
 
 
-def test_what_one_server_learns_another_knows(tmp_path: Path) -> None:
-    with engine() as first, served(first, tmp_path) as running:
-        ask(first, 50)
-        assert "kedge:last_snapshot_timestamp_seconds{" not in running.http().get("/metrics").text
-    with engine() as second, served(second, tmp_path):
-        assert second.inspect()["anchors"]["pools"] == 2
-
-
 def test_snapshots_are_taken_while_it_runs(tmp_path: Path) -> None:
     with engine() as built, served(built, tmp_path, 0.05) as running:
         ask(built, 50)

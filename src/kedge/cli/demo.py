@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kedge.cli.options import Json, Model
 from kedge.cli.preflight import require_model, require_parent
-from kedge.cli.questions import progress_bar
+from kedge.cli.results import save
 from kedge.cli.tables import FittingTable
 from kedge.errors import ConfigError
 from kedge.models import is_bundled
@@ -62,8 +61,7 @@ def demo(
     console.print(TOY if is_toy else REAL, highlight=False)
     if json_file:
         data = {**result.as_json(), "task": task, "questions": questions, "seed": seed}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
-        console.print(f"results: {json_file}")
+        save(console, json_file, data)
 
 
 def _compare(console: Console, count: int, task: str, model: Path | None, seed: int) -> Comparison:
@@ -77,7 +75,7 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
     if is_bundled(model):
         torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
     workload, asked = team(task, count, seed)
-    with progress_bar(console, 8) as progress, LocalEngine(model) as engine:
+    with progress_bar(console) as progress, LocalEngine(model) as engine:
         if engine.translation_refusal:
             raise TranslationRefused("model", str(model), engine.translation_refusal)
         dense, translated = (
@@ -85,6 +83,12 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
             for mode, name in ((ReuseMode.OFF, "dense prefill"), (ReuseMode.TRANSLATE, "translated"))
         )
     return Comparison(dense, translated)
+
+
+def progress_bar(console: Console, width: int = 8) -> Progress:
+    """Return a progress bar that fits 80 columns with its note."""
+    columns = (TextColumn("{task.description}"), BarColumn(width), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kedge.checks import parse_host
 from kedge.cli import run
 from kedge.cli.options import Config, Device
 from kedge.cli.preflight import require_free_port, require_model, require_packages
@@ -139,7 +139,7 @@ def _serve(settings: Settings) -> None:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
     console = Console(stderr=True)
-    is_open = not _is_loopback(server.host)
+    is_open = server.host != "localhost" and not getattr(parse_host(server.host), "is_loopback", False)
     if is_open and keys.is_open:
         console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
     if is_open and not server.allowed_hosts:
@@ -183,13 +183,6 @@ def _make_key(tenant: str) -> None:
     load_keys(None, f"{tenant}:{hashed(key)}", LimitSettings())
     section = "operator" if tenant == "*" else f"tenants.{tenant}"
     typer.echo(f'key, shown this once: {key}\n\n[{section}]\nkeys = ["{hashed(key)}"]')
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +33,7 @@ class FittingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="italic")
-        for columns in self._groups(console, options):
-            narrow = self._width(columns, console, options) > options.max_width
-            yield self._build(columns, fold=narrow)
+        yield from map(self._build, self._groups(console, options))
 
     def _groups(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
         """Yield the columns of each table: as many as fit, at least one beside the keys."""
@@ -49,19 +47,13 @@ class FittingTable:
         yield group
 
     def _width(self, columns: Sequence[int], console: Console, options: ConsoleOptions) -> int:
-        table = self._build(columns, fold=False)
-        return Measurement.get(console, options.update(width=_UNBOUNDED), table).maximum
+        return Measurement.get(console, options.update(width=_UNBOUNDED), self._build(columns)).maximum
 
-    def _build(self, columns: Sequence[int], *, fold: bool) -> Table:
+    def _build(self, columns: Sequence[int]) -> Table:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for column in columns:
-            is_left, is_key = self.headings[column] in self.left, column < self.keys
-            table.add_column(
-                self._wrapped(column),
-                justify="left" if is_left else "right",
-                no_wrap=not (fold and is_key),
-                overflow="fold",
-            )
+            justify: JustifyMethod = "left" if self.headings[column] in self.left else "right"
+            table.add_column(self._wrapped(column), justify=justify, no_wrap=column >= self.keys, overflow="fold")
         for row in self.rows:
             table.add_row(*(row[column] for column in columns))
         return table

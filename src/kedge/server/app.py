@@ -27,8 +27,6 @@ from kedge.errors import ConfigError, EngineClosed
 from kedge.server import anthropic as anthropic_api
 from kedge.server import responses as responses_api
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.dashboard.history import text_policy
-from kedge.server.dashboard.routes import Dashboard
 from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
@@ -59,11 +57,10 @@ def create_app(
     settings = settings or ServerSettings()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
-    watching = Dashboard(engine, text_policy(settings, keys))
-    service = Service(watching.engine, settings, keys, tracing, watching.history.failed)
+    service = Service(engine, settings, keys, tracing)
     # FastAPI's own pages run scripts of a CDN at the dashboard's origin
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
-    app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
+    app.state.service, app.state.workflows = service, Workflows(service)
     app.state.snapshots = None
     if settings.state is not None and engine.state != settings.state:
         app.state.snapshots = snapshots_of(engine, settings.state, service.metrics.snapshot)

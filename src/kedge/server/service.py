@@ -14,6 +14,7 @@ from kedge.engine.base import Engine, Item, Stream
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import ActionOutcome, Hints, read_hints
+from kedge.server.history import History, text_policy
 from kedge.server.http import CallFailure
 from kedge.server.metrics import CacheMetrics, ServerMetrics
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
@@ -42,20 +43,20 @@ class Service:
 
     def __init__(
         self,
-        engine: WatchedEngine,
+        engine: Engine,
         settings: ServerSettings,
         keys: KeyRing,
         tracing: OpenTelemetry | None = None,
-        on_failure: Callable[[TenantId, CallFailure], None] = lambda *_: None,
     ) -> None:
-        """`on_failure` is called with every refused or failed call and run of a known tenant."""
-        self.engine, self.settings, self.keys, self.tracing = engine, settings, keys, tracing
-        self._on_failure = on_failure
+        self.history = History(keeps_texts=text_policy(settings, keys))
+        self.engine = WatchedEngine(engine, self.history)
+        self.settings, self.keys, self.tracing = settings, keys, tracing
         self.model_name = settings.model_name or BUNDLED_MODEL
         self.is_ending = False
         """Whether new work is refused."""
-        self.threads = Threads(engine, settings.max_in_flight)
-        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
+        self.threads = Threads(self.engine, settings.max_in_flight)
+        self.metrics = ServerMetrics(self.model_name, self.history)
+        self.cache_metrics = CacheMetrics(engine, self.threads)
         self.started = int(time.time())
         self._sampling: Mapping[str, Any] = engine.inspect().get("sampling", {})
         self.is_hung = False
@@ -220,7 +221,7 @@ class Service:
         """Report what ended in an error. Where no keys are asked for, everything is the one tenant's."""
         owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
         if owner is not None:
-            self._on_failure(owner, failure)
+            self.history.failed(owner, failure)
 
 
 class GenerationCall:
@@ -247,8 +248,6 @@ class GenerationCall:
         self._following, self._ended = len(streams), False
         self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
         self._has_news = asyncio.Event()
-        for name in self._ids:
-            service.metrics.moved(tenant.id, name, service.metrics.waiting)
         for at, stream in enumerate(streams):
             service.threads.follow(stream, partial(self._take, at))
 
@@ -257,16 +256,13 @@ class GenerationCall:
         if isinstance(item, BaseException):
             self.arrive(item)
         else:
-            if at not in self._begun and item.tokens:
+            if self._span and item.tokens and at not in self._begun:
                 self._begun.add(at)
-                if self._span:
-                    self._span.begun()
-                self._service.metrics.moved(self._tenant.id, self._ids[at], self._service.metrics.running)
+                self._span.begun()
             if item.completion:
                 self.completions[at] = item.completion
                 # Before the client gets the completion: if it calls again at once, the room is free.
                 self._ticket.give_back_one()
-                self._service.metrics.moved(self._tenant.id, self._ids[at], None)
                 self._service.finished(self._tenant, item.completion)
             is_cancelled = item.completion and item.completion.finish_reason is FinishReason.CANCELLED
             self.arrive(EngineClosed("choice", at, "its generation was cancelled") if is_cancelled else (at, item))
@@ -275,8 +271,6 @@ class GenerationCall:
         self._following -= 1
         if not self._following:
             self._ticket.release()
-            for name in self._ids:
-                self._service.metrics.moved(self._tenant.id, name, None)
             if self._span:
                 self._span.ended([one for one in self.completions if one])
             self._on_over(self)

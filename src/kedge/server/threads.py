@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kedge.engine.base import Engine, Item, Listener, Stream
 from kedge.errors import EngineClosed
@@ -50,6 +50,7 @@ class Threads:
         self._engine = engine
         self._work = ThreadPoolExecutor(WORK_THREADS, "kedge-work")
         self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
+        self._asked: dict[Hashable, Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._items: deque[tuple[Listener, Item]] = deque()
         self._is_woken = False
@@ -61,6 +62,13 @@ class Threads:
     def wait(self, task: Callable[[], T]) -> Future[T]:
         """Run a task that mostly waits in a thread of its own."""
         return self._wait.submit(task)
+
+    async def ask(self, key: Hashable, question: Callable[[], T]) -> T:
+        """Run a task that the engine answers between two steps; who asks the same meanwhile gets the same answer."""
+        answer: Future[T] | None = self._asked.get(key)
+        if answer is None or answer.done():
+            answer = self._asked[key] = self.wait(question)
+        return await asyncio.shield(asyncio.wrap_future(answer))
 
     def follow(self, stream: Stream, take: Listener) -> None:
         """Call `take` on the running event loop with each delta of a stream, in their order, and with its error."""

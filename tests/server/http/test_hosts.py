@@ -23,7 +23,7 @@ ROUTES = [
     ("GET", "/nothing"),
     ("GET", "/v1/models"),
     ("GET", "/v1/runs"),
-    ("GET", "/v1/dashboard/events"),
+    ("GET", "/v1/dashboard"),
     ("POST", FLOWS),
     ("POST", RUNS),
     ("POST", TEXT),

@@ -82,8 +82,8 @@ async def register(
 ) -> Response:
     """Register the workflow file in the body (YAML, or JSON by its content type), or replace the one with its name.
 
-    `reuse` is the mode of agents without a mode of their own. A `judge` is an agent that is never translated unless a
-    request asks for it by its name.
+    `reuse` is the mode of agents without a mode of their own. A `judge` is an agent whose own mode is `exact`: it is
+    never translated unless a request asks for it by its name.
     """
     content, kind = await request.body(), request.headers.get("content-type", "")
     mode = ReuseMode(reuse) if reuse else None
@@ -148,7 +148,6 @@ def _described(one: Registered) -> dict[str, Any]:
             "guard": agent.guard,
             "fidelity": shown_fidelity(agent.fidelity),
             "pick": agent.pick,
-            "judge": agent.id in one.judges,
         }
         for agent_id in flow.order
         for agent in (flow.agent(agent_id),)
