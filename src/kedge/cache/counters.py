@@ -62,8 +62,6 @@ class CacheStats:
     transfers: Mapping[str, dict[str, int]] = field(default_factory=_no_transfers)
     """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
     failed_copies: int = 0
-    corrupt_blocks: int = 0
-    """Blocks that came from the host with another content than went there: they were dropped and computed again."""
     skipped_backups: int = 0
     """For want of host blocks."""
     denied_loads: int = 0

@@ -156,17 +156,6 @@ def test_faulty_copiers_change_no_token(
     assert (failed > 0) == (copier is not Reordering)
 
 
-def test_corrupt_host_memory_changes_no_token() -> None:
-    with engine_with(host_blocks=AMPLE, policy="lru", prefetch_window=-1) as engine:
-        put_on_host(engine)
-        (host, _), *_ = engine._core.parts.copier._pools
-        host[0, ::BLOCK].view(torch.uint8)[:, 0, 3] ^= 1
-        served = serve_cycle(engine, rounds=2)
-        stats = figures(engine)["cache"]
-        assert served and stats["corrupt_blocks"] > 0 and stats["failed_copies"] == 0
-        assert stats["transfers"]["demand"]["failed"] > 0
-
-
 # sizes and hints ----------------------------------------------------------------------------------------------------
 
 

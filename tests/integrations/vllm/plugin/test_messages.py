@@ -11,10 +11,10 @@ from kedge.integrations.vllm.plugin.messages import CopyResult, Reports, Transla
 from kedge.types import Miss, RequestId
 
 
-def test_a_block_that_one_rank_finds_corrupt_is_corrupt() -> None:
-    sound, bad = CopyResult.of(Copied(3, True, 0.5)), CopyResult.of(Copied(3, True, 0.2, (1, 4)))
-    merged = Reports({3: sound}).aggregate(Reports({3: bad})).copies[3].merged(CopyResult(1, True, 0.1, frozenset({2})))
-    assert merged == CopyResult(3, True, 0.5, frozenset({1, 2, 4}))
+def test_a_copy_that_fails_on_one_rank_has_failed() -> None:
+    sound, bad = CopyResult.of(Copied(3, True, 0.5)), CopyResult.of(Copied(3, False, 0.2))
+    merged = Reports({3: sound}).aggregate(Reports({3: bad})).copies[3].merged(CopyResult(1, True, 0.1))
+    assert merged == CopyResult(3, False, 0.5)
 
 
 def test_what_one_rank_has_to_compute_all_ranks_compute() -> None:

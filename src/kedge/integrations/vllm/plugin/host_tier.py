@@ -1,7 +1,7 @@
 """The host tier behind vLLM's device blocks, as the scheduler sees it: a second block pool and the copies between both.
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
-request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
+request: blocks that did not arrive are computed.
 
 vLLM's events say what is stored on the host and what is loaded back, so that routers know both. An event of the host
 has `medium="CPU"` and the content that vLLM published for the same block on the device; where that is not known any
@@ -484,8 +484,7 @@ class HostTier:
             target.free_blocks(reversed(transfer.targets))
             return
         if result.ok:
-            self._publish(transfer, target, result.corrupt)
-        source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
+            self._publish(transfer, target)
         self._count(transfer, result)
         target.free_blocks(reversed(transfer.prefix + transfer.targets))
         source.free_blocks(reversed(transfer.sources))
@@ -494,11 +493,11 @@ class HostTier:
         for one in transfer.needed.keys:
             under_way.pop(one, None)
 
-    def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
-        """Make the targets known by their keys, except for corrupt ones and those that a request has computed
-        meanwhile, which are owned in their place.
+    def _publish(self, transfer: BlockTransfer, target: BlockPool) -> None:
+        """Make the targets known by their keys, except for those that a request has computed meanwhile, which are owned
+        in their place.
         """
-        named = name_blocks(target, transfer.needed, transfer.targets, corrupt)
+        named = name_blocks(target, transfer.needed, transfer.targets)
         if self.events:
             landed = (block.block_hash for block in transfer.targets if block.block_hash)
             self.events.stored(target, landed, transfer.owner)
@@ -511,19 +510,17 @@ class HostTier:
             own_known(target, transfer.needed.keys, transfer.owner)
 
     def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
-        blocks = len(transfer.targets) - len(result.corrupt)
-        self.counters["corrupt_blocks"] += len(result.corrupt)
+        blocks = len(transfer.targets)
         if not result.ok:
             self.counters["failed_copies"] += 1
         elif transfer.is_load:
             self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(len(transfer.targets), result.seconds)
+            self.cost.load.observe(blocks, result.seconds)
         else:
             self.counters["blocks_offloaded"] += blocks
         if transfer.purpose is Purpose.PREFETCH:
             landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
-            is_whole = result.ok and not result.corrupt
-            self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
+            self.counters[f"prefetches_{landed if result.ok else Outcome.FAILED}"] += 1
 
     # emptying a tier ------------------------------------------------------------------------------------------
 

@@ -123,18 +123,16 @@ class CopyResult:
     ranks: int
     ok: bool
     seconds: float
-    corrupt: frozenset[int] = frozenset()
-    """Places in the copy of the blocks that some rank found corrupt"""
 
     @classmethod
     def of(cls, copied: Copied) -> CopyResult:
         """Return the end of a copy on one rank."""
-        return cls(1, copied.ok, copied.seconds, frozenset(copied.corrupt))
+        return cls(1, copied.ok, copied.seconds)
 
     def merged(self, other: CopyResult) -> CopyResult:
         """Return the end on both groups of ranks."""
         ok, seconds = self.ok and other.ok, max(self.seconds, other.seconds)
-        return CopyResult(self.ranks + other.ranks, ok, seconds, self.corrupt | other.corrupt)
+        return CopyResult(self.ranks + other.ranks, ok, seconds)
 
 
 @dataclass
