@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from kedge.anchors.offsets import split_rows
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import KernelSlots, SlotTable
@@ -60,21 +58,3 @@ def in_one_pass(pages: KernelSlots, table: SlotTable, items: Sequence[Translatio
         offsets.check(blend)
         its = slots[item.start : item.start + item.base.tokens]
         translate(pages, its, item.start, item.base, offsets.arena, blend.rows, blend.weights)
-
-
-def is_same(one: Translation, other: Translation) -> bool:
-    """Return whether two translations write the same KV to the same positions: from the same memory of base KV, which
-    is never written to again.
-    """
-    if one.start != other.start:
-        return False
-    pairs = (one.base.keys, other.base.keys), (one.base.values, other.base.values)
-    same_base = all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
-    blend, its = one.blend, other.blend
-    if not same_base:
-        return False
-    if not blend.adds and not its.adds:  # moved by rotation alone, whoever reads it
-        return True
-    # While the version of a table is the same, so are its rows.
-    same_rows = one.table is other.table and blend.version == its.version and torch.equal(blend.rows, its.rows)
-    return same_rows and torch.equal(blend.weights, its.weights)

@@ -10,7 +10,6 @@ and then the rest is recomputed. Without a host tier and without labels this is 
 | committed           | tree  | anybody  | stays cached, its lock goes                       |
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
 | translated, partial | lease | its own  | freed, or kept for its exact beginning            |
-| borrowed            | both  | both     | freed with the last lease that holds it           |
 
 Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
 fixed prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
@@ -18,7 +17,6 @@ fixed prompt that ends within a block, that block may enter the tree for its beg
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -167,8 +165,6 @@ class CacheManager:
         self.prefetcher = Prefetcher(self.tiers, self._probability)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
-        self._borrowers: Counter[int] = Counter()
-        """The blocks that several leases own, and how many own them besides one"""
         self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
@@ -264,27 +260,6 @@ class CacheManager:
         held.lease = replace(held.lease, request_id=heir)
         self._held[heir] = self._held.pop(request_id)
         self._demands.withdraw(heir)
-        return held.lease
-
-    def borrow(self, request_id: RequestId, other: RequestId, places: Sequence[int]) -> Lease:
-        """Let a lease hold these blocks of another one, in place of its own at the same places, which are freed.
-
-        Neither may write to them any more, nor share them by the tree; they are freed with the last lease that holds
-        them. Raises `PlanError`, having changed nothing, without both leases, or for a block that is cached.
-        """
-        held, lender = self._holding(request_id), self._holding(other)
-        blocks, its = list(held.lease.blocks), lender.lease.blocks
-        if any(not 0 <= place < min(len(blocks), len(its)) for place in places):
-            raise PlanError("places", places, "one of the leases has no block there")
-        mine, theirs = {blocks[place] for place in places}, {its[place] for place in places}
-        if not (mine <= held.own and theirs <= lender.own):
-            raise PlanError("places", places, "a block there is cached")
-        for place in places:
-            blocks[place] = its[place]
-        self._borrowers.update(theirs)
-        self._free(mine)
-        held.own = held.own - mine | theirs
-        held.lease = replace(held.lease, blocks=tuple(blocks))
         return held.lease
 
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
@@ -437,10 +412,14 @@ class CacheManager:
         """Raise `PlanError` unless every block of both tiers has exactly one owner, locks are those of leases and
         transfers, every state is legal and priorities and queues are what a naive look gives.
         """
-        leased = set[int]().union(*(held.own for held in self._held.values()))
-        self.tiers.check_integrity([*leased], [held.node for held in self._held.values()])
+        leased = [block for held in self._held.values() for block in held.own]
+        self.tiers.check_integrity(leased, [held.node for held in self._held.values()])
         self._demands.check_integrity()
-        self._check_leases()
+        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
+        for held in self._held.values():
+            blocks = set(held.lease.blocks)
+            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
+                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
 
     # the insides of leases ------------------------------------------------------------------------------------
 
@@ -511,12 +490,8 @@ class CacheManager:
         return full
 
     def _insert(self, held: Holding, tokens: tuple[int, ...]) -> TreeNode:
-        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end. Raises `PlanError` for
-        borrowed ones.
-        """
+        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end."""
         blocks = held.lease.blocks[: len(tokens) // self.block_size]
-        if not self._borrowers.keys().isdisjoint(blocks):
-            raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
         node, adopted = self._tree.insert(held.namespace, tokens, blocks)
         held.own.difference_update(adopted)
         return node
@@ -527,16 +502,10 @@ class CacheManager:
         self._back_up_hits(node)
         return node
 
-    def _free(self, blocks: set[int]) -> None:
-        """Free blocks of a lease, but for those that another one owns as well."""
-        borrowed = self._borrowers.keys() & blocks
-        self._borrowers -= Counter(borrowed)
-        self.tiers.pools[DEVICE].free(blocks - borrowed)
-
     def _end(self, held: Holding) -> None:
         del self._held[held.lease.request_id]
         self._tree.unlock(held.node)
-        self._free(held.own)
+        self.tiers.pools[DEVICE].free(held.own)
 
     def _count_hit(self, node: TreeNode, copied: int) -> tuple[Span, ...]:
         """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`
@@ -572,19 +541,6 @@ class CacheManager:
         often = next((step for step in node.path() if step.hits >= hits), None)
         if often is not None and often.parent is not None and not often.blocks[HOST]:
             self.tiers.backups.back_up(often)
-
-    def _check_leases(self) -> None:
-        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once, and the blocks that
-        several own are counted.
-        """
-        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
-        for held in self._held.values():
-            blocks = set(held.lease.blocks)
-            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
-                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
-        owners = Counter(block for held in self._held.values() for block in held.own)
-        if self._borrowers != {block: count - 1 for block, count in owners.items() if count > 1}:
-            raise PlanError("borrowers", self._borrowers, "are not what the leases own")
 
     def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""

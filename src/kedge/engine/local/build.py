@@ -38,7 +38,6 @@ from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.sessions import SessionCaching
-from kedge.engine.local.shared_writes import SharedWrites
 from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
@@ -142,7 +141,6 @@ class EngineParts:
         self.running: list[RequestSequence] = []
         """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
         self.sentinels = Sentinels(storage)
-        self.shared = SharedWrites(cache, storage, self.running)
         self.preassembly = PromptPreassembler(
             cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
         )
@@ -169,8 +167,6 @@ class EngineParts:
             "costs": self.costs.stats(),
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
-            "copied_tokens": self.shared.copied_tokens,
-            "borrowed_tokens": self.shared.borrowed_tokens,
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
             **self.runtime.stats(),

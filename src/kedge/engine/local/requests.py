@@ -79,7 +79,7 @@ class Requests:
         self._requeue(sequence)
 
     def _requeue(self, sequence: RequestSequence) -> None:
-        sequence.table, sequence.todo, sequence.written = None, [], ()
+        sequence.table, sequence.todo = None, []
         self._parts.scheduler.preempt(sequence)
 
     def release(self, sequence: RequestSequence) -> None:
@@ -335,22 +335,15 @@ class Admission:
     def _plan(self, sequence: RequestSequence, table: SlotTable, lease: Lease) -> float:
         """Plan and write the translated spans. Returns the time at which planning ended."""
         parts, began = self._parts, time.monotonic()
-        taken, plan = parts.shared.tokens, parts.runtime.plan(sequence.request, lease.spans)
+        plan = parts.runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
         if sequence.request.guard.afresh and not plan.translates:
             raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
-        if parts.assembler.works_ahead:
-            left = parts.shared.take(sequence, plan)  # it may change the table
-            assert sequence.table is not None
-            parts.assembler.assemble(sequence.request, sequence.table, left)
-            sequence.plan, sequence.written = plan, plan.translations
-        else:  # it writes something else than translations
-            sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
+        sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
         sequence.todo = sequence.plan.computed
         if sequence.plan.sentinels:
-            assert sequence.table is not None
-            sequence.sentinels = [parts.sentinels.read(sequence.table, sequence.plan.sentinels)]
-        if plan.translations and parts.shared.tokens == taken:  # else it would seem cheaper than it is
+            sequence.sentinels = [parts.sentinels.read(table, sequence.plan.sentinels)]
+        if plan.translations:
             seconds = time.monotonic() - began
             parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
         return matched
