@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.anchor import Anchor, AnchorId, PlaceholderSite, Query
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.sites import Observation
-from kedge.reuse.contracts import PlaceholderSite
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
 
 

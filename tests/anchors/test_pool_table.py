@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey
 from kedge.anchors.base_store import BaseStore, PrefixKey
 from kedge.anchors.saving import Record, Restored, keys, view
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kedge.anchors.anchor import PoolKey
 from kedge.anchors.base_store import BaseStore, KnownBase
 from kedge.anchors.saving import Record, Restored, keys, name_of
 from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId, ValueKind, WorkflowId
 from tests.anchors.helpers import DIM, HEADS, LAYERS, OPEN, filled, observe, random_kv, sample

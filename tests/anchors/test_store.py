@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.anchor import KeyBlock
+from kedge.anchors.anchor import KeyBlock, PlaceholderSite, SampleView
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (

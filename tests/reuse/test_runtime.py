@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
 from kedge.guard import GuardOrders
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kedge.anchors.anchor import Anchor, AnchorId
+from kedge.anchors.anchor import Anchor, AnchorId, PlaceholderSite, PoolKey
 from kedge.anchors.base_store import BaseStore, ContentKey, LastingKey, PrefixKey
 from kedge.anchors.calibration import PARTS, Calibration
 from kedge.anchors.offsets import OffsetTable, row_dtype
@@ -29,7 +29,6 @@ from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, StateDamaged, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.types import Namespace, Tokens, WorkflowId
 
 POOL, TEMPLATE, VALUE = "pool", "template", "value"

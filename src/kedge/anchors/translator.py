@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kedge.anchors.offsets import split_rows
+from kedge.anchors.offsets import Blend, OffsetTable, split_rows
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import KernelSlots, SlotTable
-from kedge.reuse.plan import Translation
 
 CHUNK = 256
 """Tokens at a time, so that intermediate results stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Tokens to be written by translation, from a position on: base KV plus a blend of observed offsets."""
+
+    start: int
+    base: KVSegment
+    """Keys unrotated"""
+    blend: Blend
+    """Over the rows of `table`, one per token of `base`"""
+    table: OffsetTable
+    """That of the agent's place in its template"""
+
+    @property
+    def tokens(self) -> int:
+        return self.base.tokens
+
+    def within(self, start: int, stop: int) -> Translation | None:
+        """Return the part of it that is at positions [start, stop), if there is one."""
+        first, last = max(start - self.start, 0), min(stop - self.start, self.base.tokens)
+        if first >= last:
+            return None
+        return Translation(self.start + first, self.base.slice(first, last), self.blend.slice(first, last), self.table)
 
 
 class Storage(Protocol):

@@ -12,6 +12,11 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_PENDING = 64
+"""Prompts that are kept until they are learned from, and base prefills that may be queued: bounds for memory; beyond
+them the oldest is dropped"""
+LEARNING_SHARE = 0.5
+"""Share of each pass that base prefills and learning may take while requests wait for their first token"""
 FORGET = 0.995
 """Factor on an observation's weight at every later one."""
 OUTLIER = 4.0

@@ -8,17 +8,9 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
+from kedge.anchors.translator import Translation
 from kedge.guard import EVERYTHING
-from kedge.reuse.contracts import (
-    KV,
-    Anchors,
-    BaseEntry,
-    Bases,
-    Estimate,
-    PlaceholderSite,
-    PoolKey,
-    SampleView,
-)
 from kedge.reuse.guard.fidelity import RUNGS, Rung
 from kedge.reuse.layout import (
     Placed,
@@ -29,17 +21,20 @@ from kedge.reuse.layout import (
     shared_text,
     template_key,
 )
-from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
+from kedge.reuse.plan import ALL_COMPUTED, CHEAPER, ReusePlan, Sentinel, spans_of
 from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
 
 if TYPE_CHECKING:
+    from kedge.anchors.base_store import BaseStore, KnownBase
+    from kedge.anchors.sites import OffsetEstimate
+    from kedge.anchors.store import AnchorStore
+    from kedge.kv.segment import KVSegment
     from kedge.reuse.costs import EngineCosts
 
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
-CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
 UNREAD = "no other agent of the run has read it before"
@@ -97,7 +92,7 @@ class Draft:
     dense: bool = False
     """Nothing of this prompt is translated, for its segments or those before them forbid it"""
     translations: list[Translation] = field(default_factory=list)
-    estimates: list[Estimate] = field(default_factory=list)
+    estimates: list[OffsetEstimate] = field(default_factory=list)
     sentinels: list[Sentinel] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
@@ -144,8 +139,8 @@ class Planner:
 
     def __init__(
         self,
-        anchors: Anchors,
-        bases: Bases,
+        anchors: AnchorStore,
+        bases: BaseStore,
         policy: PlannerSettings,
         refusal: str | None,
         costs: EngineCosts,
@@ -235,7 +230,7 @@ class Planner:
         draft: Draft,
         here: Placed,
         after: Placed | None,
-        prefixes: Mapping[int, KV],
+        prefixes: Mapping[int, KVSegment],
     ) -> bool:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
         sample, rung = self.sample(request, here), rung_of(request)
@@ -289,7 +284,7 @@ class Planner:
 
     def _estimate(
         self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None, sample: SampleView
-    ) -> tuple[Estimate, bool]:
+    ) -> tuple[OffsetEstimate, bool]:
         """Return how a value is translated, and whether computing it, or what is behind it, would teach something."""
         if not self.needs_anchors(request, here, after):
             return self._anchors.without_offsets(sample), False
@@ -304,7 +299,7 @@ class Planner:
             return self._anchors.without_offsets(sample, estimate), teaches
         return estimate, teaches
 
-    def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> Estimate:
+    def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
         rung = rung_of(request)
         weak_error = rung.weak_error if rung and rung.by_anchors else None
         return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.left_out)
@@ -337,7 +332,7 @@ class Planner:
         )
         self._translate(draft, after, entry.kv, blend.value, blend.value_table, ())
 
-    def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> BaseEntry | None:
+    def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> KnownBase | None:
         """Return the KV of a value, or of the prefix segment behind one, that an earlier prompt of the run has left."""
         if not (request.run and self.rotates):
             return None
@@ -353,7 +348,9 @@ class Planner:
         """Whether something is translated before there are anchors of it."""
         return self._policy.move != "never"
 
-    def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
+    def _translate(
+        self, draft: Draft, placed: Placed, base: KVSegment, blend: Any, table: Any, weak: Iterable[int]
+    ) -> None:
         """Write what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
         skip = max(0, draft.exact_tokens - placed.start)
         if skip >= len(placed):

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kedge.reuse.contracts import (
-    KV,
-    Anchors,
-    BaseNeed,
-    Bases,
-    Cut,
-    PlaceholderSite,
-    PoolKey,
-    ReadKV,
-)
+from kedge.anchors.anchor import PlaceholderSite, PoolKey
 from kedge.reuse.layout import (
     Placed,
     later_prefixes,
@@ -27,13 +18,17 @@ from kedge.reuse.layout import (
     template_key,
     template_tokens,
 )
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft, Planner, pool_of
 from kedge.settings import PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 
 if TYPE_CHECKING:
+    from kedge.anchors.base_store import BaseStore
+    from kedge.anchors.store import AnchorStore
+    from kedge.anchors.translator import Translation
+    from kedge.kv.segment import KVSegment
     from kedge.reuse.costs import EngineCosts
 
 
@@ -43,6 +38,26 @@ MAX_VALUES = 256
 """Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
 UNKNOWN = 2.0
 """Readers of a value that are assumed at least, while no count is final."""
+ReadKV = Callable[[int, int], "KVSegment"]
+"""The real KV of prompt positions [start, stop), keys unrotated"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a base prefill that is kept, and where it goes."""
+
+    start: int
+    stop: int
+    keep: Callable[[KVSegment], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseNeed:
+    """A base prefill that is worth doing off the critical path: its tokens and what to keep of its KV."""
+
+    namespace: Namespace
+    tokens: Tokens
+    cuts: tuple[Cut, ...]
 
 
 class _Counts:
@@ -94,8 +109,8 @@ class Runtime:
 
     def __init__(
         self,
-        anchors: Anchors,
-        bases: Bases,
+        anchors: AnchorStore,
+        bases: BaseStore,
         policy: PlannerSettings,
         refusal: str | None,
         costs: EngineCosts,
@@ -193,7 +208,7 @@ class Runtime:
         paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
-    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV) -> None:
+    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
         """Keep an answer's own KV as the base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
@@ -271,11 +286,6 @@ class Runtime:
     def end_run(self, run: RunKey) -> None:
         """Forget what a run shared between its agents."""
         self._bases.end_run(run)
-
-    @property
-    def learned(self) -> tuple[Anchors, Bases]:
-        """The anchors and the base KV: what may outlive a process."""
-        return self._anchors, self._bases
 
     def stats(self) -> dict[str, object]:
         """Return figures of the anchors and of the base KV."""
@@ -370,7 +380,7 @@ class Runtime:
         cut = Cut(lead, lead + len(placed), keep)
         return BaseNeed(request.namespace, segment.base_context + segment.tokens, (cut,))
 
-    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
+    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KVSegment) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
         self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
         if sample := self._planner.sample(request, placed):

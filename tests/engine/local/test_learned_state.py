@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks.ttft import CopyMachine
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.store import AnchorStore
 from kedge.bench.shapes import SHAPES, load_model, random_runner
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import Namespace, RunId, RunKey, SamplingParams, TenantId, Tokens, WorkflowId
 

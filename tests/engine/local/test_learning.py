@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kedge.anchors.anchor import PoolKey
 from kedge.engine.local import learning as local_learning
 from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
-from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
 from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of

@@ -16,11 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
-from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translate, translate_into
+from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
 from kedge.engine.common.dtypes import pick_device, pick_dtype
@@ -45,7 +43,6 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import default_model
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
@@ -123,6 +120,7 @@ class EngineParts:
         anchors = components.anchors(config.anchors)
         bases = components.bases(config.anchors.max_base_bytes)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
+        self.learned = anchors, bases
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
@@ -146,13 +144,6 @@ class EngineParts:
         )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
-
-    @property
-    def learned(self) -> tuple[AnchorStore, BaseStore]:
-        """The anchors and the base KV."""
-        anchors, bases = self.runtime.learned
-        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
-        return anchors, bases
 
     def check_integrity(self) -> None:
         """Raise `PlanError` if a block does not have exactly one owner."""

@@ -22,7 +22,7 @@ from kedge.engine.local.requests import Admission, Requests
 from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
-from kedge.reuse.contracts import LEARNING_SHARE
+from kedge.reuse.costs import LEARNING_SHARE
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey

@@ -18,9 +18,9 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING, BaseNeed, ReadKV
+from kedge.reuse.costs import LEARNING_SHARE, MAX_PENDING
 from kedge.reuse.layout import Placed
-from kedge.reuse.runtime import Runtime
+from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
-from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, next_stop, plan_key
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
+from kedge.reuse.runtime import Cut
 from kedge.types import (
     Completion,
     FinishReason,

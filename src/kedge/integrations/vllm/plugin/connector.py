@@ -50,8 +50,7 @@ from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
-from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import LEARNING_SHARE, MAX_PENDING, EngineCosts
 from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:

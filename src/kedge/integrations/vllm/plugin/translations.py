@@ -33,7 +33,7 @@ from kedge.integrations.vllm.plugin.messages import (
 )
 from kedge.integrations.vllm.plugin.requests import CacheBlocks, LiveRequest
 from kedge.integrations.vllm.plugin.settings import REMEMBERED
-from kedge.reuse.planner import CHEAPER
+from kedge.reuse.plan import CHEAPER
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
