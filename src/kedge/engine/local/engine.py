@@ -398,8 +398,8 @@ class LocalEngine(Engine):
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
 
-        Costs the engine's thread almost nothing: the caller's thread copies and writes the tensors. Unchanged content
-        is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
+        The engine's thread copies the tensors that have changed, one pool at a time, and the caller's writes them.
+        From the first `save` or `load` until it is closed, the engine has exclusive use of the
         folder. Raises `ConfigError` if another process uses it, and `OSError`.
         """
         return self._state_in(Path(folder)).save()
