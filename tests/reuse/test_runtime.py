@@ -47,8 +47,8 @@ class Above(EngineCosts):
     def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
         return tokens > self._tokens
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
-        return readers * spared > base_tokens
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
+        return readers * tokens > base_tokens
 
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
@@ -67,7 +67,7 @@ class Readers(Above):
         super().__init__(0)
         self._readers = readers
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:  # noqa: ARG002
         return readers >= self._readers
 
 

@@ -149,11 +149,11 @@ class EngineCosts:
         """
         return not self.is_by_cost or self._translation_saves(tokens, spared) > 0
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
         """Return whether a base prefill of `base_tokens` tokens takes less time than it saves for `readers` readers of
-        its value, each as in `translation_pays`.
+        its value, which translate all of its `tokens`.
         """
-        saved = readers * self._translation_saves(tokens, spared)
+        saved = readers * self._translation_saves(tokens, tokens)
         return not self.is_by_cost or saved > self.added_seconds(base_tokens, 1)
 
     def ahead_pays(self, tokens: int, running: int) -> bool:

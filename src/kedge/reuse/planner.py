@@ -23,8 +23,7 @@ from kedge.reuse.layout import (
 )
 from kedge.reuse.plan import ALL_COMPUTED, CHEAPER, ReusePlan, Sentinel, spans_of
 from kedge.settings import PlannerConstants, PlannerSettings
-from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
+from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 if TYPE_CHECKING:
     from kedge.anchors.base_store import BaseStore, KnownBase
@@ -39,38 +38,6 @@ WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
 UNREAD = "no other agent of the run has read it before"
 UNLEARNED = "nothing is known yet of the template behind this value"
-TRIED = 16
-"""One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    tokens: float = 0.0
-    spared: float = 0.0
-
-
-class Savings:
-    """How much of a value translating it saves, by placeholder: averages over what was translated lately. Bounded."""
-
-    def __init__(self, forget: float = 0.95) -> None:
-        """Begin with nothing. `forget` is the factor on a translation's weight at every later one."""
-        self._forget = forget
-        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict()
-
-    def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
-        """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""
-        sums = self._sums.use(placeholder, _Sums)
-        sums.tokens, sums.spared = self._forget * sums.tokens + tokens, self._forget * sums.spared + spared
-
-    def expected(self, placeholder: PoolKey, value: Tokens) -> float:
-        """Return how many of a value's tokens translating it is expected to save.
-
-        All of them while nothing is known, and for one value in `TRIED`, the same one for all its readers.
-        """
-        sums = self._sums.get(placeholder)
-        if sums is None or not sums.tokens or hash(value) % TRIED == 0:
-            return len(value)
-        return len(value) * sums.spared / sums.tokens
 
 
 @dataclass(slots=True)
@@ -130,8 +97,7 @@ class Draft:
 
 
 class Planner:
-    """Asks, segment by segment: exact? else translatable? else computed. It changes no store, and notes in `savings`
-    what translations spare.
+    """Asks, segment by segment: exact? else translatable? else computed. It changes no store.
 
     A prompt of which only the beginning is known is drafted as far as that goes, and on when more is known: what has
     been decided stands. `plan` does all of it at once.
@@ -149,7 +115,7 @@ class Planner:
         """Create a planner. `weights` are those of errors in inputs, and in what readers before have left."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
         self._policy, self._constants = policy, PlannerConstants.of(policy)
-        self._costs, self._savings = costs, Savings()
+        self._costs = costs
         self._of_inputs, self._of_readers = weights
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
@@ -211,7 +177,7 @@ class Planner:
         if request.guard.withholds(here.segment.name):
             draft.misses.append(Miss(here.segment.name, UNPROVED if EVERYTHING in request.guard.withheld else WITHHELD))
             return
-        if not self.pays(request, here):
+        if not self.pays(here):
             if len(here) > self.short:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
@@ -251,10 +217,7 @@ class Planner:
         if draft.dense:
             return False
         weak = estimate.weak_positions()
-        spared = len(here) - len(weak)
-        if not request.guard.is_proving:  # what is tried on other rungs says nothing of what serves
-            self._savings.observe(pool_of(request, here), len(here), spared)
-        if not self._costs.translation_pays(len(here), spared):
+        if not self._costs.translation_pays(len(here), len(here) - len(weak)):
             draft.misses.append(Miss(here.segment.name, CHEAPER))
             return False
         draft.estimates.append(estimate)
@@ -387,17 +350,14 @@ class Planner:
         if position >= draft.exact_tokens:
             draft.sources[position] = Source.COMPUTED
 
-    def pays(self, request: GenerateRequest, placed: Placed) -> bool:
-        """Return whether translating a placeholder's value is expected to take less time than computing it."""
-        return len(placed) > self.short and self._costs.translation_pays(len(placed), self._spared(request, placed))
+    def pays(self, placed: Placed) -> bool:
+        """Return whether translating all of a value takes less time than computing it."""
+        return len(placed) > self.short and self._costs.translation_pays(len(placed), len(placed))
 
-    def base_pays(self, request: GenerateRequest, placed: Placed, readers: float) -> bool:
+    def base_pays(self, placed: Placed, readers: float) -> bool:
         """Return whether to compute base KV of a value that so many requests are going to read."""
         base = len(placed.segment.base_context) + len(placed)
-        return self._costs.base_pays(base, len(placed), self._spared(request, placed), readers)
-
-    def _spared(self, request: GenerateRequest, placed: Placed) -> float:
-        return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
+        return self._costs.base_pays(base, len(placed), readers)
 
     def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
         """Return the base KV of a placeholder's value, where it is known: as another agent of the run has read it, else

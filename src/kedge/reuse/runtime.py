@@ -136,7 +136,7 @@ class Runtime:
     def has_bases(self, request: GenerateRequest, segments: range) -> bool:
         """Return whether base KV is there for all values among these segments that are worth translating."""
         values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
-        wanted = [one for one in values if self._planner.pays(request, one)]
+        wanted = [one for one in values if self._planner.pays(one)]
         return all(self._planner.sample(request, one) is not None for one in wanted)
 
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
@@ -166,7 +166,7 @@ class Runtime:
         if not self.learns(request):
             return []
         key, placed = template_key(request), layout(request)
-        values = self._worth_translating(request, placed)
+        values = self._worth_translating(placed)
         if not values:
             return []
         for one in values:
@@ -205,7 +205,7 @@ class Runtime:
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
-        paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
+        paying = [one for one in ready if self._planner.pays(one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
@@ -306,7 +306,7 @@ class Runtime:
         """Return the values whose base KV this prompt's own KV is, where that is not kept yet and others read it."""
         return [
             one
-            for one in self._worth_translating(request, layout(request))
+            for one in self._worth_translating(layout(request))
             if reads_in_place(request, one)
             and self._readers.expected(pool_of(request, one)) > 1
             and self._planner.sample(request, one) is None
@@ -325,7 +325,7 @@ class Runtime:
             is_moved = plan is not None and any(
                 one.start <= its.start < one.stop and not its.blend.adds for its in plan.translations
             )
-            is_read = self._planner.pays(request, value) and self._readers.expected(pool_of(request, value)) > 1
+            is_read = self._planner.pays(value) and self._readers.expected(pool_of(request, value)) > 1
             if is_read and not is_moved:
                 found.append(one)
         return found
@@ -345,15 +345,15 @@ class Runtime:
         """Return whether a value is moved without anchors and a translated template, once base KV of it is there."""
         return placed.segment.in_context and self._planner.rotates
 
-    def _worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
+    def _worth_translating(self, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""
-        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(one)]
 
     def _worth_learning(self, request: GenerateRequest) -> list[Placed]:
         """Return those of them that anchors are to translate, or the prefix segment behind them."""
         placed = layout(request)
         after = (*placed[1:], None)
-        values = self._worth_translating(request, placed)
+        values = self._worth_translating(placed)
         return [one for one in values if self._planner.needs_anchors(request, one, after[one.index])]
 
     def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[tuple[Placed, Placed | None]]:
@@ -371,7 +371,7 @@ class Runtime:
         if self._planner.sample(request, placed) is not None:
             return False
         readers = self._readers.expected(pool_of(request, placed))
-        return self._planner.base_pays(request, placed, readers)
+        return self._planner.base_pays(placed, readers)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
