@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kedge.reuse.costs import OUTLIER, RARE, EngineCosts, LinearCost
+from kedge.reuse.costs import OUTLIER, REFIT, EngineCosts, LinearCost
 
 PRIOR = (1e-2, 1e-4, 1e-4)
 TRUE = (2e-3, 1e-4, 3e-4)
@@ -103,7 +103,7 @@ def test_an_outlier_counts_as_a_few_times_what_was_expected() -> None:
     wild, bounded = fitted(TRUE), fitted(TRUE)
     wild.observe(counts, 1000.0)
     bounded.observe(counts, OUTLIER * bounded.of(counts))
-    for later in passes(RARE):  # until the coefficients are computed anew
+    for later in passes(REFIT):  # until the coefficients are computed anew
         wild.observe(later, cost(TRUE, later))
         bounded.observe(later, cost(TRUE, later))
     assert wild.coefficients == pytest.approx(bounded.coefficients)

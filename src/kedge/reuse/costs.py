@@ -25,8 +25,8 @@ machine.
 """
 CERTAIN = 2.0
 """Weight of a certain delay, relative to time saved only if the expectation comes true."""
-REFIT, RARE = 8, 64
-"""Observations between two fits of the coefficients: at first, and once there are many times as many."""
+REFIT = 8
+"""Observations between two fits of the coefficients; the first ones count at once"""
 RIDGE = 1e-6
 """Ridge that keeps the fit defined if observations are alike, in units of each feature's mean square."""
 SETTLED_RIDGE = 3e-2
@@ -62,8 +62,7 @@ class LinearCost:
         self._observed += 1
         if self._observed >= self._next_fit:
             self._seconds = self._fit()
-            wait = 1 if self._observed < REFIT else min(RARE, max(REFIT, self._observed // REFIT))
-            self._next_fit = self._observed + wait
+            self._next_fit = self._observed + (1 if self._observed < REFIT else REFIT)
 
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""

@@ -58,7 +58,7 @@ RUNGS = (
     Rung("moved, new answers computed", 0.0015, of_readers=True),
     Rung("anchors 0.06", 0.0002, True, 0.06),
 )
-LEARNING = 1
+LEARNING = next(number for number, rung in enumerate(RUNGS) if rung.by_anchors)
 """The rung of calls that are computed: anchors are learned from them"""
 
 

@@ -25,8 +25,8 @@ ALPHA = 0.05
 """Probability with which an agent within its limit is switched off all the same, over any number of looks: the usual
 level of a test"""
 TRIALS = 8
-"""Checks in a row without a change by which a suspect agent is translated again; `AFTER_BREACH` times as many after it
-was switched off, and twice as many every further time"""
+"""Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
+switched off, and twice as many every further time"""
 SETTLED = 8
 """Calls with sentinel tokens before any error counts as unusual"""
 FORGET = 0.02
@@ -129,8 +129,6 @@ def _refuted(means: Mapping[str, float], bounds: Mapping[str, float]) -> Sentine
 CHANGED, SAME = 0.5, 10.0
 """The mixture's prior, Beta(0.5, 10): changed decisions are expected to be rare. It moves the bounds, not their
 validity."""
-STEPS = 40
-"""Halvings of an interval in the search for a bound: to 1e-12."""
 
 
 @dataclass(slots=True)
@@ -187,7 +185,7 @@ def _upper(checks: int, changed: int, alpha: float) -> float:
     low, high = max(seen.share, 1e-9), 1 - 1e-9
     if checks == changed or not seen.is_below(high, alpha):
         return 1.0
-    for _ in range(STEPS):
+    while high - low > 1e-12:
         middle = (low + high) / 2
         low, high = (low, middle) if seen.is_below(middle, alpha) else (middle, high)
     return high
@@ -197,8 +195,6 @@ def _log_beta(a: float, b: float) -> float:
     return lgamma(a) + lgamma(b) - lgamma(a + b)
 
 
-AFTER_BREACH = 4
-"""Times `trials` that are needed after the first breach"""
 MAX_TRIALS = 1024
 """Most checks without a change that are ever needed in a row"""
 
@@ -294,7 +290,7 @@ class GuardRecord:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
         self.withheld, self.refutations = True, ChangeEvidence()
-        self.needed = min(MAX_TRIALS, TRIALS * AFTER_BREACH * 2 ** min(self.epoch - 1, 16))
+        self.needed = min(MAX_TRIALS, TRIALS * 2 ** (1 + min(self.epoch, 16)))
 
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False

@@ -49,8 +49,6 @@ MAX_PENDING = 16
 """Checks that may wait, a bound for memory; beyond it the oldest is dropped"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
-WATCHING = 0.5
-"""What a translated call's tokens count for the budget of checks: one by dense prefill takes two or three such calls"""
 MAX_CREDIT = 16384
 """Most tokens of checks that requests may save up"""
 logger = logging.getLogger(__name__)
@@ -380,8 +378,7 @@ class GuardedCalls:
             return self._stripped(call, item)
         done = item.completion
         self._calls.pop(call.asked.request_id, None)
-        tokens = done.receipt.computed + len(done.tokens)
-        self.checks.left(int(WATCHING * tokens) if done.receipt.translated else tokens)
+        self.checks.left(done.receipt.computed + len(done.tokens))
         return self._stripped(call, replace(item, completion=self._noted(call, done)))
 
     def _noted(self, call: GuardedCall, done: Completion) -> Completion:
