@@ -104,16 +104,6 @@ def test_pools_are_dropped_in_order_of_use() -> None:
     assert list(store.pools) == [pools[0], pools[2]]
 
 
-def test_clear_forgets_one_tenant_or_all() -> None:
-    store = AnchorStore(AnchorSettings())
-    for tenant in "ab":
-        observe(store, sample(0, pool=PoolKey(Namespace.parse(tenant), WorkflowId("w"), "p")))
-    store.clear(Namespace(TenantId("a")))
-    assert [key.namespace.tenant for key in store.pools] == ["b"]
-    store.clear()
-    assert store.nbytes() == 0
-
-
 # limits of tenants ----------------------------------------------------------------------------------------------------
 
 

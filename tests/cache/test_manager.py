@@ -215,10 +215,10 @@ class CacheComparison(RuleBasedStateMachine):
         self.cache.abort(request)
         del self.twin.leases[request]
 
-    @rule(name=NAMES)
-    def clear(self, name: Namespace) -> None:
-        gone = {prefix for prefix in self.twin.used.keys() - self.twin.locked() if prefix[0] == name}
-        assert self.cache.clear(name) == len(gone)
+    @rule()
+    def clear(self) -> None:
+        gone = self.twin.used.keys() - self.twin.locked()
+        assert self.cache.clear() == len(gone)
         for prefix in gone:
             del self.twin.used[prefix]
 

@@ -221,9 +221,7 @@ def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
     stats = world.cache.stats()
     assert (stats.blocks_offloaded, stats.bytes_offloaded) == (5, 500)
     assert (stats.blocks_loaded, stats.bytes_loaded) == (3, 300)
-    assert stats.evictions_by_step == {"50": 3, "varying": 2, "7": 1}
-    assert stats.evictions_by_reason == {"admit": 3, "demand": 3}
-    assert sum(stats.evictions_by_step.values()) == stats.evictions
+    assert stats.evictions == 6
 
 
 def test_loading_is_declined_where_computing_is_cheaper() -> None:

@@ -292,9 +292,9 @@ class AnchorStore:
         if self.pools:
             self._bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
 
-    def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget the anchors of a namespace; of all of them if None."""
-        self.pools = {key: pool for key, pool in self.pools.items() if namespace not in (None, key.namespace)}
+    def clear(self) -> None:
+        """Forget all anchors."""
+        self.pools = {}
         self._forget_matches()
 
     def stats(self) -> AnchorStats:

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 from kedge.cache.copies import Copier, CopyBeginning, Direction
-from kedge.cache.counters import CacheStats, Reason
+from kedge.cache.counters import CacheStats
 from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
 from kedge.cache.radix_tree import RadixTree
@@ -246,7 +246,7 @@ class CacheManager:
         held = self._holding(request_id)
         missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
         if missing > 0:
-            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND, steps)
+            new = self._allocate(missing, held.lease.blocks, steps)
             held.own.update(new)
             held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
         return held.lease
@@ -385,10 +385,9 @@ class CacheManager:
 
     # upkeep ---------------------------------------------------------------------------------------------------
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget what no lease and no copy holds; None is all namespaces. Returns how many blocks went."""
-        spaces = self._tree.namespaces() if namespace is None else {namespace}
-        return sum(self.tiers.clear(space) for space in spaces)
+    def clear(self) -> int:
+        """Forget what no lease and no copy holds. Returns how many blocks went."""
+        return sum(map(self.tiers.clear, self._tree.namespaces()))
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
@@ -441,16 +440,16 @@ class CacheManager:
         were copied: none where there is no other room than the block that has them.
         """
         if begun is None:
-            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+            return self._allocate(n, hit, steps), 0
         self._tree.lock_path(begun.node)
         try:
-            new = self._take(n, hit, Reason.ADMIT, steps)
+            new = self._take(n, hit, steps)
         except OutOfBlocks:
             new = None
         finally:
             self._tree.unlock(begun.node)
         if new is None:
-            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+            return self._allocate(n, hit, steps), 0
         try:
             self._partial.copy(begun, new[0])
         except BaseException:
@@ -458,26 +457,26 @@ class CacheManager:
             raise
         return new, begun.tokens
 
-    def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+    def _allocate(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
         """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
         they have started.
         """
         try:
-            return self._take(n, following, reason, steps)
+            return self._take(n, following, steps)
         except OutOfBlocks:
             if steps is not None or not self.tiers.give_up_backups():
                 raise
-        return self._take(n, following, reason, steps)
+        return self._take(n, following, steps)
 
-    def _take(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+    def _take(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
         after = following[-1] if following else None
         if steps is None:
-            return self.tiers.pools.allocate(DEVICE, n, reason, after)
+            return self.tiers.pools.allocate(DEVICE, n, after)
 
         def may_go(victim: TreeNode) -> bool:
             return not victim.wanted and may_replace(victim, steps, self.tiers.settings.unlabelled_step)
 
-        return self.tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
+        return self.tiers.pools.allocate(DEVICE, n, after, may_go)
 
     def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""

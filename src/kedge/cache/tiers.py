@@ -20,7 +20,6 @@ from contextlib import suppress
 
 from kedge.cache.block_pool import BlockPool, TierPools
 from kedge.cache.copies import Copied, Copier, Copy, Direction, Outcome, Purpose
-from kedge.cache.counters import Reason
 from kedge.cache.node import DEVICE, HOST, Handle, State, Tier, Transfer, TreeNode
 from kedge.cache.radix_tree import Allowed, RadixTree
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -177,9 +176,9 @@ class Backups:
             excess = self._tree.shares[HOST].by_tenant[node.tenant] + sum(moving) + needed - limit
             if excess > 0:
                 removed = self._tree.evict_own(HOST, excess, node.tenant, self._worth_at_most(node))
-                self._pools.counters.evicted(removed, Reason.LIMIT)
+                self._pools.counters.evicted(removed)
                 self._pools.release(removed)
-        return self._pools.allocate(HOST, needed, Reason.BACKUP, allowed=self._worth_at_most(node))
+        return self._pools.allocate(HOST, needed, allowed=self._worth_at_most(node))
 
     def _worth_at_most(self, node: TreeNode) -> Allowed:
         limit = self._tree.policy(node)
@@ -243,7 +242,7 @@ class Tiers:
         self.tree.lock_path(nodes[-1])
         needed, targets = sum(step.size for step in nodes), None
         with suppress(OutOfBlocks):
-            targets = self.pools.allocate(DEVICE, needed, Reason(purpose), allowed=allowed)
+            targets = self.pools.allocate(DEVICE, needed, allowed=allowed)
         if targets is None:
             self.counters.denied_loads += 1
             self.tree.unlock(nodes[-1])
