@@ -19,14 +19,6 @@ def add(pool: AnchorPool, number: int, site: PlaceholderSite = SLOT, hits: int =
     return anchor.id
 
 
-def test_the_pool_holds_exactly_its_capacity() -> None:
-    pool = AnchorPool(3, 8)
-    for number, size in enumerate((1, 2, 3, 3, 3)):
-        add(pool, number)
-        assert len(pool.anchors) == size
-        assert len(pool.sites[SLOT].holders) == size
-
-
 def test_prunes_the_least_used_among_the_five_earliest() -> None:
     pool = AnchorPool(7, 8)
     for number, hits in enumerate((4, 2, 3, 2, 9, 0, 0)):

@@ -247,19 +247,6 @@ def test_who_has_waited_long_enough_is_admitted_without_its_load() -> None:
     world.check()
 
 
-def test_one_clients_update_leaves_anothers_alone() -> None:
-    world = World(8)
-    mine, yours = ("t", "client 1", "run", "agent"), ("t", "client 2", "run", "agent")
-    world.cache.on_forecast({mine: (1.0, 1.0), yours: (5.0, 1.0)})
-    world.serve("AAA", mine, 3)
-    world.serve("AAA", yours, 3)
-    world.cache.on_forecast({mine: None})
-    node = world.tree.labels.node(yours)
-    assert node.labels == {yours: 5.0} and node.step == 5.0
-    world.cache.on_forecast({yours: (2.0, 1.0)})
-    assert node.step == 2.0
-
-
 def test_a_load_whose_ancestors_load_failed_is_cancelled_or_thrown_away() -> None:
     for jobs in (1, 2):
         world = World(8, host_blocks=12, copy_jobs=jobs)

@@ -100,14 +100,6 @@ def test_a_head_that_ends_within_a_block_is_exact_from_the_second_prompt_on() ->
     assert memory.admit("HEADerfour").spans == (Span(0, 6, Source.DEVICE),)
 
 
-def test_the_first_block_may_be_a_partial_one() -> None:
-    memory = Memory()
-    memory.serve("HEAD")
-    lease = memory.serve("HEXagon")
-    assert lease.spans == (Span(0, 2, Source.DEVICE),)
-    assert memory.admit("hexagon").spans == ()
-
-
 def test_no_more_is_copied_than_may_be_reused() -> None:
     memory = Memory()
     memory.serve(FIRST)

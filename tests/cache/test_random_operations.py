@@ -10,9 +10,6 @@ import math
 import random
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kedge.cache import Lease, belady, lru, steps_to_execution
 from kedge.cache.node import State
@@ -165,37 +162,3 @@ def test_integrity_after_every_operation(policy, host_blocks: int, backup_hits: 
         assert all(stats.transfers["prefetch"].values()), stats.transfers
         assert stats.failed_copies and stats.denied_loads and stats.skipped_backups
     assert driver.refused and stats.evictions
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """The same operations, chosen by hypothesis, which shrinks what it finds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.driver = Driver(0, 9)
-
-    @rule(
-        seed=st.integers(0, 1 << 16),
-        name=st.sampled_from(["begin", "end", "grow", "commit", "ask", "give_up"]),
-    )
-    def request(self, seed: int, name: str) -> None:
-        self.act(seed, name)
-
-    @rule(seed=st.integers(0, 1 << 16), name=st.sampled_from(["label", "expect", "pump", "copy", "clear"]))
-    def workflow(self, seed: int, name: str) -> None:
-        self.act(seed, name)
-
-    def act(self, seed: int, name: str) -> None:
-        self.driver.rng.seed(seed)
-        try:
-            getattr(self.driver, name)()
-        except OutOfBlocks:
-            self.driver.refused += 1
-
-    @invariant()
-    def sound(self) -> None:
-        self.driver.watch()
-
-
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAnyOrder = AnyOrder.TestCase

@@ -229,7 +229,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
     engine.rest()
     assert learning(engine)["pending"] == 4
     learns = engine.core.parts.learning
-    learns._credit = -1.0
+    learns._share, learns._credit = 0.5, -1.0
     for _ in range(2):
         learns.spend(1.0)
         assert (learning(engine)["pending"], observed(engine)) == (4, 0)

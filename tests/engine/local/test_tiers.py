@@ -81,15 +81,6 @@ def test_a_cycle_is_prefetched_ahead_of_its_agents() -> None:
     assert (stats["cache"]["host_hit_tokens"], stats["loading"]["waited"]) == (0, 0)
 
 
-def test_without_hints_steps_is_lru_to_the_letter() -> None:
-    receipts = []
-    for policy in ("steps", "lru"):
-        with engine_with(policy=policy, host_blocks=0) as engine:
-            done = [engine.submit(ask(i, n)).result(60) for n, i in enumerate([0, 1, 2, 0, 3, 4, 1, 0, 2, 2])]
-            receipts.append([one.receipt.spans for one in done])
-    assert receipts[0] == receipts[1]
-
-
 def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> None:
     with engine_with(policy="lru", host_blocks=AMPLE, throttle=2e-3, prefetch_window=-1) as engine:
         served = serve_cycle(engine, rounds=2)

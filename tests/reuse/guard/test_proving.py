@@ -161,12 +161,6 @@ def test_a_withheld_placeholder_is_tried_on_the_rung_that_serves() -> None:
     assert guard.to_try(verdict_request(asked, tried[0].orders), "a") == [ANCHORS]
 
 
-def test_a_rung_that_gets_worse_is_left_at_once() -> None:
-    guard, asked = proved(), request("a")
-    find(guard, asked, ANCHORS, 5 * BUDGET, times=6)
-    assert guard.verdict(asked).orders.withholds("a") and guard.fidelity(asked).rung == ""  # type: ignore[union-attr]
-
-
 def test_with_the_anchors_what_was_proved_of_them_is_discarded() -> None:
     guard, asked = proved(), request("a")
     breach(guard, asked, "a")

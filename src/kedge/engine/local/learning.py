@@ -72,7 +72,7 @@ class Learning:
         self._ended: set[RunKey] = set()
         """Ended runs with requests that are left to learn from"""
         self._stats = LearningStats()
-        self._credit = 0.0
+        self._share, self._credit = LEARNING_SHARE, 0.0
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Learning:
 
     def spend(self, seconds: float) -> None:
         """Learn within its share of a pass of `seconds`, while requests run. Later passes pay for what exceeds it."""
-        self._credit = min(self._credit, 0.0) + LEARNING_SHARE * seconds
+        self._credit = min(self._credit, 0.0) + self._share * seconds
         while self._credit > 0 and self.ready:
             began = time.monotonic()
             self.step()

@@ -292,11 +292,6 @@ class Admission:
         """
         return self._parts.loading.is_ready(sequence) and not self._parts.learning.awaits_base(sequence, busy=busy)
 
-    def skipped(self, sequence: RequestSequence) -> None:
-        """Count that another request was admitted before one that stepped aside."""
-        if sequence.load_asked is not None:
-            self._parts.loading.skipped()
-
     # leases -------------------------------------------------------------------------------------------------------
 
     def _begin(self, sequence: RequestSequence) -> bool:

@@ -265,9 +265,6 @@ class Admitting(Protocol):
     def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
         """Return whether to admit a request now; `busy` if others run."""
 
-    def skipped(self, sequence: RequestSequence) -> None:
-        """Count that another request went first."""
-
 
 class Scheduler:
     """Fair between tenants and in the order of `service` within one (without it, of arrival), in chunks of at most
@@ -375,13 +372,10 @@ class Scheduler:
                     return
                 self._take(sequence)
                 self.loading.append(sequence)
-            elif self._start(sequence):
-                for other in self.loading:
-                    self._admission.skipped(other)
-            elif room and not self._is_first(sequence):
+            elif not self._start(sequence):
+                if not room or self._is_first(sequence):
+                    return
                 room = False
-            else:
-                return
 
     def _next(self, room: bool) -> RequestSequence | None:
         """Return the waiting request that goes next. If it lacks a place or room, it blocks all others in the same

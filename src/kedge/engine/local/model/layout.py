@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
 from kedge.engine.local.attention.latent import latent_of
-from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
+from kedge.engine.local.model.probe import TOLERANCE, attention, precision
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Pairing, Rotary, Rotation, by_layer
 from kedge.kv.spec import KVSpec, LayerShape
