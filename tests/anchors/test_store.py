@@ -219,19 +219,6 @@ def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, An
     assert store.estimate(PlaceholderSite("third", 0), sample(1)).reason == "no anchor of this agent yet"
 
 
-def test_a_placeholder_used_twice_has_two_slots() -> None:
-    store = AnchorStore(AnchorSettings(**TOKEN))
-    first, second = PlaceholderSite("solver", 1), PlaceholderSite("solver", 3)
-    real = {}
-    for seed in range(4):
-        for site in (first, second):
-            real[site] = observe(store, sample(seed), site, seed=100 * site.index + seed)
-    assert store.stats().sites == 2
-    assert store.stats().anchors == 4
-    for site in (first, second):
-        assert relative_error(translated(store.estimate(site, sample(3)), sample(3)), real[site]) < 1e-3
-
-
 @each_estimator
 @pytest.mark.parametrize("at", [1, 2])
 def test_an_observation_that_fails_leaves_nothing(

@@ -8,7 +8,6 @@ import pytest
 
 from kedge.cache import belady, lru
 from kedge.cache.node import Handle
-from kedge.errors import PlanError
 from kedge.types import RequestId, Source, Span
 from tests.cache.helpers import NS, World
 
@@ -88,16 +87,6 @@ def test_labels_are_forgotten_with_their_agents() -> None:
     assert len(world.tree.labels) == 0 and not world.cache._next_runs
     node = world.tree.end(NS, b"AA")
     assert (node.step, node.labels, node.steps) == (None, {}, None)
-
-
-def test_labels_go_with_their_node() -> None:
-    world = World(4)
-    world.forecast(a=3)
-    world.serve("AA", "a", 2)
-    world.evict(2)
-    assert len(world.tree.labels) == 0
-    world.forecast(a=1)
-    assert world.serve("BBBB") == 0
 
 
 def test_a_handle_that_outlives_its_node_leads_nowhere() -> None:
@@ -287,19 +276,6 @@ def test_loads_that_end_in_the_wrong_order_land_in_the_right_one() -> None:
     world.cache.pump()
     world.check()
     assert world.tokens("AAABB") == (5, 0)
-
-
-def test_what_has_started_cannot_be_cancelled() -> None:
-    world = World(4, host_blocks=8)
-    on_host_only(world, a="AAA")
-    world.forecast(a=1)
-    world.cache.pump()
-    with pytest.raises(PlanError, match="has started"):
-        world.cache.tiers.cancel(world.tree.labels.node("a").transfer)
-    world.forecast(a=None)
-    world.check()
-    world.settle()
-    assert world.on_device("AAA") == ["AAA"]
 
 
 def test_a_failed_copy_to_the_host_drops_the_copy_and_nothing_else() -> None:

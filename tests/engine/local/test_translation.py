@@ -190,15 +190,6 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
     assert driver.core.parts.stats()["anchors"]["sites"] == 2
 
 
-def test_recomputing_the_head_of_every_segment() -> None:
-    driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=3))
-    for seed in (50, 60, 50):
-        again, _ = driver.serve(request(tokens(seed, 30), tokens(seed + 1, 12)))
-    starts = [20, 50, 59, 71]
-    expected = {start + i for start in starts for i in range(3)} | {75} | set(range(20))
-    assert set(again.plan.computed) == expected
-
-
 def test_a_cancelled_request_holds_nothing() -> None:
     """What its prompt taught until then stays, as its exact prefix does; what it has not taught it never will."""
     with engine_of(tiny_model("llama"), **SETTINGS) as engine:

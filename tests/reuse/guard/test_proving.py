@@ -208,7 +208,7 @@ def test_what_is_proved_is_saved_with_the_records() -> None:
 
 @pytest.mark.parametrize("data", [
     {}, {"records": []}, {"proofs": []}, {"records": [], "proofs": [{}]}, {"records": 3, "proofs": []},
-    {"records": [], "proofs": [{"agent": "a", "rungs": {"1": [{}, {}]}}]},
+    {"records": [], "proofs": [{"agent": "a", "rungs": {"1": [{}, 3]}}]},
 ])  # fmt: skip
 def test_saved_nonsense_is_refused(data: dict[str, object]) -> None:
     with pytest.raises((ValueError, LookupError, TypeError)):
