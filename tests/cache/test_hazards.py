@@ -307,4 +307,3 @@ def test_a_hint_that_never_comes_true_costs_nothing_but_its_load() -> None:
     world.serve("123456")
     assert world.outcomes("prefetch") == {"wasted": 1}
     assert world.cache.on_label(NS, "nobody", b"123") == 0
-    assert world.cache.stats().ignored_labels == 1

@@ -46,8 +46,6 @@ class CacheStats:
     """For want of host blocks."""
     denied_loads: int = 0
     """Loads that found no room on the device at the time."""
-    ignored_labels: int = 0
-    """Labels of agents that no forecast knows, or of prompts that are not cached."""
     free_blocks: int = 0
     cached_blocks: int = 0
     leased_blocks: int = 0

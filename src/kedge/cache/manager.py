@@ -306,13 +306,11 @@ class CacheManager:
 
         The end is floored to a block. A key has one label: the newest. Returns how many tokens it covers. Call this
         once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key that no
-        forecast knows gets the backup and no label, which is counted, as is a prompt of which nothing is cached.
+        forecast knows gets the backup and no label.
         """
         next_run = self._next_runs.get(key)
         node = self._tree.end(namespace, tokens)
-        if node is None or next_run is None:
-            self.tiers.counters.ignored_labels += 1
-        else:
+        if node and next_run:
             self._tree.labels.put(key, node, next_run[0])
             self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_PENDING = 64
-"""Prompts that are kept until they are learned from, and base prefills that may be queued: bounds for memory; beyond
-them the oldest is dropped"""
+"""Pieces of work of one kind that may wait while nobody waits for them, a bound for memory: prompts to learn from, base
+prefills, prompts prepared ahead, checks of the guard. Beyond it the oldest is dropped"""
 LEARNING_SHARE = 0.5
 """Share of each pass that base prefills and learning may take while requests wait for their first token"""
 FORGET = 0.995

@@ -171,7 +171,6 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
         with pytest.raises(PromptTooLong):
             engine.submit(GenerateRequest((Segment(huge, "p0"),), agent=AgentId("a0")))
         assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
-        assert figures(engine)["cache"]["ignored_labels"] > 0
 
 
 @pytest.mark.parametrize("marker", [None, -1, 10_000, 17])

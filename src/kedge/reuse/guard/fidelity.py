@@ -24,8 +24,6 @@ LEAST = 6
 """Comparisons of a rung before it can serve"""
 SETTLED = 40
 """Comparisons after which a bound hardly gets tighter: older ones weigh an eighth"""
-CHECKED = 8
-"""Calls on a new rung that are all compared"""
 STAYS = 0.9
 """A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
 MAX_BUDGETS = 6

@@ -24,9 +24,10 @@ from kedge.guard import (
     GuardState,
 )
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import CHECKED, LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
+from kedge.reuse.guard.fidelity import LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import (
     ALPHA,
+    SETTLED,
     Errors,
     GuardRecord,
     SentinelFinding,
@@ -198,7 +199,7 @@ class QualityGuard:
         near = float(is_new)
         if proof is not None and not isinf(budget):
             serving = proof.serving.use(budget, Serving)
-            if serving.calls < CHECKED or serving.suspicion:
+            if serving.calls < SETTLED or serving.suspicion:
                 return 1.0
             near = max(near, proof.nearness(budget, ALPHA))
         return min(1.0, self._settings.share * (1 + (MORE - 1) * near))

@@ -28,7 +28,8 @@ TRIALS = 8
 """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
 switched off, and twice as many every further time"""
 SETTLED = 8
-"""Calls with sentinel tokens before any error counts as unusual"""
+"""Calls after which a placeholder, or an agent's rung, is no longer new: errors of sentinel tokens can be unusual, and
+not every answer is compared any more"""
 FORGET = 0.02
 """Weight of a new error in the usual one"""
 UNUSUAL = 2.0
@@ -189,10 +190,6 @@ def _log_beta(a: float, b: float) -> float:
     return lgamma(a) + lgamma(b) - lgamma(a + b)
 
 
-MAX_TRIALS = 1024
-"""Most checks without a change that are ever needed in a row"""
-
-
 @dataclass(slots=True)
 class GuardRecord:
     """What is known of the translation of one placeholder for one agent.
@@ -283,7 +280,7 @@ class GuardRecord:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
         self.withheld, self.refutations = True, ChangeEvidence()
-        self.needed = min(MAX_TRIALS, TRIALS * 2 ** (1 + min(self.epoch, 16)))
+        self.needed = TRIALS * 2 ** (1 + self.epoch)
 
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False

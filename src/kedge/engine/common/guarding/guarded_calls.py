@@ -23,6 +23,7 @@ from kedge.engine.common.guarding.check import Check, by_placeholder, dense_chec
 from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
+from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
@@ -45,8 +46,6 @@ End = Callable[[], None]
 GRACE, PATIENCE = 0.02, 5.0
 """Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
 milliseconds, and what a check took beside many requests says nothing of an idle engine"""
-MAX_PENDING = 16
-"""Checks that may wait, a bound for memory; beyond it the oldest is dropped"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 logger = logging.getLogger(__name__)
@@ -62,9 +61,8 @@ def _carry_out(end: End) -> None:
 
 
 class CheckThread:
-    """The checks of one engine, bounded: beyond `MAX_PENDING` the oldest one is dropped of the agent with the most,
-    of the tenant with the most.
-    Any thread may call.
+    """The checks of one engine. Of more than `MAX_PENDING` that wait, the oldest one is dropped of the agent with the
+    most, of the tenant with the most. Any thread may call.
     """
 
     def __init__(
