@@ -396,9 +396,9 @@ class LocalEngine(Engine):
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
 
-        The engine's thread copies the tensors that have changed, one pool at a time, and the caller's writes them.
-        From the first `save` or `load` until it is closed, the engine has exclusive use of the
-        folder. Raises `ConfigError` if another process uses it, and `OSError`.
+        The engine's thread copies what has changed, one pool at a time, and the caller's writes it. From the first
+        `save` or `load` until it is closed, the engine has exclusive use of the folder. Raises `ConfigError` if another
+        process uses it, and `OSError`.
         """
         return self._state_in(Path(folder)).save()
 
