@@ -151,19 +151,18 @@ class PromptPreassembler:
         preparation.learn(request)
         return preparation
 
-    def adopt(self, sequence: RequestSequence, room: int) -> Lease | None:
-        """Transfer the blocks of a claimed prompt to its sequence, with `room` for this many tokens.
+    def adopt(self, sequence: RequestSequence, preparation: PreparedPrompt) -> Lease | None:
+        """Transfer the blocks of the prompt that a sequence has claimed to it, with room for its answer.
 
         Returns None if it was given back, if the cache has more of the prompt exactly, or for lack of room.
         """
-        preparation = sequence.preparation
-        if preparation is None or preparation not in self._claimed:
+        if preparation not in self._claimed:
             return None
         cached = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         if cached.device_tokens + cached.host_tokens > preparation.exact:
             self._drop(preparation, Ended.WASTED)
             return None
-        while not self._extend(preparation, room):
+        while not self._extend(preparation, sequence.room):
             if not self.give_back(spare=preparation):
                 return None
         self._claimed.remove(preparation)

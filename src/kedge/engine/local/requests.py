@@ -301,7 +301,8 @@ class Admission:
         """
         parts, began = self._parts, time.monotonic()
         is_resumed = sequence.plan is not None
-        adopted = None if is_resumed else parts.preassembly.adopt(sequence, sequence.room)
+        prepared = None if is_resumed else sequence.preparation
+        adopted = parts.preassembly.adopt(sequence, prepared) if prepared else None
         lease = adopted or self._try_lease(sequence, sequence.room)
         while lease is None:
             if not (self._reclaim_spare() or parts.learning.reclaim_job() or self._requests.preempt(sequence)):

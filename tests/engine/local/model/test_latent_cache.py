@@ -16,8 +16,8 @@ from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model import probe
 from kedge.engine.local.model.identity import model_digest
+from kedge.engine.local.model.layout import attention
 from kedge.engine.local.model.loading import checked_runner
-from kedge.engine.local.model.probe import attention
 from kedge.engine.local.model.replica import random_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
