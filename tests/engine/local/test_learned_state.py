@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-import torch
-
 from benchmarks.ttft import CopyMachine
 from kedge.bench.shapes import SHAPES, random_runner
 from kedge.engine.local.engine import LocalEngine
@@ -17,14 +14,6 @@ from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, Planne
 from kedge.types import Namespace, RunId, RunKey, SamplingParams, TenantId, Tokens
 
 CAPACITY, AGENTS = 3, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def asked(questions: int, every: int) -> Iterator[dict[str, Any]]:

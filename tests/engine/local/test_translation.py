@@ -33,16 +33,12 @@ from kedge.types import (
 from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
 from tests.engine.local.stepping import OPEN, Stepped
 from tests.engine.local.test_engine import greedy
+from tests.engine.local.test_engine import prompt as tokens
 
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
     "planner": PlannerConstants(by_cost=False, recompute_head=0, move="unlearned"),
 }
-
-
-def tokens(seed: int, size: int) -> Tokens:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(256) for _ in range(size))
 
 
 def request(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from statistics import mean
@@ -56,14 +55,6 @@ ON_PUSH = {
 }  # fmt: skip
 """One of each kind of attention, rotation and cache"""
 ANSWER = 64
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(name: str, seed: int = 0) -> PreTrainedModel:
