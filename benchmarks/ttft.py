@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from kedge.anchors.translator import Translation
 from kedge.bench.shapes import SHAPES, random_llama, random_runner
 from kedge.engine.common.dtypes import pick_device
 from kedge.engine.local import build
@@ -28,7 +29,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.guard import GuardMode
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import (
     AgentId,

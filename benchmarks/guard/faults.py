@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from kedge.anchors.anchor import AnchorId
+from kedge.anchors.anchor import AnchorId, PlaceholderSite
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.translator import Translate, translate_into
+from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.bench.shapes import Loaded, to_compare
 from kedge.engine.base import Stream
 from kedge.engine.common.watched import WatchedEngine, Watcher
@@ -32,9 +32,8 @@ from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import PlaceholderSite
 from kedge.reuse.guard.comparison import TOP, mean_divergence
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.runner.run import run
 from kedge.settings import EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import AgentId, Completion, GenerateRequest, RequestId, ReuseMode, TenantId

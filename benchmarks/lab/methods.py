@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.base_store import BaseStore, KnownBase
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import OffsetEstimate, no_offsets
-from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translate, translate_into
+from kedge.anchors.store import AnchorStore, Experience
+from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.bench.probe import SERVED, Method
 from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import Batch, Scoring
@@ -34,9 +35,8 @@ from kedge.errors import ConfigError
 from kedge.kv.rotary import Rotation
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.layout import Placed, layout
-from kedge.reuse.plan import ReusePlan, Translation, spans_of
+from kedge.reuse.plan import ReusePlan, spans_of
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, Source, Tokens
 from kedge.workloads.miniature import role_last
 

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.offsets import Blend, empty_table
-from kedge.anchors.translator import translate_into
+from kedge.anchors.translator import Translation, translate_into
 from kedge.integrations.vllm.plugin.block_layout import find_layouts
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, slots_for_kernels
 from kedge.kv.rotary import Rotary, RotaryByLayer
 from kedge.kv.segment import KVSegment
-from kedge.reuse.plan import Translation
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer
 from tests.kv.triton_device import DEVICE, error
 

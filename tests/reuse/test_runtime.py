@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
 from kedge.guard import GuardOrders
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
@@ -47,8 +47,8 @@ class Above(EngineCosts):
     def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
         return tokens > self._tokens
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
-        return readers * spared > base_tokens
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
+        return readers * tokens > base_tokens
 
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
@@ -67,7 +67,7 @@ class Readers(Above):
         super().__init__(0)
         self._readers = readers
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:  # noqa: ARG002
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:  # noqa: ARG002
         return readers >= self._readers
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
-from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
+from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, PlaceholderSite, PoolKey, Query, SampleView
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
 from kedge.anchors.estimators import ESTIMATORS, Estimator, Match, Proposal
 from kedge.anchors.pool import AnchorPool, PoolStats
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import Namespace, TenantId
@@ -31,6 +31,17 @@ class AnchorStats:
     used: int
     over_limit: int
     """Anchors dropped because their tenant exceeded its limit."""
+
+
+class Experience(NamedTuple):
+    """How much an agent's place of a placeholder has learned."""
+
+    missing: int
+    """Anchors that it lacks for a translation"""
+    is_calibrated: bool
+    """Whether so many values were observed that it is known how good its estimates are"""
+    is_saturated: bool
+    """Whether so many were observed that one more hardly changes its estimates"""
 
 
 def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
@@ -281,9 +292,9 @@ class AnchorStore:
         if self.pools:
             self._bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
 
-    def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget the anchors of a namespace; of all of them if None."""
-        self.pools = {key: pool for key, pool in self.pools.items() if namespace not in (None, key.namespace)}
+    def clear(self) -> None:
+        """Forget all anchors."""
+        self.pools = {}
         self._forget_matches()
 
     def stats(self) -> AnchorStats:

@@ -25,8 +25,8 @@ machine.
 """
 CERTAIN = 2.0
 """Weight of a certain delay, relative to time saved only if the expectation comes true."""
-REFIT, RARE = 8, 64
-"""Observations between two fits of the coefficients: at first, and once there are many times as many."""
+REFIT = 8
+"""Observations between two fits of the coefficients; the first ones count at once"""
 RIDGE = 1e-6
 """Ridge that keeps the fit defined if observations are alike, in units of each feature's mean square."""
 SETTLED_RIDGE = 3e-2
@@ -62,8 +62,7 @@ class LinearCost:
         self._observed += 1
         if self._observed >= self._next_fit:
             self._seconds = self._fit()
-            wait = 1 if self._observed < REFIT else min(RARE, max(REFIT, self._observed // REFIT))
-            self._next_fit = self._observed + wait
+            self._next_fit = self._observed + (1 if self._observed < REFIT else REFIT)
 
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""
@@ -149,11 +148,11 @@ class EngineCosts:
         """
         return not self.is_by_cost or self._translation_saves(tokens, spared) > 0
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
         """Return whether a base prefill of `base_tokens` tokens takes less time than it saves for `readers` readers of
-        its value, each as in `translation_pays`.
+        its value, which translate all of its `tokens`.
         """
-        saved = readers * self._translation_saves(tokens, spared)
+        saved = readers * self._translation_saves(tokens, tokens)
         return not self.is_by_cost or saved > self.added_seconds(base_tokens, 1)
 
     def ahead_pays(self, tokens: int, running: int) -> bool:

@@ -141,7 +141,6 @@ COUNTERS = {
     "blocks_loaded": "Blocks copied from the host to the device.",
     "blocks_offloaded": "Blocks copied from the device to the host.",
     "failed_copies": "Copies that failed; their blocks were computed.",
-    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
     "skipped_backups": "Backups that found no room on the host.",
 }
 GAUGES = {

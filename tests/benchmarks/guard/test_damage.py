@@ -21,12 +21,12 @@ from benchmarks.guard.faults import (
     guard_task,
     last_agent,
 )
+from kedge.anchors.anchor import PlaceholderSite
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.sites import SiteOffsets
 from kedge.bench.shapes import Loaded, load_model
 from kedge.engine.local.build import EngineParts
 from kedge.errors import PlanError
-from kedge.reuse.contracts import PlaceholderSite
 from kedge.settings import EngineSettings
 from kedge.types import AgentId
 

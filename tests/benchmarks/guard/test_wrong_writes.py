@@ -11,11 +11,11 @@ import torch
 from benchmarks.guard.faults import MakeWrite, WrongWrites, at_another_base, from_corrupt_base, with_swapped_heads
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
+from kedge.anchors.translator import Translation
 from kedge.bench.shapes import load_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import Translation
 from kedge.settings import EngineSettings
 from kedge.types import AgentId
 

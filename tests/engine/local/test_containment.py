@@ -170,8 +170,9 @@ def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
 
 
 def test_a_closed_engine_is_told_as_closed_also_on_a_thread_with_its_threads_number(engine: LocalEngine) -> None:
+    assert engine.failure is None
     engine.close()
-    assert not engine._thread.number, "another thread may get it"
+    assert engine.failure is None and not engine._thread.number, "another thread may get it"
     with pytest.raises(EngineClosed):
         engine.inspect()
 
@@ -402,6 +403,7 @@ def test_with_the_engines_thread_everything_ends(engine: LocalEngine, monkeypatc
     with pytest.raises(EngineClosed):
         within(engine.inspect)
     within(engine.close)
+    assert isinstance(engine.failure, Fatal)
 
 
 def _answer(question: Callable[[], object]) -> object:

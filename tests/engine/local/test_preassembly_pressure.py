@@ -91,7 +91,6 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
     stage.rest()
     assert one.ready == expected.prompt_tokens - 1
     assert stage.core.parts.cache.match(SPACE, fixed).tokens_count < 96
-    assert stage.core.parts.stats()["cache"]["evictions_by_reason"].keys() == {"ahead"}  # type: ignore[index]
 
 
 def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:

@@ -130,12 +130,6 @@ def test_a_call_may_have_a_budget_of_its_own(story: tuple[LocalEngine, list[Comp
     assert shadow.receipt.translated == 0
 
 
-def test_another_tenant_has_to_prove_its_own(story: tuple[LocalEngine, list[Completion]]) -> None:
-    other = [team(story[0], number, "other") for number in range(60, 62)]
-    assert not any(done.receipt.translated for done in other) and note(other[-1]).rung == ""
-    assert note(other[-1]).checks < LEAST
-
-
 def test_clients_see_nothing_of_how_it_is_proved(story: tuple[LocalEngine, list[Completion]]) -> None:
     for done in story[1]:
         assert len(done.tokens) == 6 and done.logprobs == ()

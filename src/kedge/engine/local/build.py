@@ -16,11 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
-from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translate, translate_into
+from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
 from kedge.engine.common.dtypes import pick_device, pick_dtype
@@ -38,7 +36,6 @@ from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.sessions import SessionCaching
-from kedge.engine.local.shared_writes import SharedWrites
 from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
@@ -46,7 +43,6 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import default_model
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import Translation
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
@@ -124,6 +120,7 @@ class EngineParts:
         anchors = components.anchors(config.anchors)
         bases = components.bases(config.anchors.max_base_bytes)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
+        self.learned = anchors, bases
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
@@ -142,19 +139,11 @@ class EngineParts:
         self.running: list[RequestSequence] = []
         """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
         self.sentinels = Sentinels(storage)
-        self.shared = SharedWrites(cache, storage, self.running)
         self.preassembly = PromptPreassembler(
             cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
         )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
-
-    @property
-    def learned(self) -> tuple[AnchorStore, BaseStore]:
-        """The anchors and the base KV."""
-        anchors, bases = self.runtime.learned
-        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
-        return anchors, bases
 
     def check_integrity(self) -> None:
         """Raise `PlanError` if a block does not have exactly one owner."""
@@ -169,8 +158,6 @@ class EngineParts:
             "costs": self.costs.stats(),
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
-            "copied_tokens": self.shared.copied_tokens,
-            "borrowed_tokens": self.shared.borrowed_tokens,
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
             **self.runtime.stats(),

@@ -15,7 +15,6 @@ from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import translate_into
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.contracts import Anchors, Bases
 from kedge.reuse.plan import ReusePlan
 from kedge.settings import AnchorSettings
 from kedge.types import GenerateRequest
@@ -50,9 +49,9 @@ class Translating:
 class EngineComponents:
     """The replaceable components of an engine, each as a function that builds it."""
 
-    anchors: Callable[[AnchorSettings], Anchors] = AnchorStore
+    anchors: Callable[[AnchorSettings], AnchorStore] = AnchorStore
     """Settings -> the store of anchors."""
     assembler: Callable[[ModelRunner, PagedStorage], Assembler] = Translating
     """(model runner, storage) -> the assembler."""
-    bases: Callable[[int], Bases] = BaseStore
+    bases: Callable[[int], BaseStore] = BaseStore
     """Most bytes -> the store of base KV."""

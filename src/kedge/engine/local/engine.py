@@ -57,8 +57,6 @@ MAX_IN_FLIGHT = 4096
 """Requests in flight, running or waiting, beyond which another one is refused: a bound for memory"""
 MAX_FAILURES = 3
 """Consecutive failed steps after which the engine's thread ends."""
-MAX_COPY_WAIT = 0.05
-"""Longest wait for a copy, in seconds, before the clock is checked again."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -185,14 +183,14 @@ class EngineThread:
         if not self._core.idle:
             self._drain()
             if not self._core.step():
-                self._drain(wait=MAX_COPY_WAIT)
+                self._drain(wait=GRACE)
             return
         self._core.pump()
         if self._core.can_learn:
             if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
                 self._core.parts.learning.step()
         elif self._core.parts.cache.transferring:
-            self._drain(wait=MAX_COPY_WAIT)
+            self._drain(wait=GRACE)
         else:
             self._tell_idle()
             self._drain(wait=None)
@@ -398,9 +396,9 @@ class LocalEngine(Engine):
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
 
-        Costs the engine's thread almost nothing: the caller's thread copies and writes the tensors. Unchanged content
-        is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
-        folder. Raises `ConfigError` if another process uses it, and `OSError`.
+        The engine's thread copies what has changed, one pool at a time, and the caller's writes it. From the first
+        `save` or `load` until it is closed, the engine has exclusive use of the folder. Raises `ConfigError` if another
+        process uses it, and `OSError`.
         """
         return self._state_in(Path(folder)).save()
 

@@ -29,7 +29,7 @@ from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import MAX_PENDING, EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
@@ -39,8 +39,6 @@ from kedge.workflow.forecast import AgentKey
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 logger = logging.getLogger(__name__)
-MAX_PREPARED = 16
-"""Maximum prepared prompts; the one with the oldest hint goes first."""
 
 
 class Ended(StrEnum):
@@ -96,7 +94,7 @@ class PromptPreassembler:
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
         self.expected[key] = PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
-        if len(self.expected) > MAX_PREPARED:
+        if len(self.expected) > MAX_PENDING:
             self._drop(next(iter(self.expected.values())), Ended.CANCELLED)
         return None
 
@@ -153,19 +151,18 @@ class PromptPreassembler:
         preparation.learn(request)
         return preparation
 
-    def adopt(self, sequence: RequestSequence, room: int) -> Lease | None:
-        """Transfer the blocks of a claimed prompt to its sequence, with `room` for this many tokens.
+    def adopt(self, sequence: RequestSequence, preparation: PreparedPrompt) -> Lease | None:
+        """Transfer the blocks of the prompt that a sequence has claimed to it, with room for its answer.
 
         Returns None if it was given back, if the cache has more of the prompt exactly, or for lack of room.
         """
-        preparation = sequence.preparation
-        if preparation is None or preparation not in self._claimed:
+        if preparation not in self._claimed:
             return None
         cached = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         if cached.device_tokens + cached.host_tokens > preparation.exact:
             self._drop(preparation, Ended.WASTED)
             return None
-        while not self._extend(preparation, room):
+        while not self._extend(preparation, sequence.room):
             if not self.give_back(spare=preparation):
                 return None
         self._claimed.remove(preparation)

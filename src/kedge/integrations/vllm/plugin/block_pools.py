@@ -282,15 +282,13 @@ def cached_prefix(
 # blocks with their keys and owners ------------------------------------------------------------------------------
 
 
-def name_blocks(
-    pool: BlockPool, needed: NeededBlocks, blocks: Sequence[KVCacheBlock], skipped: Container[int] = ()
-) -> int:
-    """Make blocks without a key known by theirs: all but the `skipped` ones, by index, and where the pool has a block
-    with this key. Returns how many are known now.
+def name_blocks(pool: BlockPool, needed: NeededBlocks, blocks: Sequence[KVCacheBlock]) -> int:
+    """Make blocks without a key known by theirs, but where the pool has a block with it. Returns how many are known
+    now.
     """
     known, size, named = known_blocks(pool), pool.hash_block_size, 0
-    for at, (key, place, block) in enumerate(zip(needed.keys, needed.places, blocks, strict=True)):
-        if at not in skipped and key not in known:
+    for key, place, block in zip(needed.keys, needed.places, blocks, strict=True):
+        if key not in known:
             pool._insert_block_hash(BlockHashWithGroupId(key), block, num_tokens=(place + 1) * size)
             named += 1
     return named

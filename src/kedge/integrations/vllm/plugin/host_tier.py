@@ -1,14 +1,14 @@
 """The host tier behind vLLM's device blocks, as the scheduler sees it: a second block pool and the copies between both.
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
-request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
+request: blocks that did not arrive are computed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -396,11 +396,9 @@ class HostTier:
             target.free_blocks(reversed(transfer.targets))
             return
         is_ok = all(one.ok for one in transfer.ends)
-        corrupt = {at for one in transfer.ends for at in one.corrupt}
         if is_ok:
-            self._publish(transfer, target, corrupt)
-        source.evict_blocks({transfer.sources[at].block_id for at in corrupt})
-        self._count(transfer, is_ok, len(corrupt))
+            self._publish(transfer, target)
+        self._count(transfer, is_ok)
         target.free_blocks(reversed(transfer.prefix + transfer.targets))
         source.free_blocks(reversed(transfer.sources))
         self._release(transfer.sources if transfer.is_load else transfer.targets)
@@ -408,11 +406,11 @@ class HostTier:
         for one in transfer.needed.keys:
             under_way.pop(one, None)
 
-    def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: Container[int]) -> None:
-        """Make the targets known by their keys, except for corrupt ones and those that a request has computed
-        meanwhile, which are owned in their place.
+    def _publish(self, transfer: BlockTransfer, target: BlockPool) -> None:
+        """Make the targets known by their keys, except for those that a request has computed meanwhile, which are owned
+        in their place.
         """
-        named = name_blocks(target, transfer.needed, transfer.targets, corrupt)
+        named = name_blocks(target, transfer.needed, transfer.targets)
         queue: StepFreeQueue = target.free_block_queue
         if transfer.owner is None or not queue.has_step(transfer.owner):
             return
@@ -421,20 +419,18 @@ class HostTier:
         else:
             own_known(target, transfer.needed.keys, transfer.owner)
 
-    def _count(self, transfer: BlockTransfer, is_ok: bool, corrupt: int) -> None:
-        blocks = len(transfer.targets) - corrupt
-        self.counters["corrupt_blocks"] += corrupt
+    def _count(self, transfer: BlockTransfer, is_ok: bool) -> None:
+        blocks = len(transfer.targets)
         if not is_ok:
             self.counters["failed_copies"] += 1
         elif transfer.is_load:
             self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(len(transfer.targets), max(one.seconds for one in transfer.ends))
+            self.cost.load.observe(blocks, max(one.seconds for one in transfer.ends))
         else:
             self.counters["blocks_offloaded"] += blocks
         if transfer.purpose is Purpose.PREFETCH:
             landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
-            is_whole = is_ok and not corrupt
-            self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
+            self.counters[f"prefetches_{landed if is_ok else Outcome.FAILED}"] += 1
 
     # emptying a tier ------------------------------------------------------------------------------------------
 

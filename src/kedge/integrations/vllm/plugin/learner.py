@@ -23,7 +23,7 @@ import torch
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import translate_into
+from kedge.anchors.translator import Translation, translate_into
 from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
@@ -31,12 +31,11 @@ from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
-from kedge.reuse.contracts import BaseNeed, ReadKV
 from kedge.reuse.costs import MAX_PENDING, EngineCosts
 from kedge.reuse.layout import Placed, known_segments, next_stop, plan_key
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft
-from kedge.reuse.runtime import Runtime
+from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (

@@ -52,7 +52,6 @@ COUNTERS = {
     "prefetches_late": "Prefetches that a request waited for.",
     "prefetches_failed": "Prefetches whose copy failed.",
     "failed_copies": "Copies that failed; their blocks were computed.",
-    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
     "denied_loads": "Loads that found no room on the device.",
     "skipped_backups": "Fixed prompts that found no room on the host.",
     "loads_that_do_not_pay": "Loads that would have taken longer than computing.",

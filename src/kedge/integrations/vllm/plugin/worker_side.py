@@ -18,7 +18,7 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import translate_into
+from kedge.anchors.translator import Translation, translate_into
 from kedge.cache import Copied, Direction
 from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.state.snapshot import EngineState
@@ -36,7 +36,6 @@ from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import Translation
 from kedge.types import Miss
 
 Registered = Mapping[str, Tensor | Sequence[Tensor]]
