@@ -19,7 +19,6 @@ from kedge.bench.load import (
     WARM,
     LoadSettings,
     LoadTeam,
-    Selection,
     TeamSizes,
     TimedCall,
     WindowEngine,
@@ -195,29 +194,29 @@ def test_what_served_says_how_near_it_is_and_what_proving_took(nano: Loaded, rea
 
 
 def test_all_modes_of_all_cases_are_measured() -> None:
-    settings = LoadSettings(seconds=0.1, model_size="tiny", device="cpu")
+    settings = LoadSettings(("tiny",), (1,), seconds=0.1, model_size="tiny", device="cpu")
     assert settings.case_names == ("tiny", "tiny-long")
     assert LoadSettings(model=Path("nano")).case_names == (COLD, WARM, "cold-long", "warm-long")
-    keys = [key for key, _ in measure(settings, Selection(("tiny",), (1,)))]
+    keys = [key for key, _ in measure(settings)]
     assert keys == [("tiny", 1, mode) for mode in ReuseMode]
 
 
 @pytest.mark.parametrize(
-    ("settings", "selection", "named"),
+    ("given", "named"),
     [
-        (LoadSettings(), Selection(("7b",)), "32m-long"),
-        (LoadSettings(model_size="8b"), Selection(("32m",)), "8b-long"),
-        (LoadSettings(), Selection(("32m",), (0,)), "clients"),
-        (LoadSettings(model=Path("nano")), Selection(("nano",)), "cold, warm"),
-        (LoadSettings(dtype="int3"), Selection(("32m",)), "dtype"),
-        (LoadSettings(kv_memory="much"), Selection(("32m",)), "kv_memory"),
-        (LoadSettings(anchor_memory="much"), Selection(("32m",)), r"anchors\.max_bytes='much'"),
-        (LoadSettings(base_memory="0"), Selection(("32m",)), r"anchors\.max_base_bytes='0'"),
+        ({"cases": ("7b",)}, "32m-long"),
+        ({"cases": ("32m",), "model_size": "8b"}, "8b-long"),
+        ({"clients": (0,)}, "clients"),
+        ({"cases": ("32m",), "model": Path("nano")}, "cold, warm"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"kv_memory": "much"}, "kv_memory"),
+        ({"anchor_memory": "much"}, r"anchors\.max_bytes='much'"),
+        ({"base_memory": "0"}, r"anchors\.max_base_bytes='0'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(settings: LoadSettings, selection: Selection, named: str) -> None:
+def test_what_cannot_be_measured_is_refused_by_name(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        next(measure(settings, selection))
+        next(measure(LoadSettings(**given)))
 
 
 def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:

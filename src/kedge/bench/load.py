@@ -333,8 +333,12 @@ Key = tuple[str, int, ReuseMode]
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """The settings that all combinations of a measurement share."""
+    """What is measured: every mode with every number of clients in every case."""
 
+    cases: tuple[str, ...] = ()
+    """None: all that there are"""
+    clients: tuple[int, ...] = (1, 8, 32)
+    modes: tuple[ReuseMode, ...] = tuple(ReuseMode)
     seconds: float = 120.0
     """Window of each combination of case, clients and mode."""
     kv_memory: str | None = None
@@ -370,29 +374,19 @@ def _given(**settings: str | None) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The combinations to measure: every mode with every number of clients in every case."""
-
-    cases: tuple[str, ...]
-    clients: tuple[int, ...] = (1, 8, 32)
-    modes: tuple[ReuseMode, ...] = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.TRANSLATE)
-
-
 def measure(
-    settings: LoadSettings,
-    selection: Selection,
-    progress: Callable[[str], None] = lambda _: None,
+    settings: LoadSettings, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Yield the figures of each combination as soon as they are there. Raises `ConfigError`."""
-    for case in selection.cases:
+    cases = settings.cases or settings.case_names
+    for case in cases:
         if case not in settings.case_names:
             raise ConfigError("case", case, f"must be one of {', '.join(settings.case_names)}")
-    for clients in selection.clients:
+    for clients in settings.clients:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
     settings.engine()
-    for case in selection.cases:
+    for case in cases:
         progress(f"{case}: loading and warming up")
         loaded, team = case_of(case, settings)
         taught = TAUGHT if case.startswith(WARM) else 0
@@ -400,7 +394,7 @@ def measure(
             with LocalEngine.from_runner(*loaded, settings.engine(team)) as engine:
                 warm(engine, team)
                 teach(engine, team, taught, Path(folder))
-            for clients, mode in product(selection.clients, selection.modes):
+            for clients, mode in product(settings.clients, settings.modes):
                 progress(f"{case}: {clients} clients, {mode}")
                 loaded[0].graphs = None  # CUDA graphs keep the storage of theirs
                 gc.collect()  # earlier engines are reference cycles

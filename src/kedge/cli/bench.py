@@ -240,23 +240,20 @@ def load(
     """Measure teams per minute, and latencies with many clients, one reuse mode after the other."""
     require_parent("--json", json_file)
     require_model(model)
-    from kedge.bench.load import LoadSettings, Selection, measure
+    from kedge.bench.load import LoadSettings, measure
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
     about: dict[str, Any] = {**memory, "model_size": model_size, "model": model, "dtype": dtype, "seed": seed}
-    settings = LoadSettings(seconds or (10.0 if quick else 120.0), device=device or "auto", **about)
-    selection = Selection(
-        tuple(case or settings.case_names),
-        tuple(clients or ((1, 8) if quick else Selection.clients)),
-        tuple(mode or Selection.modes),
-    )
+    base = LoadSettings(clients=(1, 8), seconds=10.0) if quick else LoadSettings()
+    chosen = {"clients": tuple(clients) if clients else None, "modes": tuple(mode) if mode else None}
+    settings = with_given(base, cases=tuple(case or ()), seconds=seconds, device=device, **chosen, **about)
     console, leaves = Console(), Leaves()
     with console.status("load") as status:
-        for (name, many, how), figures in measure(settings, selection, status.update):
+        for (name, many, how), figures in measure(settings, status.update):
             leaves.setdefault(name, {}).setdefault(str(many), {})[how.value] = figures
             if json_file:
                 write(json_file, {"settings": {**asdict(settings), "model": model and model.name}, "cases": leaves})
-    for name in selection.cases:
-        console.print(tables.load(name, settings.seconds, leaves[name]))
+    for name, found in leaves.items():
+        console.print(tables.load(name, settings.seconds, found))
     if json_file:
         console.print(f"results: {json_file}")
