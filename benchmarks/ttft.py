@@ -48,8 +48,6 @@ from kedge.types import (
 
 LEAD, TAIL = 24, 16
 """Tokens of the prefix segment before an agent's answer, and of the last one."""
-TRAIL = 2
-"""Tokens that begin all prefix segments but the first alike, as in templates that end a value with a line break."""
 
 
 class CopyMachine:
@@ -57,10 +55,9 @@ class CopyMachine:
 
     def __init__(self, agents: int, prefix: int, vocab: int, seed: int = 0) -> None:
         self._vocab, self._rng = vocab, random.Random(seed)
-        self._trail = self.tokens(TRAIL)
         self._prefixes: list[list[Tokens]] = []
         for agent in range(agents):
-            later = [self._trail + self.tokens(size - TRAIL) for size in (*[LEAD] * agent, TAIL)]
+            later = [self.tokens(size) for size in (*[LEAD] * agent, TAIL)]
             self._prefixes.append([self.tokens(prefix), *later])
         self._names = [self.tokens(4) for _ in range(agents)]
         self._lead_in = self.tokens(4)

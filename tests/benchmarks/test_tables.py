@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,9 @@ BESIDE = {
 
 def made() -> Iterator[tuple[str, Any]]:
     """Every table of results that are stored, or that are as large as any."""
-    yield "plain", tables.links({"mooncake_conversation": {"requests": 6000, "right": 0.99, "wrong": 0.006}})
     yield "sessions, closed loop", next(tables.sessions_beside(BESIDE))
     yield "ttft", tables.ttft(TtftSettings(), stored("ttft-32m-token.json"))
     yield "vllm, team", next(tables.vllm_team(stored("vllm-team.json")["team"]))
-    yield "vllm, accuracy", next(tables.vllm_accuracy(stored("vllm-accuracy.json")["accuracy"]))
     for file in sorted(ROOT.glob("*/results/workflow-*.json")):
         data = stored(file.name)
         for case in (data, *data["other_cases"], *data["controls"].values()):
@@ -68,9 +65,10 @@ def made() -> Iterator[tuple[str, Any]]:
     for file in sorted(ROOT.glob("*/results/vllm-*.json")):
         for case in stored(file.name)["cases"]:
             yield f"vllm, {file.stem}", next(tables.VLLM["flows"]({"control": None, **case}))
-    for file in sorted(ROOT.glob("*/results/lab/*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        yield f"{data['study']}, {file.stem}", tables.study(data["title"], data["rows"])
+    row = {"right": 0.9875, "same_final_answer": 1.0, "same_answers": None, "calls_translated": 0.5, "computed": 0.25}
+    yield "accuracy", tables.accuracy("reading-picks", [{"method": "token:weak_error=0.25", **row, "ttft_ms": 1234.5}])
+    fault = {"agent": "final", "off_after": None, "lived": 50, "changed_served": 50, "far": 1.0}
+    yield "guard", tables.guard({"poisoned_anchors": {**fault, "kl_before": 0.000_51, "kl": 0.0025}})
 
 
 MADE = list(made())

@@ -99,7 +99,7 @@ def tables() -> Iterator[tuple[str, Any]]:
         yield "bench sessions", table
     for name, clients in stored("vllm-load.json")["load"].items():
         yield f"bench vllm, load, {name}", bench_tables.load(name, 120.0, clients, "engine")
-    for file in ("load-nano.json", "load-32m-long.json"):
+    for file in ("load-32m-long.json",):
         data = stored(file)
         for case, clients in data["cases"].items():
             yield f"bench load, {case}", bench_tables.load(case, data["settings"]["seconds"], clients)

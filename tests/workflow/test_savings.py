@@ -10,7 +10,7 @@ from kedge import LocalEngine, run
 from kedge.types import ReuseMode, ValueKind
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.savings import BLOCK, CallSavings, ValueLengths, estimate_savings
-from kedge.workloads.miniature import MATH
+from kedge.workloads.miniature import MATH, questions
 
 FOUR = ValueLengths(input=4 * BLOCK, answer=4 * BLOCK)
 
@@ -87,7 +87,7 @@ def test_the_share_of_a_run_weighs_calls_by_their_prompts() -> None:
 
 
 def test_the_embedded_engine_finds_as_many_tokens_as_estimated() -> None:
-    team, (before, asked) = MATH.workflow(), list(islice(MATH.questions("test", 1), 3))[1:]
+    team, (before, asked) = MATH.workflow(), list(islice(questions(1), 3))[1:]
     assert before.text.split()[0] != asked.text.split()[0]  # the estimate takes questions to differ from the start
     with LocalEngine() as engine:
         for question in (before, asked):

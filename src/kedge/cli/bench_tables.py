@@ -17,24 +17,13 @@ LOAD_COLUMNS = {
     "TTFT p99": ("ttft_p99_ms", ".0f"),
     "run p50": ("latency_p50_s", ".2f"),
     "run p99": ("latency_p99_s", ".2f"),
-    "batch mean": ("batch_mean", ".1f"),
-    "last third": ("batch_mean_last_third", ".1f"),
     "reused": ("translated_share", ".0%"),
     "computed": ("computed_share", ".0%"),
     "KL": ("kl", ".4f"),
     "proof": ("proof_share", ".0%"),
 }
 """Heading -> figure and its format."""
-SESSION_COLUMNS = {
-    "lru": "LRU",
-    "belady": "Belady",
-    "ttl": "TTL",
-    "kedge": "Kedge",
-    "kedge_ids": "ids given",
-    "kedge_perfect": "returns given",
-    "kedge_host3": "host x3",
-    "kedge_fixed": "fixed given",
-}
+SESSION_COLUMNS = {"belady": "Belady", "lru": "LRU", "kedge": "Kedge", "kedge_host3": "host x3"}
 """Figure -> heading."""
 
 
@@ -74,7 +63,7 @@ def fidelity_notes(data: Row) -> str:
 def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by: str = "mode") -> FittingTable:
     """Return the table of a case's figures by number of clients and reuse mode, or what else `by` names."""
     rows = [[count, name, *_load_cells(figures)] for count, found in clients.items() for name, figures in found.items()]
-    title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s, batch in requests"
+    title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s"
     return FittingTable(title, ("clients", by, *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({by}))
 
 

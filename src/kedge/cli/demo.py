@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 TOY = (
-    "The bundled model is a toy of 4.6 million parameters that knows these tasks alone: times tell something, answers "
+    "The bundled model is a toy of 4.6 million parameters that knows this task alone: times tell something, answers "
     "nothing. A real model: kedge demo --model smollm2."
 )
 REAL = "How far answers are from dense prefill, beside KV in fp8: kedge bench fidelity."
@@ -38,7 +38,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="math, choice or code, the bundled model's tasks, default math; or reading or gsm8k, default reading.",
+            help="math, the bundled model's and its default; or reading or gsm8k, default reading.",
         ),
     ] = None,
     model: Model = None,

@@ -13,9 +13,7 @@ from dataclasses import replace
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
-from kedge.workloads.base import Question, Team
-from kedge.workloads.gsm8k import other_number
-from kedge.workloads.rows import Row
+from kedge.workloads.base import Question, Row, Team
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _MARKS = re.compile(r"[^a-z0-9 ]")
@@ -97,7 +95,6 @@ READING = Team(
     ),
     stated,
     contains_gold,
-    corrupt=other_number,
 )  # fmt: skip
 PICKS = replace(
     READING,

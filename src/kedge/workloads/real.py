@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from kedge.errors import ConfigError
 from kedge.workloads import gsm8k, reading
-from kedge.workloads.base import Question, Team
-from kedge.workloads.rows import read_rows
+from kedge.workloads.base import Question, Row, Team
+
+Item = TypeVar("Item")
 
 TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.PICKS, reading.LONG)}
 
@@ -33,3 +37,23 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
         paragraphs = reading.lengthened(paragraphs)
     rounds = zip_longest(*rng.sample(paragraphs, len(paragraphs)))
     return TEAMS[name], [one for one in chain.from_iterable(rounds) if one]
+
+
+def read_rows(file: Path, convert: Callable[[Row], Item], source: str) -> list[Item]:
+    """Convert all rows of a JSONL file, in their order; `source` is the data set's name.
+
+    `convert` raises `KeyError`, `ValueError` or `TypeError` for a row of another data set. Raises `ConfigError` for
+    that, which names the line, and for an unreadable file.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("dataset", str(file), str(error)) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(convert(json.loads(line)))
+        except (KeyError, ValueError, TypeError) as error:  # of which one is for what is not JSON
+            raise ConfigError("dataset", f"{file}:{number}", f"is not a row of {source}: {error!r}") from error
+    return found

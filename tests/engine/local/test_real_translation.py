@@ -13,9 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from kedge.anchors.offsets import split_rows
+from kedge.bench.fidelity import DENSELY
 from kedge.bench.probe import Probe, ProbeResult, Recorder, method_named
 from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
+from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
@@ -169,12 +171,12 @@ class Serving:
     probe: Probe
     noting: list[Noting]
 
-    def ask(self, number: int) -> list[ProbeResult]:
+    def ask(self, number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
         """Return the results of question `number` of `reading`, in speaking order."""
         team, questions = real.load("reading")
         flow = team.workflow()
         flow = replace(flow, agents=tuple(replace(agent, max_tokens=ANSWER) for agent in flow.agents))
-        recorder = Recorder(self.engine, self.probe, lambda request: request, kv=True)
+        recorder = Recorder(self.engine, self.probe, lambda request: replace(request, guard=orders), kv=True)
         run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
         self.engine.wait_idle()
         return [one.result() for one in recorder.pending]
@@ -200,10 +202,8 @@ def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
 @torch.inference_mode()
 def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, taught: int) -> None:
     with serving(smollm2, method) as team:
-        team.probe.teaching = True
         for number in range(taught):
-            team.ask(number)
-        team.probe.teaching = False
+            team.ask(number, DENSELY)
         results = team.ask(taught)
         requests = [one.request for one in results]
         written = [team.noting[0].written.get(one.request_id, []) for one in requests]
