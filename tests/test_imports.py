@@ -69,6 +69,7 @@ BENCH_MAY_IMPORT = {
 BENCHMARKS = ImportGraph(Path(__file__).parents[1] / "benchmarks")
 BENCHMARKS_MAY_IMPORT = {
     "anchors.anchor.AnchorId",
+    "anchors.anchor.PlaceholderSite",
     "anchors.offsets.OffsetTable",
     "anchors.pool.AnchorPool",
     "anchors.translator.Translate",

@@ -54,7 +54,7 @@ from kedge.workflow.graph import Agent, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CallScope:
     """Who asks, and which server answers."""
 
     request: Request
@@ -63,16 +63,16 @@ class Caller:
     tenant: Tenant
 
 
-async def _caller(request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant) -> Caller:
-    return Caller(request, service, workflows, tenant)
+async def _caller(request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant) -> CallScope:
+    return CallScope(request, service, workflows, tenant)
 
 
-TheCaller = Annotated[Caller, Depends(_caller)]
+TheCaller = Annotated[CallScope, Depends(_caller)]
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
 """Documentation of the answers of routes that generate"""
 
 
-async def answer(given: CallBody, writer: AnswerWriter, caller: Caller) -> Response:
+async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Response:
     """Answer a call. Raises `NotFound` for another model, and `RequestError` for what cannot be served."""
     with sent_as(given.sent):
         job = GenerationJob.of(*await caller.service.threads.work(partial(_read, given, caller)), caller)
@@ -92,7 +92,7 @@ async def answer(given: CallBody, writer: AnswerWriter, caller: Caller) -> Respo
     return JSONAnswer(await caller.service.threads.work(whole) if is_long else whole())
 
 
-def _read(given: CallBody, caller: Caller) -> tuple[AnyBody, Hints, str]:
+def _read(given: CallBody, caller: CallScope) -> tuple[AnyBody, Hints, str]:
     """Return a body with its hints and the answer's grammar."""
     body, service = given.chat(), caller.service
     if body is not given and body.choices_per_prompt > 1:
@@ -132,7 +132,7 @@ async def _events(job: GenerationJob, call: GenerationCall, writer: AnswerWriter
         yield writer.last
 
 
-def failure(writer: AnswerWriter, error: KedgeError, caller: Caller) -> bytes:
+def failure(writer: AnswerWriter, error: KedgeError, caller: CallScope) -> bytes:
     """Return the end of a stream of which a call has failed, and count the call."""
     body = error_body(error)
     caller.service.failed(caller.tenant.id, failure_of(caller.request, body, problem_of(error).status))
@@ -143,7 +143,7 @@ def failure(writer: AnswerWriter, error: KedgeError, caller: Caller) -> bytes:
 class GenerationJob:
     """Engine requests that one body asks for, still to be built and submitted."""
 
-    caller: Caller
+    caller: CallScope
     body: AnyBody
     hints: Hints
     run: ClientRun | None
@@ -156,7 +156,7 @@ class GenerationJob:
     """The turn of the agent whose template is filled"""
 
     @classmethod
-    def of(cls, body: AnyBody, hints: Hints, grammar: str, caller: Caller) -> GenerationJob:
+    def of(cls, body: AnyBody, hints: Hints, grammar: str, caller: CallScope) -> GenerationJob:
         """Return the job of a conversation, of texts or token ids as they stand, or, where the hints have bindings, of
         a registered agent's filled template. `grammar` is the answer's.
 
