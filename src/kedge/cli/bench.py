@@ -53,7 +53,7 @@ def fidelity(
         bool, typer.Option("--quick", help="8 questions of reading, 5 before them: a minute or two.")
     ] = False,
     task: Annotated[
-        str | None, options.name(help="gsm8k, reading, reading-long or reading-picks; default gsm8k.")
+        str | None, options.name(help="gsm8k, reading, or its kind -long, -picks or -sessions; default gsm8k.")
     ] = None,
     dataset: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its whole data set; default: a slice in the package.")

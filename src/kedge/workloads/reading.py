@@ -1,5 +1,5 @@
 """Reading: three agents answer questions about paragraphs of XQuAD, with free words or with a pick of its answers; of
-one paragraph, or of the last of several.
+one paragraph, of the last of several, or in sessions about one.
 """
 
 from __future__ import annotations
@@ -72,6 +72,16 @@ def lengthened(paragraphs: Sequence[Sequence[Question]], passages: int = 4) -> l
     ]
 
 
+def continued(about: Sequence[Question]) -> list[Question]:
+    """Return a paragraph's questions as the turns of a session, each behind the ones before it with their answers."""
+    turns, history = [], ""
+    for one in about:
+        passage, _, asked = one.text.partition("\n\n")
+        turns.append(replace(one, text=f"{passage}{history}\n\n{asked}"))
+        history += f"\n\n{asked}\nAnswer: {one.answer}"
+    return turns
+
+
 def _overlaps(one: str, other: str) -> bool:
     return one[:1] == other[:1] or normal(one) in normal(other) or normal(other) in normal(one)
 
@@ -103,3 +113,4 @@ PICKS = replace(
     grammar=pick_grammar,
 )
 LONG = replace(READING, name="reading-long")
+SESSIONS = replace(READING, name="reading-sessions")

@@ -135,7 +135,7 @@ def test_offsets_that_moved_since_do_not_spoil_it(
 ) -> None:
     """Learning moves the rows of tables, which makes blends of them invalid; what is ready needs none."""
     expect(engine, ONE)
-    for pool in engine.worker._learner._runtime.learned[0].pools.values():
+    for pool in engine.worker._learner.learned[0].pools.values():
         for table in pool.tables:
             table.version += 1
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
