@@ -224,7 +224,7 @@ class StepFreeQueue(BlockOwners):
         last: for a pool to which a prompt's blocks are added as it grows, without a use of those before.
         """
         self.evicted: Counter[str] = Counter()
-        """Blocks with KV that were handed out, by step: "varying", "unlabelled", "inf" (unknown), or the number."""
+        """Blocks with KV that were handed out, by `kind_of`"""
         self.num_free_blocks = 0
         self.groups: Any = None
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
