@@ -11,7 +11,7 @@ from kedge.guard import EVERYTHING, GuardOrders
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.plan import ReusePlan, Sentinel
-from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, UNREAD, WITHHELD, Planner
+from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, WITHHELD, Planner
 from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
 
@@ -128,10 +128,7 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
     assert asked == ([] if from_anchors else [None, known._estimate])
 
 
-MOVED, ANCHORS, OF_READERS = (
-    next(number for number, rung in enumerate(RUNGS) if rung.by_anchors == by_anchors and rung.of_readers == of_readers)
-    for by_anchors, of_readers in ((False, False), (True, False), (False, True))
-)
+MOVED, ANCHORS = (next(number for number, rung in enumerate(RUNGS) if rung.by_anchors is by) for by in (False, True))
 
 
 @pytest.mark.parametrize("move", ["always", "unlearned"])
@@ -160,11 +157,6 @@ def test_a_rung_by_anchors_has_a_weak_error_of_its_own_and_a_check_leaves_its_ow
 def test_a_rung_computes_no_first_tokens_that_the_settings_ask_for() -> None:
     assert plan_of_x(Known([], []), GuardOrders(), recompute_head=2).computed == [5, 6, 13, 14, 18]
     assert plan_of_x(Known([], []), GuardOrders(rung=ANCHORS), recompute_head=2).computed == [18]
-
-
-def test_on_a_rung_of_readers_answers_that_nobody_has_read_are_computed() -> None:
-    plan = plan_unknown(Unknown(has_prefixes=True), GuardOrders(rung=OF_READERS))
-    assert plan.computed == [*range(5, 31)] and UNREAD in {miss.reason for miss in plan.misses}
 
 
 def test_a_miss_says_whether_a_value_is_withheld_or_not_proved_yet() -> None:

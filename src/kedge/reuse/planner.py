@@ -36,7 +36,6 @@ SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
-UNREAD = "no other agent of the run has read it before"
 UNLEARNED = "nothing is known yet of the template behind this value"
 
 
@@ -199,12 +198,9 @@ class Planner:
         prefixes: Mapping[int, KVSegment],
     ) -> bool:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
-        sample, rung = self.sample(request, here), rung_of(request)
+        sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
-            return False
-        if rung and rung.of_readers and here.segment.is_answer and self.sample_of_reader(request, here) is None:
-            draft.misses.append(Miss(here.segment.name, UNREAD))
             return False
         estimate, teaches = self._estimate(request, draft, here, after, sample)
         own = None if estimate.shareable else self._sample_of_producer(request, here)

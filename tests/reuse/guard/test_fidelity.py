@@ -172,11 +172,11 @@ def test_what_serves_goes_on_until_its_mean_is_above_the_budget() -> None:
 
 
 def test_a_rung_that_gets_worse_is_left_for_another_that_is_proved() -> None:
-    proof = found(found(found(Proof(), 4, BUDGET / 5, 0.5), 5, BUDGET / 5, 0.3), 1, BUDGET / 5, 0.1)
+    proof = found(found(found(Proof(), 0, BUDGET / 5, 0.5), 5, BUDGET / 5, 0.3), 1, BUDGET / 5, 0.1)
     assert serving(proof) == 1
     proof.serving[BUDGET].calls = 30
     found(proof, 1, 4 * BUDGET, times=10)
-    assert proof.serving[BUDGET] == Serving(4, 0), "its first calls are all compared"
+    assert proof.serving[BUDGET] == Serving(0, 0), "its first calls are all compared"
     assert 5 not in proof.rungs, "by the same anchors"
 
 
@@ -289,13 +289,13 @@ def test_an_agent_above_the_budget_is_rarely_served() -> None:
 
 
 def test_discarded_anchors_prove_nothing() -> None:
-    proof = found(found(Proof(), 4, BUDGET / 5, computed=0.5), 1, BUDGET / 5)
+    proof = found(found(Proof(), 0, BUDGET / 5, computed=0.5), 1, BUDGET / 5)
     assert serving(proof) == 1
     proof.forget_anchors()
-    assert list(proof.rungs) == [4] and not RUNGS[4].by_anchors
-    assert serving(proof) == 4, "beginnings are computed without anchors"
+    assert list(proof.rungs) == [0] and not RUNGS[0].by_anchors
+    assert serving(proof) == 0, "moving needs none"
     proof.forget_anchors()
-    assert serving(proof) == 4
+    assert serving(proof) == 0
 
 
 def test_how_near_the_budget_it_is() -> None:
