@@ -21,7 +21,7 @@ TOP_K, NOISE = 8, 0.1
 variance of an offset that key vectors do not explain: with more of it, weights are more equal, and 0.3 is as good"""
 TEMPERATURE, SHARP = 10.0, 100.0
 """Sharpness of an anchor's weight: for the prefix segment behind a value, and for whole anchors (KVCOMM)"""
-_TINY = 1e-30
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)

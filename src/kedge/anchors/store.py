@@ -15,7 +15,7 @@ from kedge.anchors.pool import AnchorPool, PoolStats
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
-from kedge.structures.bounded import BoundedDict
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import Namespace, TenantId
 
 
@@ -52,17 +52,13 @@ def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
     return estimator, Error(config.min_anchors, MAX_ERROR if most is None else most, config.weak_error)
 
 
-MAX_POOLS = 256
-"""Pools at once, a bound for safety; the least recently used goes first"""
-
-
 class AnchorStore:
     """All pools of one model. What exceeds a bound is dropped, least used anchors first."""
 
     without_offsets = staticmethod(rotated)
 
-    def __init__(self, config: AnchorSettings, remembered: int = 64, max_pools: int = MAX_POOLS) -> None:
-        """Create an empty store, which keeps the matches of so many values."""
+    def __init__(self, config: AnchorSettings, remembered: int = 64, max_pools: int = ENTRIES) -> None:
+        """Create an empty store, which keeps the matches of so many values, and at most so many pools."""
         self.config = config
         self.reader = KeyReader()
         self._estimator, self._criterion = methods(config)

@@ -52,9 +52,7 @@ COLD, WARM = "cold", "warm"
 TAUGHT = 30
 """Questions that a warm team has answered before the clock starts"""
 PREFIX, LEAD, TAIL = 512, 24, 16
-"""Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
-LEAD_IN = 4
-"""Tokens of the line before the question."""
+"""Tokens of a random agent's own prefix, before each text that it reads, and behind all of them."""
 AGENTS = 5
 Questions = Callable[[str], Iterator[str]]
 """Client name -> its endless questions, the same on every call."""
@@ -131,7 +129,7 @@ def word_tokenizer(vocab: int) -> HFTokenizer:
 def random_flow(vocab: int, answer: int) -> Workflow:
     """Return a workflow in which every agent reads the question and all answers before its own."""
     rng = Random("load/templates")
-    base_context = _text(rng, vocab, LEAD_IN)
+    base_context = _text(rng, vocab, LEAD)
     wording = Wording(
         header=f"{base_context} {{user_question}} ",
         intro="",
@@ -139,7 +137,7 @@ def random_flow(vocab: int, answer: int) -> Workflow:
         footer=f" {_text(rng, vocab, TAIL - 1)} {{title}}",
     )
     agents = [
-        Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD_IN), "", title=_text(rng, vocab, 1), max_tokens=answer)
+        Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD), "", title=_text(rng, vocab, 1), max_tokens=answer)
         for i in range(AGENTS)
     ]
     return connect("load", agents, fully_connected(agents), wording)

@@ -15,6 +15,7 @@ from kedge.checks import parse_host
 from kedge.cli import run
 from kedge.cli.options import Config, Device
 from kedge.cli.preflight import require_free_port, require_model, require_packages
+from kedge.engine.process.engine import ENDING
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_ENGINE_ENDED = os.EX_SOFTWARE
 """Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
-HANG_SECONDS = 45.0
-"""Seconds that the server may take to end after the engine did; an engine's process is killed after 30."""
+HANG_SECONDS = 1.5 * ENDING
+"""Seconds that the server may take to end after the engine did, whose process is killed after `ENDING`"""
 
 
 def serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,6 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-
-_UNBOUNDED = 10_000
-"""Terminal columns from which on a table takes only the width that it needs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class FittingTable:
         yield group
 
     def _width(self, columns: Sequence[int], console: Console, options: ConsoleOptions) -> int:
-        return Measurement.get(console, options.update(width=_UNBOUNDED), self._build(columns)).maximum
+        return Measurement.get(console, options.update(width=sys.maxsize), self._build(columns)).maximum
 
     def _build(self, columns: Sequence[int]) -> Table:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

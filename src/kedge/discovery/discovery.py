@@ -9,7 +9,7 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_LOOKED_AT, MAX_VALUES, SHORT
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
@@ -35,11 +35,6 @@ from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
-FIRST = 4
-"""Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
-MAX_PROMPT_BYTES = 1 << 17
-"""Bytes of a prompt that is looked at"""
-
 
 class TemplateReviews:
     """Templates of one namespace that are learned once more, from prompts in which more of the text is known.
@@ -56,7 +51,7 @@ class TemplateReviews:
 
     def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
         """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
-        if not _is_due(agent.calls) or len(prompt) > MAX_PROMPT_BYTES:
+        if not _is_due(agent.calls) or len(prompt) * MAX_LOOKED_AT > MAX_BYTES:
             return None
         example = Example(prompt, self._texts.find(prompt, agent.head))
         if not _answers(example.known) - _answers(agent.templates[0].slots):
@@ -74,7 +69,7 @@ class TemplateReviews:
 
 def _is_due(calls: int) -> bool:
     """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
-    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < FIRST
+    return calls >= EXAMPLES and calls - (1 << calls.bit_length() - 1) < EXAMPLES
 
 
 def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
@@ -82,10 +77,6 @@ def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
     return {one.label for one in texts if is_answer(one.label)}
 
 
-MAX_EXAMPLE_BYTES = 1 << 23
-"""Bytes of prompts that are kept as examples; the oldest is forgotten first. Agents that take turns are
-learned only while `EXAMPLES` prompts of each are among them.
-"""
 CONTEXT_START, CONTEXT_END = 4, 12
 """Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
 
@@ -142,7 +133,7 @@ class _Examples:
     def keep(self, asked: _Asker) -> None:
         self._askers.append(asked)
         self._nbytes += len(asked.prompt)
-        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_EXAMPLE_BYTES:
+        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_BYTES:
             self._nbytes -= len(self._askers.popleft().prompt)
 
     def drop(self, asked: _Asker) -> None:

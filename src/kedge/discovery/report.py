@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from heapq import nsmallest
+from itertools import pairwise
 from typing import Any
 
 from kedge.discovery import token_bytes
@@ -17,9 +17,7 @@ from kedge.discovery.templates import Slot
 from kedge.types import AgentId
 
 ALIKE = 0.9
-"""Share of their tokens that two fixed prompts have in common if one could share most of the other"""
-SAMPLE = 64
-"""Tokens of a text that tell whether comparing all of them is worth the time"""
+"""Share of their pairs of tokens that two fixed prompts have in common if one could share most of the other"""
 
 
 class FindingKind(StrEnum):
@@ -73,10 +71,8 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
             found.append(Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls))
     # A fixed prompt that is nearly that of an agent with more calls.
     heads = [agent.templates[0].head for agent in agents[:MAX_LOOKED_AT]]
-    samples = [_sample(head) for head in heads]
     for at, (agent, head) in enumerate(zip(agents, heads, strict=False)):
-        likely = (heads[one] for one in range(at) if 2 * len(samples[one] & samples[at]) >= len(samples[at]))
-        if other := next((one for one in likely if _alike(one, head)), None):
+        if other := next((one for one in heads[:at] if _alike(one, head)), None):
             lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
             found.append(Finding(FindingKind.COMMON_TEXT, agent.id, lost, agent.calls))
     worth = [one for one in found if one.tokens >= SHORT]
@@ -84,17 +80,16 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
 
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
-def _sample(text: bytes) -> frozenset[int]:
-    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch). By their hashes:
-    a sample is of all tokens, not of those with low numbers.
-    """
-    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
+def _pairs(text: bytes) -> frozenset[tuple[int, int]]:
+    """Return the pairs of tokens that follow one another in a text."""
+    return frozenset(pairwise(token_bytes.unpack(text)))
 
 
 def _alike(one: bytes, other: bytes) -> bool:
-    """Return whether two texts have nearly all of their tokens in common, in whatever order."""
-    counts = [Counter(token_bytes.unpack(text)) for text in (one, other)]
-    return (counts[0] & counts[1]).total() >= ALIKE * max(map(token_bytes.size, (one, other)))
+    """Return whether two texts have nearly all of their pairs of tokens in common, in whatever order."""
+    fewer, more = sorted((_pairs(one), _pairs(other)), key=len)
+    least = ALIKE * len(more)
+    return len(fewer) >= least and len(fewer & more) >= least
 
 
 def _is_own(slot: Slot, agent: FoundAgent) -> bool:

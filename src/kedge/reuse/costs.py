@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 MAX_PENDING = 64
 """Pieces of work of one kind that may wait while nobody waits for them, a bound for memory: prompts to learn from, base
 prefills, prompts prepared ahead, checks of the guard. Beyond it the oldest is dropped"""
+LONGEST, REPEATS = 128, 3
+"""Tokens of the longest piece of work that is measured on a CPU before any is given, and how often each is"""
 LEARNING_SHARE = 0.5
 """Share of each pass that base prefills and learning may take while requests wait for their first token"""
 FORGET = 0.995

@@ -159,7 +159,7 @@ def test_requests_are_served_between_any_two_records_of_a_report() -> None:
 
 def test_records_are_bounded_and_one_in_use_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is only asked for: an agent that is withheld would else come back by others' translations."""
-    monkeypatch.setattr(guard_module, "MAX_AGENTS", 8)
+    monkeypatch.setattr(guard_module, "ENTRIES", 8)
     guard = QualityGuard(NONE)
     guard.observe(request("a"), ("a",), CHANGED)
     for number in range(100):
@@ -179,7 +179,7 @@ def test_an_agent_that_reads_in_place_only_is_not_tried() -> None:
 
 
 def test_another_tenant_pushes_out_no_records_and_what_was_condemned_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "MAX_AGENTS", 8)
+    monkeypatch.setattr(guard_module, "ENTRIES", 8)
     guard = QualityGuard(NONE)
     breach(guard, request("a"), "a")
     for number in range(50):

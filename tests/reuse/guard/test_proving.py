@@ -225,7 +225,7 @@ def test_one_prompt_again_and_again_proves_nothing() -> None:
 
 
 def test_proofs_are_bounded_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "MAX_AGENTS", 4)
+    monkeypatch.setattr(guard_module, "ENTRIES", 4)
     guard = QualityGuard(SETTINGS)
     for number in range(20):
         find(guard, request("a", agent=f"agent-{number}"), ANCHORS, times=1)

@@ -42,7 +42,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import default_model
 from kedge.policies.eviction import policy_of
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
@@ -50,11 +50,10 @@ from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-LONG, LONG_ON_GPU = 128, 1024
-"""Tokens of the longest pass that is measured; on a GPU some hundred take hardly longer than one"""
+LONG_ON_GPU = 1024
+"""Tokens of the longest pass that is measured on a GPU, where some hundred take hardly longer than one"""
 MANY = 4
 """Sequences of the pass with several"""
-REPEATS = 3
 SLOW = 0.25
 """Seconds of a one-token pass from which longer ones are not measured: the model is too slow on this machine."""
 
@@ -176,7 +175,7 @@ class EngineParts:
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
     """Run a few passes and write a few segments; `capacity` is the tokens of the storage, none of them in use."""
-    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONG, capacity, runner.max_positions)
+    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONGEST, capacity, runner.max_positions)
     run = partial(_run, runner, storage)
     run(1, 1)  # the first use of anything takes longer
     alone = _seconds(partial(run, 1, 1))

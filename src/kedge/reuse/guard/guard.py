@@ -38,12 +38,10 @@ from kedge.reuse.guard.record import (
 )
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
-from kedge.structures.bounded import BoundedDict
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
-MAX_AGENTS = 4096
-"""Placeholders of agents that are watched at once, a bound for memory; the one used longest ago starts anew"""
 SENTINELS = 2
 """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share of
 the others. Where they are off by more than `MAX_SENTINEL_ERROR` in the mean, the prompt is computed before its first
@@ -114,7 +112,7 @@ class QualityGuard:
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        most, owner = MAX_AGENTS, _tenant
+        most, owner = ENTRIES, _tenant
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kedge.checks import LAST_SEED
 from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.entry_point import FORCED
@@ -21,8 +22,8 @@ from kedge.workflow.steps import NextRun
 
 Hints = dict[str, Any]
 """The `kedge` field of `kv_transfer_params`."""
-NO_SEED, LAST_SEED = -1, 2**63 - 1
-"""The seed that vLLM takes for none, and the one that is used instead, so that a seeded answer repeats."""
+NO_SEED = -1
+"""The seed that vLLM takes for none; `LAST_SEED` is used instead, so that a seeded answer repeats."""
 
 
 @dataclass(frozen=True, slots=True)

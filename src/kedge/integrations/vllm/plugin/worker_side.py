@@ -35,14 +35,11 @@ from kedge.integrations.vllm.plugin.messages import (
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.types import Miss
 
 Registered = Mapping[str, Tensor | Sequence[Tensor]]
 """By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
-LONG = 128
-"""Tokens of the longest write that is measured"""
-REPEATS = 3
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_MEASURED = 64
@@ -107,7 +104,7 @@ def distinct(views: Iterable[Tensor]) -> list[Tensor]:
 
 def measure_writes(costs: EngineCosts, pages: Pages) -> None:
     """Translate zeros into pages that are not in use yet. It builds the kernels where there are any."""
-    table = pages.first(LONG)
+    table = pages.first(LONGEST)
     kv = pages.read(table, 0, len(table.slots))
     base = KVSegment(torch.zeros_like(kv.keys), torch.zeros_like(kv.values))
     offsets = empty_table(base)
