@@ -28,8 +28,8 @@ from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.components import Assembler, EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, GenerationFailed, PlanError
@@ -143,14 +143,10 @@ class GuardLane:
     """A team's engine. Questions are answered one after the other, but for those that warm it up."""
 
     def __init__(
-        self,
-        loaded: Loaded,
-        flow: Workflow,
-        config: EngineSettings,
-        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+        self, loaded: Loaded, flow: Workflow, config: EngineSettings, assembler: MakeAssembler = Assembler
     ) -> None:
         self.flow, self.agent = flow, AgentId(flow.agents[-1].id)
-        self.engine = LocalEngine.from_runner(*loaded, config, components=components)
+        self.engine = LocalEngine.from_runner(*loaded, config, assembler=assembler)
 
     def __enter__(self) -> Self:
         return self
@@ -251,18 +247,18 @@ MakeWrite = Callable[[ModelRunner, PagedStorage], Translate]
 
 @dataclass(slots=True)
 class WrongWrites:
-    """The component: the translations of `agent`'s requests are written wrongly, once there is one."""
+    """The assembler: the translations of `agent`'s requests are written wrongly, once there is one."""
 
     make: MakeWrite
     agent: AgentId | None = None
 
     def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
         """Return the assembler of an engine."""
-        return _WrongAssembler(self, Translating(runner, storage), self.make(runner, storage))
+        return _WrongAssembler(self, Assembler(runner, storage), self.make(runner, storage))
 
 
 @dataclass(frozen=True, slots=True)
-class _WrongAssembler:
+class _WrongAssembler(Assembler):
     works_ahead: ClassVar[bool] = False
     fault: WrongWrites
     right: Assembler
@@ -439,8 +435,7 @@ def measure_fault(fault: Fault, loaded: Loaded, settings: GuardBenchSettings, pr
     What is learned and proved is kept in the folder `proved` for the next fault.
     """
     served, wrong = Served(), WrongWrites(fault.write) if fault.write else None
-    components = EngineComponents(assembler=wrong) if wrong else EngineComponents()
-    with GuardLane(loaded, settings.flow(), settings.engine(), components) as lane:
+    with GuardLane(loaded, settings.flow(), settings.engine(), wrong or Assembler) as lane:
         if any(proved.iterdir()):
             lane.engine.load(proved)
         else:

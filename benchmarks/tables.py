@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
+from rich.table import Table
 
 from kedge.cli.bench_tables import vllm_flow
-from kedge.cli.tables import FittingTable
+from kedge.cli.tables import table_of
 
 if TYPE_CHECKING:
     from benchmarks.ttft import TtftSettings
@@ -40,7 +41,7 @@ def sessions_beside(data: Row) -> Iterator[RenderableType]:
         yield f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"
 
 
-def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> FittingTable:
+def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> Table:
     """Return the table of the closed loop, in which a session's next request waits for its answer."""
     rows = [
         [count, system, *(_figure(row[column]) for column in CLOSED_COLUMNS)]
@@ -48,7 +49,7 @@ def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> FittingTab
         for system, row in systems.items()
     ]
     headings = ("live", "system", *CLOSED_COLUMNS.values())
-    return FittingTable(f"{name}, closed loop", headings, rows, keys=2, left=frozenset({"system"}))
+    return table_of(f"{name}, closed loop", headings, rows, left={"system"})
 
 
 def _figure(value: float | None) -> str:
@@ -60,7 +61,7 @@ def vllm_sessions(sessions: Row) -> Iterator[RenderableType]:
     rows = [_sessions_row(live, name, row) for live, lanes in sessions["live"].items() for name, row in lanes.items()]
     headings = ("live", "engine", "turns per min", "hits", "TTFT p50 s", "TTFT p99 s")
     title = f"sessions: room for {sessions['room_tokens']:,} tokens"
-    yield FittingTable(title, headings, rows, keys=2, left=frozenset({"engine"}))
+    yield table_of(title, headings, rows, left={"engine"})
 
 
 def _sessions_row(live: str, name: str, row: Row | None) -> list[str]:
@@ -75,7 +76,7 @@ def vllm_team(team: Row) -> Iterator[RenderableType]:
     ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
     title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
     headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
-    yield FittingTable(title, headings, [_team_row(row) for row in team["agents"]])
+    yield table_of(title, headings, [_team_row(row) for row in team["agents"]])
 
 
 def _team_row(row: Row) -> list[str]:
@@ -92,11 +93,11 @@ VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {
 """Case of `kedge bench vllm` -> what is printed of its figures."""
 
 
-def ttft(settings: TtftSettings, data: Row) -> FittingTable:
+def ttft(settings: TtftSettings, data: Row) -> Table:
     """Return the table of every agent's times, and how far they are above the floor."""
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
     headings = ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "times floor")
-    return FittingTable(title, headings, [_ttft_row(row) for row in data["agents"]])
+    return table_of(title, headings, [_ttft_row(row) for row in data["agents"]])
 
 
 def _ttft_row(row: Row) -> list[str]:
@@ -113,13 +114,13 @@ def ttft_parts(data: Row) -> Iterator[str]:
             yield f"agent {row['agent'] + 1}: {parts}"
 
 
-def workflow(case: Row) -> FittingTable:
+def workflow(case: Row) -> Table:
     """Return the table of all eviction policies' figures in a case, from its `as_json()`."""
     ratio, gained = case["load_ratio_measured"], case["speedups"]
     title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
     headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW_COUNTS)
     rows = [_workflow_row(name, row, gained) for name, row in case["policies"].items()]
-    return FittingTable(title, headings, rows, left=frozenset({"policy"}))
+    return table_of(title, headings, rows, left={"policy"})
 
 
 def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
@@ -129,7 +130,7 @@ def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
     return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
 
 
-def guard(faults: Mapping[str, Row]) -> FittingTable:
+def guard(faults: Mapping[str, Row]) -> Table:
     """Return the table of injected faults: when they were stopped, and what they change."""
     rows = [
         [
@@ -145,10 +146,10 @@ def guard(faults: Mapping[str, Row]) -> FittingTable:
         for name, row in faults.items()
     ]
     headings = ("fault", "agent", "off after", "lived", "final changed", "far", "KL before", "KL")
-    return FittingTable("calls of the agent until it is off", headings, rows, left=frozenset({"agent"}))
+    return table_of("calls of the agent until it is off", headings, rows, left={"agent"})
 
 
-def accuracy(task: str, rows: Sequence[Row]) -> FittingTable:
+def accuracy(task: str, rows: Sequence[Row]) -> Table:
     """Return the table of all methods."""
     shares = ("right", "same_final_answer", "same_answers", "calls_translated", "computed")
     headings = ("method", "final right", "final same", "answers same", "calls translated", "computed", "TTFT ms")
@@ -156,4 +157,4 @@ def accuracy(task: str, rows: Sequence[Row]) -> FittingTable:
         [row["method"], *("-" if row[name] is None else f"{row[name]:.0%}" for name in shares), f"{row['ttft_ms']:.0f}"]
         for row in rows
     ]
-    return FittingTable(f"{task}: answers beside those of dense prefill", headings, cells, left=frozenset({"method"}))
+    return table_of(f"{task}: answers beside those of dense prefill", headings, cells, left={"method"})

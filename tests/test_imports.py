@@ -49,8 +49,8 @@ INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
     "engine.local.build",
     "engine.local.build.apart",
-    "engine.local.components.Assembler",
-    "engine.local.components.EngineComponents",
+    "engine.local.assembler.Assembler",
+    "engine.local.assembler.MakeAssembler",
     "engine.local.engine.LocalEngine",
     "engine.local.model.loading.checked_runner",
     "engine.local.model.probe.PromptPiece",
@@ -65,7 +65,7 @@ BENCH_MAY_IMPORT = {
     "reuse.guard.fidelity.FAR",
     "reuse.plan.ReusePlan",
 }
-"""Names of those rooms that bench imports: extension points of `engine.local.components`, and what it measures."""
+"""Names of those rooms that bench imports: the extension point `engine.local.assembler`, and what it measures."""
 BENCHMARKS = ImportGraph(Path(__file__).parents[1] / "benchmarks")
 BENCHMARKS_MAY_IMPORT = {
     "anchors.anchor.AnchorId",
@@ -77,9 +77,8 @@ BENCHMARKS_MAY_IMPORT = {
     "anchors.translator.translate_into",
     "engine.local.build",
     "engine.local.build.EngineParts",
-    "engine.local.components.Assembler",
-    "engine.local.components.EngineComponents",
-    "engine.local.components.Translating",
+    "engine.local.assembler.Assembler",
+    "engine.local.assembler.MakeAssembler",
     "engine.local.engine.LocalEngine",
     "engine.local.model.runner.ModelRunner",
     "engine.local.sessions.SessionCaching",
@@ -88,7 +87,7 @@ BENCHMARKS_MAY_IMPORT = {
     "reuse.guard.fidelity.FAR",
     "reuse.plan.ReusePlan",
 }
-"""Those that the repository's benchmarks import, which build engines of other components."""
+"""Those that the repository's benchmarks import, which build engines with other assemblers."""
 
 
 def modules_of(room: str) -> list[Name]:

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from kedge.bench.flows import TENANT, Flow, FlowWorkload, Sizes, cycle, single_flow, spread, synthetic_flow
 from kedge.bench.shapes import random_runner
-from kedge.cache import EvictionPolicy, NodeView, belady
+from kedge.cache import EvictionPolicy, belady
+from kedge.cache.node import TreeNode
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
@@ -299,7 +300,7 @@ class Oracle:
         """Record that `turn` of a flow is under way: what it uses is next used after it."""
         self._turns[flow] = turn
 
-    def next_use(self, node: NodeView) -> float:
+    def next_use(self, node: TreeNode) -> float:
         """Return the turn in which `node` is used next, `inf` beyond `HORIZON` turns."""
         prefix = node.prefix()
         return min((self._next_turn(at, prefix) for at in range(len(self._flows))), default=math.inf)

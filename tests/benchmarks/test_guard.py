@@ -35,6 +35,7 @@ from benchmarks.guard import (
 )
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
+from kedge.anchors.translator import Translation
 from kedge.bench.shapes import Loaded, load_model
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
@@ -44,7 +45,6 @@ from kedge.errors import GenerationFailed, PlanError
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import Translation
 from kedge.settings import EngineSettings
 from kedge.types import AgentId
 from kedge.workloads.miniature import MATH, questions

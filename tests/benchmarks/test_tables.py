@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from rich.table import Table
 from typer.testing import CliRunner
 
 from benchmarks import tables
@@ -15,8 +16,7 @@ from benchmarks.cli import benchmarks
 from benchmarks.ttft import TtftSettings
 from kedge.cli import checkout
 from kedge.cli.main import app
-from kedge.cli.tables import FittingTable
-from tests.cli.test_terminal import BORDER, WIDTH, shown, stored, words
+from tests.cli.test_terminal import BORDER, WIDTH, assert_in_one_piece, stored, words
 
 ROOT = Path(__file__).parents[2]
 GROUP: Any = typer.main.get_command(benchmarks)
@@ -75,13 +75,8 @@ MADE = list(made())
 
 
 @pytest.mark.parametrize("table", [table for _, table in MADE], ids=[name for name, _ in MADE])
-def test_a_table_is_shown_in_one_piece(table: FittingTable) -> None:
-    text = shown(table)
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert "…" not in text
-    pieces = [cell for row in table.rows for cell in row] + [word for name in table.headings for word in name.split()]
-    around = f" {text} ".replace("\n", " \n ")
-    assert [piece for piece in pieces if f" {piece} " not in around] == []
+def test_a_table_is_shown_in_one_piece(table: Table) -> None:
+    assert_in_one_piece(table)
 
 
 def test_the_costs_of_sessions_are_one_line() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
-from kedge.policies.eviction import EvictionPolicy, Namespace
+from kedge.policies.eviction import EvictionPolicy
 from kedge.policies.prefetch import COPY_JOBS, PREFETCH_WINDOW
 from kedge.settings import TierSettings
-from kedge.types import RequestId, TenantId
+from kedge.types import Namespace, RequestId, TenantId
 
 NS = Namespace(TenantId("tenant"))
 

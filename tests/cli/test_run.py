@@ -110,7 +110,8 @@ def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
         for one in result.results
     ]
     told = replace(result, results=tuple(answers))
-    assert [tuple(row[-2:]) for row in command.receipts(told).rows] == [(shown, mean)] * len(ANSWERS)
+    way, kl = command.receipts(told).columns[-2:]
+    assert list(zip(way.cells, kl.cells, strict=True)) == [(shown, mean)] * len(ANSWERS)
     assert command.run_json(told)["agents"][0]["fidelity"] == (note and asdict(note))
 
 

@@ -110,16 +110,6 @@ def test_what_a_pass_costs_and_what_more_work_adds_to_it() -> None:
     costs = known_costs()
     assert costs.pass_seconds(100, 2) == pytest.approx(2e-3 + 1e-2 + 6e-4, rel=1e-3)
     assert costs.added_seconds(100, 2) == pytest.approx(1e-2 + 6e-4, rel=1e-3)
-    assert costs.stats() == pytest.approx(
-        {
-            "pass_ms": 2.0,
-            "pass_ms_per_token": 0.1,
-            "pass_ms_per_sequence": 0.3,
-            "translation_ms_per_segment": 1.0,
-            "translation_ms_per_token": 0.01,
-        },
-        rel=1e-2,
-    )
 
 
 def test_translation_pays_from_where_it_takes_less_time_than_computing() -> None:
@@ -190,7 +180,7 @@ def test_tokens_that_cost_nothing_all_fit_as_long_as_there_is_time(seconds: floa
     costs = EngineCosts()
     for _, tokens, sequences in passes(64):
         costs.observe_pass(int(tokens), int(sequences), 1e-2 - 1e-6 * tokens)
-    assert costs.stats()["pass_ms_per_token"] == 0.0
+    assert costs.added_seconds(300, 0) == 0.0
     assert costs.tokens_within(seconds, 300) == fit
 
 

@@ -14,7 +14,7 @@ from kedge.bench.shapes import Loaded
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.watched import WatchedEngine, Watcher
-from kedge.engine.local.components import Assembler, EngineComponents
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
@@ -54,14 +54,9 @@ class Method:
         }
         return EngineSettings(**{**own, **engine})
 
-    def open(
-        self,
-        loaded: Loaded,
-        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
-        **engine: Any,
-    ) -> LocalEngine:
+    def open(self, loaded: Loaded, assembler: MakeAssembler = Assembler, **engine: Any) -> LocalEngine:
         """Open an engine that serves this way."""
-        return LocalEngine.from_runner(*loaded, self.config(**engine), components=components)
+        return LocalEngine.from_runner(*loaded, self.config(**engine), assembler=assembler)
 
 
 SERVED: Mapping[str, Method] = {
@@ -165,17 +160,18 @@ class _Forced(ForcedAnswer):
 
 
 class Probe:
-    """The observer of one engine, which has to be built with `probe.components`."""
+    """The observer of one engine, which has to be built with `probe.assembler`."""
 
-    def __init__(self, components: EngineComponents = EngineComponents(), rows: int = 32) -> None:  # noqa: B008 (frozen)
+    def __init__(self, assembler: MakeAssembler = Assembler, rows: int = 32) -> None:
         """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
         self.watched: dict[RequestId, _Watched] = {}
         self.rows = rows
         self._grammars: Grammars | None = None
-        self.components = replace(components, assembler=partial(self._assembler, components))
+        self._inner = assembler
 
-    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
+    def assembler(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        """Return an assembler that gives each request's probe access to its KV."""
+        return _ProbingAssembler(self._inner(runner, storage), storage, self)
 
     def _grammars_of(self, engine: LocalEngine) -> Grammars:
         if self._grammars is None:
@@ -246,9 +242,7 @@ class Recorder(WatchedEngine):
 
 
 @dataclass(frozen=True)
-class _ProbingAssembler:
-    """An assembler that gives each request's probe access to its KV."""
-
+class _ProbingAssembler(Assembler):
     works_ahead: ClassVar[bool] = False
     inner: Assembler
     storage: PagedStorage

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from kedge.cli.options import Json, Model
 from kedge.cli.preflight import require_model, require_parent
 from kedge.cli.results import save
-from kedge.cli.tables import FittingTable
+from kedge.cli.tables import table_of
 from kedge.errors import ConfigError
 from kedge.models import is_bundled
 
@@ -101,12 +102,12 @@ def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], No
     return advance
 
 
-def score_table(result: Comparison) -> FittingTable:
+def score_table(result: Comparison) -> Table:
     """Return the table of the agents' times, dense and translated; tokens are exact/translated/computed."""
     title = "TTFT, median (p90), and accuracy: dense prefill | translated"
     headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy")
     pairs = [(dense, result.translated.agents[agent]) for agent, dense in result.dense.agents.items()]
-    return FittingTable(title, headings, [_row(*pair) for pair in pairs], left=frozenset({"agent"}))
+    return table_of(title, headings, [_row(*pair) for pair in pairs], left={"agent"})
 
 
 def _row(dense: AgentScore, ours: AgentScore) -> list[str]:

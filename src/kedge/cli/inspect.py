@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,16 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kedge.cli.tables import FittingTable
-from kedge.discovery.report import line
+from kedge.cli.tables import table_of
 from kedge.errors import ConfigError, UnsupportedModel
-from kedge.types import AgentId
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from kedge.kv.spec import KVSpec
-    from kedge.workflow.graph import Agent, Workflow
     from kedge.workflow.savings import RunSavings, ValueLengths
 
 
@@ -163,7 +160,7 @@ def _show_flow(console: Console, path: Path, lengths: ValueLengths, model: Path 
     savings = estimate_savings(flow, HFTokenizer.load(model_path(model)), lengths)
     console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
     console.print(savings_table(savings))
-    for text in (advice(savings), *conflicts(flow), _assumptions(lengths, model)):
+    for text in (advice(savings), _assumptions(lengths, model)):
         for row in textwrap.wrap(text, min(console.width, 100), break_on_hyphens=False):
             console.print(row, markup=False, highlight=False)
     return None
@@ -188,11 +185,11 @@ CLOSE = 0.1
 """Shares that differ by at most this count as equal: lengths are assumed, and translation's share is a bound."""
 
 
-def savings_table(savings: RunSavings) -> FittingTable:
+def savings_table(savings: RunSavings) -> Table:
     """Return the table of the shares of a run's prompt tokens that each way of serving saves."""
     rows = [[name, f"{savings.share(way):.0%}", answers] for way, (name, answers) in WAYS.items()]
     headings = ("prompt tokens that need not be computed", "share", "answers")
-    return FittingTable("what prompts would save", headings, rows, left=frozenset({headings[0], "answers"}))
+    return table_of("what prompts would save", headings, rows, left={headings[0], "answers"})
 
 
 def advice(savings: RunSavings) -> str:
@@ -212,24 +209,6 @@ def advice(savings: RunSavings) -> str:
     )
 
 
-def conflicts(flow: Workflow) -> Iterator[str]:
-    """Yield a warning for each text that agents read under roles of their own which may want opposite things of it:
-    agents that each pick something, or that do not read each other's answers.
-    """
-
-    def may_conflict(one: Agent, other: Agent) -> bool:
-        is_read = one.id in flow.waits_for[AgentId(other.id)] or other.id in flow.waits_for[AgentId(one.id)]
-        return one.system != other.system and (not is_read or bool(one.pick and other.pick))
-
-    for name in dict.fromkeys(read.name for agent in flow.agents for read in agent.placeholders):
-        readers = [one for one in flow.agents if name in (read.name for read in one.placeholders)]
-        if found := [one.id for one in readers if any(may_conflict(one, other) for other in readers)]:
-            yield (
-                f"{', '.join(found[:-1])} and {found[-1]} read {name} under roles of their own: whether its KV can be "
-                "shared is proved before it is; if they want opposite things of it, it never is."
-            )
-
-
 # plain traffic --------------------------------------------------------------------------------------------------------
 
 KEY = "--from-traffic"
@@ -243,7 +222,14 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
     report = _read(url.rstrip("/") + "/kedge/report", api_key)
     if report is None:
         raise ConfigError(KEY, url, "has nothing to report yet: plain requests have to come first")
-    console.print(line(report), highlight=False)
+    known = report["known_agents"] / report["requests"] if report["requests"] else 0
+    console.print(
+        f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
+        f"{known:.0%} of them, {report['sessions']} sessions; of {report['prompt_tokens']} prompt tokens "
+        f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
+        f"{report['shared_tokens']} read or answered before elsewhere",
+        highlight=False,
+    )
     if report["agents"]:
         console.print(agents_table(report["agents"]))
     for before, after, share in report["follows"]:
@@ -256,10 +242,10 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
         console.print("nothing was found that defeats reuse", highlight=False)
 
 
-def agents_table(agents: Sequence[Mapping[str, Any]]) -> FittingTable:
+def agents_table(agents: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of agents."""
     rows = [[one["id"], one["team"], *(f"{one[name]:,}" for name in FIGURES)] for one in agents]
-    return FittingTable("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)
+    return table_of("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)
 
 
 def finding_text(finding: Mapping[str, Any]) -> str:

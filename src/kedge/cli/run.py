@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kedge.cli.options import Config, Device, Model
 from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
 from kedge.cli.results import save
-from kedge.cli.tables import FittingTable
+from kedge.cli.tables import table_of
 from kedge.errors import ConfigError, KedgeError, RequestError
 from kedge.types import ReuseMode
 
@@ -211,7 +212,7 @@ def show_event(console: Console, event: RunEvent) -> None:
         console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
 
 
-def receipts(result: RunResult, where: str = "") -> FittingTable:
+def receipts(result: RunResult, where: str = "") -> Table:
     """Return the table of the prompt tokens of every call by source, and of its agent's fidelity."""
     headings = ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms", "way", "KL a token")
     rows = []
@@ -219,7 +220,7 @@ def receipts(result: RunResult, where: str = "") -> FittingTable:
         receipt = one.completion.receipt
         counts = (one.turn, receipt.prompt_tokens, receipt.exact, receipt.translated, receipt.computed)
         rows.append([one.agent, *map(str, counts), f"{one.completion.ttft_ms:.1f}", *_fidelity(receipt.fidelity)])
-    return FittingTable(f"where the prompt tokens came from{where}", headings, rows, left=frozenset({"agent", "way"}))
+    return table_of(f"where the prompt tokens came from{where}", headings, rows, left={"agent", "way"})
 
 
 def _fidelity(note: FidelityNote | None) -> tuple[str, str]:

@@ -153,11 +153,9 @@ class Discovery:
     template is learned from prompts that differ. Memory is bounded by the limits of this module.
     """
 
-    def __init__(self, overall: PlainTotals | None = None) -> None:
-        """Begin with nothing known. What is counted is also added to `overall`."""
+    def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
         self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
-        self._totals = [one for one in (self.totals, overall) if one is not None]
         self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
         self._ends = PromptEnds()
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
@@ -183,8 +181,7 @@ class Discovery:
         None for a session's next turn, and where nothing is known.
         """
         found = self._find(request_id, tokens, now)
-        for totals in self._totals:
-            totals.count(len(tokens), found.shared if found else None)
+        self.totals.count(len(tokens), found.shared if found else None)
         return found
 
     def _find(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
@@ -193,8 +190,7 @@ class Discovery:
         if not chain:
             return None
         if end := self._ends.find(chain, self._heads.is_head):  # it goes on where an earlier prompt ended
-            for totals in self._totals:
-                totals.continued(is_first=not end.is_continued)
+            self.totals.sessions += not end.is_continued
             end.is_continued = True
             asked.run = self.runs.resume(end.run) if end.run else None
             return None
@@ -220,8 +216,7 @@ class Discovery:
             return None
         if served is not None:
             self.why_not.count(served.reasons)
-            for totals in self._totals:
-                totals.served(served)
+            self.totals.served(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
             text = token_bytes.pack(answer)

@@ -168,15 +168,3 @@ class EngineCosts:
 
     def _translation_saves(self, tokens: int, spared: float) -> float:
         return float(self._passes.coefficients[1] * spared - self._translations.of((1, tokens)))
-
-    def stats(self) -> dict[str, float]:
-        """Return milliseconds by kind of work."""
-        once, token, sequence = (1e3 * seconds for seconds in self._passes.coefficients)
-        segment, translated = (1e3 * seconds for seconds in self._translations.coefficients)
-        return {
-            "pass_ms": once,
-            "pass_ms_per_token": token,
-            "pass_ms_per_sequence": sequence,
-            "translation_ms_per_segment": segment,
-            "translation_ms_per_token": translated,
-        }

@@ -113,7 +113,7 @@ class Planner:
     ) -> None:
         """Create a planner. `weights` are those of errors in inputs, and in what readers before have left."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
-        self._policy, self._constants = policy, PlannerConstants.of(policy)
+        self._policy = PlannerConstants(**dict(policy))
         self._costs = costs
         self._of_inputs, self._of_readers = weights
 
@@ -163,7 +163,7 @@ class Planner:
             last = draft.placed[-1]
             self._compute(draft, last.stop - 1)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
-            if share < self._constants.min_translated and (draft.translations or not draft.misses):
+            if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 
@@ -300,7 +300,7 @@ class Planner:
     @property
     def short(self) -> int:
         """Segments of at most so many tokens are computed."""
-        return self._constants.recompute_short
+        return self._policy.recompute_short
 
     @property
     def rotates(self) -> bool:
@@ -317,7 +317,7 @@ class Planner:
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
         draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
-        first = 0 if rung_of(draft.request) else self._constants.recompute_head
+        first = 0 if rung_of(draft.request) else self._policy.recompute_head
         head = range(start, min(placed.start + first, placed.stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kedge.engine.common import logprobs
 from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
@@ -256,7 +256,7 @@ def test_log_probabilities_that_raise_end_their_request(
 # reuse and learning ---------------------------------------------------------------------------------------------------
 
 
-class FailingAssembler(Translating):
+class FailingAssembler(Assembler):
     """Brings no KV to the victim."""
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
@@ -268,9 +268,7 @@ class FailingAssembler(Translating):
 def test_an_assembly_that_raises_ends_its_request() -> None:
     with engine_of(tiny_model("llama")) as template:
         runner, tokenizer, config = template.runner, template.tokenizer, template.config
-    with LocalEngine.from_runner(
-        runner, tokenizer, config, components=EngineComponents(assembler=FailingAssembler)
-    ) as engine:
+    with LocalEngine.from_runner(runner, tokenizer, config, assembler=FailingAssembler) as engine:
         for reuse in ReuseMode:
             assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
 

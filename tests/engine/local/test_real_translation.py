@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kedge.anchors.offsets import split_rows
 from kedge.bench.fidelity import DENSELY
 from kedge.bench.probe import Probe, ProbeResult, Recorder, method_named
-from kedge.engine.local.components import EngineComponents, Translating
+from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
@@ -98,7 +98,7 @@ class Written:
     offsets: KVSegment | None
 
 
-class Noting(Translating):
+class Noting(Assembler):
     """Notes the offsets that the anchor store estimates for each request, and writes as ever."""
 
     def __init__(self, *args: object) -> None:
@@ -190,9 +190,9 @@ def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
         noting.append(Noting(*args))
         return noting[-1]
 
-    probe, chosen = Probe(EngineComponents(assembler=assembler), rows=1), method_named(method)
+    probe, chosen = Probe(assembler, rows=1), method_named(method)
     own = {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
-    with chosen.open(smollm2.loaded, components=probe.components, **own) as engine:
+    with chosen.open(smollm2.loaded, assembler=probe.assembler, **own) as engine:
         yield Serving(engine, probe, noting)
 
 

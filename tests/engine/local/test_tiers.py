@@ -224,7 +224,7 @@ def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None
 def test_the_size_of_the_host_tier() -> None:
     with engine_with(host_memory="1MiB") as engine:
         stats = figures(engine)["cache"]
-        assert stats["host_free_blocks"] == (1 << 20) // (engine.kv_spec.bytes_per_token * BLOCK)
+        assert stats["host_free_blocks"] == (1 << 20) // (engine.runner.spec.bytes_per_token * BLOCK)
     with pytest.raises(ConfigError, match=r"engine\.tiers\.host_memory=5"):
         engine_of(model(), tiers=TierSettings(host_memory=5))
 

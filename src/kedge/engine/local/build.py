@@ -16,15 +16,17 @@ from typing import TypeVar
 
 import torch
 
+from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
+from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
 from kedge.engine.common.dtypes import pick_device, pick_dtype
 from kedge.engine.common.model_folder import model_path, read_config
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model import graphs
@@ -96,10 +98,10 @@ class EngineParts:
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
         on_copied: Callable[[], None] = lambda: None,
-        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+        assembler: MakeAssembler = Assembler,
     ) -> None:
         """Build the parts. `policy` replaces that of the settings. `on_copied` is called, on another thread, when a
-        copy has ended. `components` are replaced in experiments only.
+        copy has ended. `assembler` is replaced in experiments only.
         """
         self.runner, self.config = runner, config
         size, tiers = config.block_size, config.tiers
@@ -116,21 +118,20 @@ class EngineParts:
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
 
-        anchors = components.anchors(config.anchors)
-        bases = components.bases(config.anchors.max_base_bytes)
+        anchors, bases = AnchorStore(config.anchors), BaseStore(config.anchors.max_base_bytes)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
         self.learned = anchors, bases
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
-        throttle = tiers.throttle if isinstance(tiers, ThrottledTiers) else 0.0
+        throttle = ThrottledTiers(**dict(tiers)).throttle
         copy_blocks = partial(PoolCopier, block_size=size, throttle=throttle, on_copied=on_copied)
         self.copier = copier = copy_blocks(host_pools(storage, host_blocks)) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, has_host=copier is not None)
-        self.assembler = components.assembler(runner, storage)
+        self.assembler = assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
@@ -149,12 +150,11 @@ class EngineParts:
         self.cache.check_integrity()
 
     def stats(self) -> dict[str, object]:
-        """Return figures of the queue, the cache, waiting for loads, learning, costs, and the anchors."""
+        """Return figures of the queue, the cache, waiting for loads, learning, and the anchors."""
         return {
             "dtype": str(self.runner.spec.dtype).removeprefix("torch."),
             "scheduler": {"running": len(self.running), "waiting": len(self.scheduler.unadmitted)},
             "learning": self.learning.stats(),
-            "costs": self.costs.stats(),
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
             "preassembly": self.preassembly.stats(),

@@ -30,7 +30,7 @@ from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedSta
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.components import EngineComponents
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
@@ -46,7 +46,6 @@ from kedge.errors import (
 )
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import KVSpec
 from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
@@ -237,7 +236,7 @@ class LocalEngine(Engine):
         self.config = config or EngineSettings()
         runner, path = build.apart(partial(build.load_runner, model or self.config.model, self.config))
         self.tokenizer = HFTokenizer.load(path)
-        self._start(runner, None, EngineComponents())
+        self._start(runner)
 
     @classmethod
     def from_runner(
@@ -246,22 +245,24 @@ class LocalEngine(Engine):
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+        assembler: MakeAssembler = Assembler,
     ) -> LocalEngine:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings, `components` its own (in experiments).
+        `policy` replaces that of the settings, `assembler` its own (in experiments).
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy, components)
+        self._start(runner, policy, assembler)
         return self
 
-    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
+    def _start(
+        self, runner: ModelRunner, policy: EvictionPolicy | None = None, assembler: MakeAssembler = Assembler
+    ) -> None:
         self.runner = runner
         """The model, with the results of the checks at load."""
         self._thread = EngineThread()
-        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, components)
+        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, assembler)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
         self.tokenizer.most = longest
@@ -281,11 +282,6 @@ class LocalEngine(Engine):
     def translation_refusal(self) -> str | None:
         """Why this model cannot be translated, or None where it can."""
         return self.runner.refusal
-
-    @property
-    def kv_spec(self) -> KVSpec:
-        """The shape of this model's KV."""
-        return self.runner.spec
 
     # any thread -----------------------------------------------------------------------------------------------
 

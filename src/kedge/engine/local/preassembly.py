@@ -74,7 +74,7 @@ class PromptPreassembler:
         """The prepared prompts that no request has claimed, oldest hint first."""
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
-        self._begun = self._used_tokens = self._wasted_tokens = 0
+        self._begun = 0
 
     # hints ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,6 @@ class PromptPreassembler:
         sequence.sentinels = preparation.sentinels
         todo = [*preparation.todo, request.prompt_tokens - 1]
         sequence.preassembled = min(ready, todo[0])
-        self._used_tokens += sequence.preassembled
         return preparation.plan, todo
 
     def abandon(self, sequence: RequestSequence) -> None:
@@ -264,7 +263,7 @@ class PromptPreassembler:
         """Draft and write the first `segments`, and seal the plan if these are all."""
         draft, request = preparation.draft, preparation.request
         assert draft is not None
-        before, translated, made = len(draft.sources), preparation.translates, preparation.made
+        before, translated = len(draft.sources), preparation.translates
         if segments > draft.drafted:
             began, posted = time.monotonic(), len(draft.sentinels)
             translations = self._runtime.grow(draft, request, segments)
@@ -280,7 +279,6 @@ class PromptPreassembler:
             preparation.sentinels.clear()
         if translated and draft.dense:  # what was written and computed beside it must not be seen
             preparation.todo, before = [], draft.exact_tokens
-            self._wasted_tokens += made
         preparation.todo += draft.computed(before)
         if preparation.plan is not None:
             preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
@@ -311,7 +309,6 @@ class PromptPreassembler:
             self._claimed.remove(preparation)
         if preparation.admitted:
             self._ended[ended] += 1
-            self._wasted_tokens += preparation.made
             # Exact tokens, computed for a request without translation, are cached.
             worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
             self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
@@ -325,12 +322,9 @@ class PromptPreassembler:
             self._ahead.remove(preparation)
 
     def stats(self) -> dict[str, int]:
-        """Return counts of prompts that held blocks, `live` and by how they ended; of the tokens that were ready when a
-        request came, and of those that were translated or computed in vain.
-        """
+        """Return counts of prompts that held blocks, `live` and by how they ended."""
         live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
-        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
-        return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}, **tokens}
+        return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}}
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:

@@ -147,11 +147,6 @@ class PreparedPrompt(Sequence):
         sources = self.draft.sources
         return min(self.ready, sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources))
 
-    @property
-    def made(self) -> int:
-        """Number of tokens translated or computed for it."""
-        return self.ready - self.draft.exact_tokens if self.draft else 0
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestSequence(Sequence):

@@ -7,7 +7,7 @@ would tell of other tenants, so they are shown only where no keys are asked for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib.resources import files
 from typing import Any
@@ -18,7 +18,7 @@ from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, NotFound
 from kedge.server.history import text_of
-from kedge.server.http import ERRORS, OVERLOADED, JSONAnswer
+from kedge.server.http import ERRORS, JSONAnswer
 from kedge.server.service import Service, TheService, TheTenant
 from kedge.server.tenancy import Tenant
 from kedge.server.workflows.server_runs import TheWorkflows, Workflows
@@ -65,7 +65,7 @@ def _files() -> dict[str, bytes]:
 async def state(service: TheService, workflows: TheWorkflows, tenant: TheTenant, since: int = 0) -> Response:
     """The tenant's workflows, runs and failures, and its calls that have changed since version `since`."""
     told = service.history.state(tenant.id, since)
-    condition, reason = health(service, told["failures"])
+    condition, reason = health(service)
     about = {"model": service.model_name, "version": __version__, "open": service.keys.is_open}
     return JSONAnswer(
         {
@@ -78,11 +78,7 @@ async def state(service: TheService, workflows: TheWorkflows, tenant: TheTenant,
     )
 
 
-OVERLOAD_SECONDS = 10.0
-"""How long a refusal for want of room counts as overload."""
-
-
-def health(service: Service, failures: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
+def health(service: Service) -> tuple[str, str]:
     """Return the engine's state as far as it is known without asking it, and why where it is not healthy."""
     failure, most = service.engine.failure, service.settings.max_in_flight
     if failure is not None:
@@ -91,8 +87,6 @@ def health(service: Service, failures: Iterable[Mapping[str, Any]]) -> tuple[str
         return "shutting down", "the server takes no new work"
     if service.in_flight >= most:
         return "overloaded", f"all {most} places for generations and runs are taken"
-    if any(one["code"] == OVERLOADED and one["age_s"] < OVERLOAD_SECONDS for one in failures):
-        return "overloaded", "calls were refused for want of room"
     return "healthy", ""
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.free_queue import BlockOwners, StepFreeQueue
-from kedge.policies.eviction import StepPolicy, lru, steps_to_execution
+from kedge.policies.eviction import EvictionPolicy, lru, steps_to_execution
 
 BLOCKS = 10
 AGENTS = "abcd"
@@ -41,7 +41,7 @@ class Kept:
 class Twin:
     """Sorts everything, every time."""
 
-    policy: StepPolicy
+    policy: EvictionPolicy
     loose: list[int]
     kept: dict[int, int] = field(default_factory=dict)
     owners: dict[int, set[str]] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class WholeTwin(Twin):
 class Machine(RuleBasedStateMachine):
     """vLLM's calls in any order: blocks are held or free, and only held ones change owners."""
 
-    policy: StepPolicy = staticmethod(POLICY)
+    policy: EvictionPolicy = staticmethod(POLICY)
     whole = False
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSp
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
-from kedge.policies.eviction import StepPolicy
+from kedge.policies.eviction import EvictionPolicy
 from kedge.structures.prefixes import leading_count
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _window(spec: Any, extra: int) -> int | None:
 
 
 def replace_queue(
-    pool: BlockPool, policy: StepPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
+    pool: BlockPool, policy: EvictionPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
 ) -> StepFreeQueue:
     """Give a pool of blocks of `groups` a queue with this policy. It has handed out its null block alone."""
     queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, whole_sets)

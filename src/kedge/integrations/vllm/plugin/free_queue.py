@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from kedge.errors import PlanError
-from kedge.policies.eviction import EvictionKey, StepPolicy, StepView, kind_of
+from kedge.policies.eviction import EvictionKey, EvictionPolicy, StepView, kind_of
 from kedge.structures.heaps import LazyHeap, StepCounts
 from kedge.structures.prefixes import leading_count
 
@@ -216,7 +216,7 @@ class StepFreeQueue(BlockOwners):
     """
 
     def __init__(
-        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: StepPolicy, whole_sets: bool = False
+        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
     ) -> None:
         """`blocks` are free, first to be used first; all block ids are below `num_blocks`.
 
@@ -352,7 +352,7 @@ class StepFreeQueue(BlockOwners):
         ranked.sort(key=lambda pair: pair[0])
         return [block for _, block in ranked]
 
-    def set_policy(self, policy: StepPolicy) -> StepPolicy:
+    def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
         before, self._policy = self._policy, policy
         self._rank_again(self.sets())

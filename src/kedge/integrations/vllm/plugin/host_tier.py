@@ -33,7 +33,7 @@ from kedge.integrations.vllm.plugin.block_pools import (
 )
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.settings import OTHERS
-from kedge.policies.eviction import StepPolicy, StepView
+from kedge.policies.eviction import EvictionPolicy, StepView
 from kedge.policies.prefetch import CostModel
 from kedge.settings import QuotaSettings
 from kedge.structures.prefixes import leading_count
@@ -136,7 +136,7 @@ class HostTier:
         self,
         device: BlockPool,
         num_blocks: int,
-        policy: StepPolicy,
+        policy: EvictionPolicy,
         ranks: int,
         quotas: HostQuotas | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import namespace_of
 from kedge.integrations.vllm.plugin.requests import LiveRequest
-from kedge.policies.eviction import StepPolicy, lru
+from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.sessions import (
     NO_SESSIONS,
     NextRuns,
@@ -45,7 +45,7 @@ class SessionHistories:
         self.ledger = SessionLedger(1, clock)
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
-        self._other_policy: StepPolicy = lru
+        self._other_policy: EvictionPolicy = lru
         self.on_steps: Callable[[NextRuns], None] = lambda _: None
         """Called with the steps that have changed"""
 

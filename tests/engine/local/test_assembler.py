@@ -1,4 +1,4 @@
-"""What an experiment may replace: the drawing of tokens, the anchors and the assembler."""
+"""What an experiment may replace: the drawing of tokens, and the assembler."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from kedge.anchors.store import AnchorStore
-from kedge.engine.local.components import EngineComponents, Translating
+from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.sampler import Sampler
-from kedge.settings import AnchorSettings
 from kedge.types import FinishReason, ReuseMode
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import SETTINGS, request, tokens
@@ -37,23 +35,19 @@ def test_a_draw_sees_all_logits_and_decides() -> None:
     torch.testing.assert_close(torch.stack(seen), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_parts_are_built_from_the_settings_and_used() -> None:
+def test_an_assembler_of_ones_own_writes_every_plan() -> None:
     built: list[str] = []
 
-    class Counting(Translating):
+    class Counting(Assembler):
         def assemble(self, request, table, plan):  # noqa: ANN001, ANN202
             built.append(f"{request.agent} {plan.translates}")
             return super().assemble(request, table, plan)
 
-    def anchors(config: AnchorSettings) -> AnchorStore:
-        built.append(f"capacity {config.capacity}")
-        return AnchorStore(config)
-
     with engine_of(tiny_model("llama")) as plain:
         runner, tokenizer = plain.runner, plain.tokenizer
     config = plain.config.model_copy(update=SETTINGS)
-    with type(plain).from_runner(runner, tokenizer, config, components=EngineComponents(anchors, Counting)) as engine:
+    with type(plain).from_runner(runner, tokenizer, config, assembler=Counting) as engine:
         for question, hint in ((50, 51), (60, 61), (50, 61)):
             engine.submit(request(tokens(question, 30), tokens(hint, 12))).result(60)
             engine.wait_idle(60)
-    assert built == ["capacity 20", "solver False", "solver False", "solver True"]
+    assert built == ["solver False", "solver False", "solver True"]
