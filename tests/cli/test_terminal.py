@@ -104,6 +104,15 @@ def tables() -> Iterator[tuple[str, Any]]:
         data = stored(file)
         for case, clients in data["cases"].items():
             yield f"bench load, {case}", bench_tables.load(case, data["settings"]["seconds"], clients)
+    widest = {"teams_per_min": 123.4, "ttft_p50_ms": 1234.5, "ttft_p99_ms": 1234.5, "latency_p50_s": 12.3}
+    widest |= {
+        "latency_p99_s": 12.3,
+        "translated_share": 0.44,
+        "computed_share": 0.38,
+        "kl": 0.0005,
+        "proof_share": 0.22,
+    }
+    yield "bench load, a real model", bench_tables.load("warm", 60.0, {"32": {"translate": {**widest, "errors": 0}}})
     for case in stored("vllm-cycle.json")["cases"]:
         yield "bench vllm, cycle", next(bench_tables.vllm_flow({"control": None, **case}))
 

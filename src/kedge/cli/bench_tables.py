@@ -14,10 +14,9 @@ Row = Mapping[str, Any]
 LOAD_COLUMNS = {
     "teams per min": ("teams_per_min", ".1f"),
     "TTFT p50": ("ttft_p50_ms", ".0f"),
-    "TTFT p90": ("ttft_p90_ms", ".0f"),
     "TTFT p99": ("ttft_p99_ms", ".0f"),
-    "run p50": ("latency_p50_s", ".2f"),
-    "run p99": ("latency_p99_s", ".2f"),
+    "run p50": ("latency_p50_s", ".1f"),
+    "run p99": ("latency_p99_s", ".1f"),
     "reused": ("translated_share", ".0%"),
     "computed": ("computed_share", ".0%"),
     "KL": ("kl", ".4f"),
