@@ -22,7 +22,6 @@ MAX_STOP_LENGTH: Final = 1024
 MAX_GRAMMAR: Final = 1 << 18
 """Characters of an answer's grammar"""
 LAST_SEED: Final = 2**63 - 1
-"""Largest seed that PyTorch and vLLM take"""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 

@@ -36,7 +36,6 @@ from kedge.bench.load import USUAL, LoadTeam, drive, percentile, random_team, re
 from kedge.bench.shapes import SHAPES, llama_config, random_llama
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.engine import VLLMEngine
-from kedge.reuse.costs import REPEATS
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Tokens
 
@@ -44,6 +43,8 @@ BLOCK = 32
 """Tokens of a block on every machine; vLLM's CPU attention wants a multiple of 32."""
 ROWS = 64
 """Most requests, and parts of a prompt that are computed side by side, in a pass."""
+CALIBRATIONS = 5
+"""Prefills whose median is the cost of computing a prompt."""
 STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
 MODES = {STOCK: ReuseMode.EXACT, KEDGE: ReuseMode.TRANSLATE}
 """Engine -> the mode of its requests under load."""
@@ -176,9 +177,9 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         await self._engine.reset_prefix_cache()
 
     async def prefill_s(self, prompt: Tokens) -> float:
-        """Return the median seconds to compute `prompt` on the otherwise idle engine."""
+        """Return seconds to compute `prompt` on the otherwise idle engine."""
         seconds = []
-        for _ in range(REPEATS):
+        for _ in range(CALIBRATIONS):
             await self.forget()
             seconds.append((await self.ask(prompt, 1)).ttft_s)
         await self.forget()
