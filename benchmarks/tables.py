@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 
 from kedge.cli.bench_tables import vllm_flow
 from kedge.cli.tables import table_of
@@ -41,7 +40,7 @@ def sessions_beside(data: Row) -> Iterator[RenderableType]:
         yield f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"
 
 
-def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> Table:
+def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> Group:
     """Return the table of the closed loop, in which a session's next request waits for its answer."""
     rows = [
         [count, system, *(_figure(row[column]) for column in CLOSED_COLUMNS)]
@@ -93,7 +92,7 @@ VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {
 """Case of `kedge bench vllm` -> what is printed of its figures."""
 
 
-def ttft(settings: TtftSettings, data: Row) -> Table:
+def ttft(settings: TtftSettings, data: Row) -> Group:
     """Return the table of every agent's times, and how far they are above the floor."""
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
     headings = ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "times floor")
@@ -114,7 +113,7 @@ def ttft_parts(data: Row) -> Iterator[str]:
             yield f"agent {row['agent'] + 1}: {parts}"
 
 
-def workflow(case: Row) -> Table:
+def workflow(case: Row) -> Group:
     """Return the table of all eviction policies' figures in a case, from its `as_json()`."""
     ratio, gained = case["load_ratio_measured"], case["speedups"]
     title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
@@ -130,7 +129,7 @@ def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
     return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
 
 
-def guard(faults: Mapping[str, Row]) -> Table:
+def guard(faults: Mapping[str, Row]) -> Group:
     """Return the table of injected faults: when they were stopped, and what they change."""
     rows = [
         [
@@ -149,7 +148,7 @@ def guard(faults: Mapping[str, Row]) -> Table:
     return table_of("calls of the agent until it is off", headings, rows, left={"agent"})
 
 
-def accuracy(task: str, rows: Sequence[Row]) -> Table:
+def accuracy(task: str, rows: Sequence[Row]) -> Group:
     """Return the table of all methods."""
     shares = ("right", "same_final_answer", "same_answers", "calls_translated", "computed")
     headings = ("method", "final right", "final same", "answers same", "calls translated", "computed", "TTFT ms")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -110,7 +111,8 @@ def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
         for one in result.results
     ]
     told = replace(result, results=tuple(answers))
-    way, kl = command.receipts(told).columns[-2:]
+    table: Any = command.receipts(told).renderables[-1]
+    way, kl = table.columns[-2:]
     assert list(zip(way.cells, kl.cells, strict=True)) == [(shown, mean)] * len(ANSWERS)
     assert command.run_json(told)["agents"][0]["fidelity"] == (note and asdict(note))
 

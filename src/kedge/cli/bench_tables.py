@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rich.console import RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 
 from kedge.cli.tables import table_of
 
@@ -27,7 +26,7 @@ SESSION_COLUMNS = {"belady": "Belady", "lru": "LRU", "kedge": "Kedge", "kedge_ho
 """Figure -> heading."""
 
 
-def fidelity(data: Row) -> Table:
+def fidelity(data: Row) -> Group:
     """Return the table of yardsticks and methods: KL with its interval, and beside that of fp8 KV."""
     headings = ("prompt KV", "KL", "95 %", "fp8's", "top-1", "same", "computed", "moved", "TTFT ms")
     rows = {**data["yardsticks"], **data["methods"]}
@@ -60,7 +59,7 @@ def fidelity_notes(data: Row) -> str:
     )
 
 
-def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by: str = "mode") -> Table:
+def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by: str = "mode") -> Group:
     """Return the table of a case's figures by number of clients and reuse mode, or what else `by` names."""
     rows = [[count, name, *_load_cells(figures)] for count, found in clients.items() for name, figures in found.items()]
     title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s"
@@ -107,7 +106,7 @@ def sessions(data: Row) -> Iterator[RenderableType]:
             yield _open_loop(f"{name}, {live} live", cells, trace["ceiling"][live])
 
 
-def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> Table:
+def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> Group:
     title = f"{name}: hit rate by cache over working set; an infinite cache: {ceiling:.3f}"
     columns = list(next(iter(cells.values())))
     rows = [[share, *(f"{row[column]:.3f}" for column in columns)] for share, row in cells.items()]

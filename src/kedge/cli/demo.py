@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kedge.cli.options import Json, Model
 from kedge.cli.preflight import require_model, require_parent
@@ -102,7 +101,7 @@ def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], No
     return advance
 
 
-def score_table(result: Comparison) -> Table:
+def score_table(result: Comparison) -> Group:
     """Return the table of the agents' times, dense and translated; tokens are exact/translated/computed."""
     title = "TTFT, median (p90), and accuracy: dense prefill | translated"
     headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy")

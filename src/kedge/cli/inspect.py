@@ -12,7 +12,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -185,7 +185,7 @@ CLOSE = 0.1
 """Shares that differ by at most this count as equal: lengths are assumed, and translation's share is a bound."""
 
 
-def savings_table(savings: RunSavings) -> Table:
+def savings_table(savings: RunSavings) -> Group:
     """Return the table of the shares of a run's prompt tokens that each way of serving saves."""
     rows = [[name, f"{savings.share(way):.0%}", answers] for way, (name, answers) in WAYS.items()]
     headings = ("prompt tokens that need not be computed", "share", "answers")
@@ -242,7 +242,7 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
         console.print("nothing was found that defeats reuse", highlight=False)
 
 
-def agents_table(agents: Sequence[Mapping[str, Any]]) -> Table:
+def agents_table(agents: Sequence[Mapping[str, Any]]) -> Group:
     """Return the table of agents."""
     rows = [[one["id"], one["team"], *(f"{one[name]:,}" for name in FIGURES)] for one in agents]
     return table_of("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)

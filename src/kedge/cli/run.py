@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
 
 from kedge.cli.options import Config, Device, Model
 from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
@@ -212,7 +211,7 @@ def show_event(console: Console, event: RunEvent) -> None:
         console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
 
 
-def receipts(result: RunResult, where: str = "") -> Table:
+def receipts(result: RunResult, where: str = "") -> Group:
     """Return the table of the prompt tokens of every call by source, and of its agent's fidelity."""
     headings = ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms", "way", "KL a token")
     rows = []
