@@ -18,10 +18,12 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from kedge.cli.inspect import conflicts
 from kedge.cli.main import app
 from kedge.engine.local.attention import latent
 from kedge.engine.local.model import replica
 from kedge.workflow.export import export
+from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_step_graph
 
 SMALL: dict[str, Any] = {
@@ -201,3 +203,25 @@ def test_the_graph_of_a_workflow_has_a_node_for_every_turn(tmp_path: Path) -> No
 
 def test_only_a_workflow_has_a_graph() -> None:
     assert inspect("model", "--graph").stderr == "error: --graph='model': only a workflow has a graph; name its file\n"
+
+
+READ = "{user_question}"
+BOTH = READ + " {agent_buyer_current}"
+
+
+@pytest.mark.parametrize(
+    ("buyer", "seller", "picks", "warned"),
+    [
+        ("Buy.", ("Sell.", READ), False, True),
+        ("Buy.", ("Buy.", READ), True, False),
+        ("Buy.", ("Sell.", BOTH), False, False),
+        ("Buy.", ("Sell.", BOTH), True, True),
+    ],
+)
+def test_roles_that_may_conflict_are_warned_of(buyer: str, seller: tuple[str, str], picks: bool, warned: bool) -> None:
+    pick = "I take <letter>" if picks else ""
+    agents = Agent("buyer", buyer, READ, pick=pick), Agent("seller", *seller, pick=pick)
+    lines = list(conflicts(Workflow("market", agents)))
+    assert [line.partition(" under roles of their own:")[0] for line in lines] == (
+        ["buyer and seller read user_question"] if warned else []
+    )

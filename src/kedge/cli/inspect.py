@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,11 +18,13 @@ from rich.text import Text
 
 from kedge.cli.tables import table_of
 from kedge.errors import ConfigError, UnsupportedModel
+from kedge.types import AgentId
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from kedge.kv.spec import KVSpec
+    from kedge.workflow.graph import Agent, Workflow
     from kedge.workflow.savings import RunSavings, ValueLengths
 
 
@@ -160,7 +162,7 @@ def _show_flow(console: Console, path: Path, lengths: ValueLengths, model: Path 
     savings = estimate_savings(flow, HFTokenizer.load(model_path(model)), lengths)
     console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
     console.print(savings_table(savings))
-    for text in (advice(savings), _assumptions(lengths, model)):
+    for text in (advice(savings), *conflicts(flow), _assumptions(lengths, model)):
         for row in textwrap.wrap(text, min(console.width, 100), break_on_hyphens=False):
             console.print(row, markup=False, highlight=False)
     return None
@@ -207,6 +209,24 @@ def advice(savings: RunSavings) -> str:
         "first. Translation is for prompts that have to begin with the role. It computes again the tokens that it "
         "would get wrong, on the bundled model more than half of them; `kedge run` shows how many."
     )
+
+
+def conflicts(flow: Workflow) -> Iterator[str]:
+    """Yield a warning for each text that agents read under roles of their own which may want opposite things of it:
+    agents that each pick something, or that do not read each other's answers.
+    """
+
+    def may_conflict(one: Agent, other: Agent) -> bool:
+        is_read = one.id in flow.waits_for[AgentId(other.id)] or other.id in flow.waits_for[AgentId(one.id)]
+        return one.system != other.system and (not is_read or bool(one.pick and other.pick))
+
+    for name in dict.fromkeys(read.name for agent in flow.agents for read in agent.placeholders):
+        readers = [one for one in flow.agents if name in (read.name for read in one.placeholders)]
+        if found := [one.id for one in readers if any(may_conflict(one, other) for other in readers)]:
+            yield (
+                f"{', '.join(found[:-1])} and {found[-1]} read {name} under roles of their own: whether its KV can be "
+                "shared is proved before it is; if they want opposite things of it, it never is."
+            )
 
 
 # plain traffic --------------------------------------------------------------------------------------------------------

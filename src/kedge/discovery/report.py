@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from heapq import nsmallest
 from typing import Any
 
 from kedge.discovery import token_bytes
@@ -14,7 +14,9 @@ from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
 
 ALIKE = 0.9
-"""Share of their pairs of tokens that two fixed prompts have in common if one could share most of the other"""
+"""Share of their tokens that two fixed prompts have in common if one could share most of the other"""
+SAMPLE = 64
+"""Tokens of a text that tell whether comparing all of them is worth the time: it is the engine's thread's"""
 EARLY_VALUE = "a value in the middle of fixed text"
 ROLE_FIRST = "a role before shared text"
 COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"
@@ -44,8 +46,10 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[dict[str, Any]]:
             found.append((ROLE_FIRST, agent, token_bytes.size(first.first)))
     # A fixed prompt that is nearly that of an agent with more calls.
     heads = [agent.templates[0].head for agent in agents[:MAX_LOOKED_AT]]
+    samples = [_sample(head) for head in heads]
     for at, (agent, head) in enumerate(zip(agents, heads, strict=False)):
-        if other := next((one for one in heads[:at] if _alike(one, head)), None):
+        likely = (heads[one] for one in range(at) if 2 * len(samples[one] & samples[at]) >= len(samples[at]))
+        if other := next((one for one in likely if _alike(one, head)), None):
             lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
             found.append((COMMON_TEXT, agent, lost))
     worth = [one for one in found if one[2] >= SHORT]
@@ -56,16 +60,17 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[dict[str, Any]]:
 
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
-def _pairs(text: bytes) -> frozenset[tuple[int, int]]:
-    """Return the pairs of tokens that follow one another in a text."""
-    return frozenset(pairwise(token_bytes.unpack(text)))
+def _sample(text: bytes) -> frozenset[int]:
+    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch). By their hashes:
+    a sample is of all tokens, not of those with low numbers.
+    """
+    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
 
 
 def _alike(one: bytes, other: bytes) -> bool:
-    """Return whether two texts have nearly all of their pairs of tokens in common, in whatever order."""
-    fewer, more = sorted((_pairs(one), _pairs(other)), key=len)
-    least = ALIKE * len(more)
-    return len(fewer) >= least and len(fewer & more) >= least
+    """Return whether two texts have nearly all of their tokens in common, in whatever order."""
+    counts = [Counter(token_bytes.unpack(text)) for text in (one, other)]
+    return (counts[0] & counts[1]).total() >= ALIKE * max(map(token_bytes.size, (one, other)))
 
 
 def _is_own(slot: Slot, agent: FoundAgent) -> bool:
