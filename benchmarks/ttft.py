@@ -15,20 +15,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from kedge.anchors.translator import Translation
 from kedge.bench.shapes import SHAPES, random_llama, random_runner
 from kedge.engine.common.dtypes import pick_device
 from kedge.engine.local import build
-from kedge.engine.local.components import EngineComponents, Translating
+from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.guard import GuardMode
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import (
     AgentId,
@@ -47,8 +48,6 @@ from kedge.types import (
 
 LEAD, TAIL = 24, 16
 """Tokens of the prefix segment before an agent's answer, and of the last one."""
-TRAIL = 2
-"""Tokens that begin all prefix segments but the first alike, as in templates that end a value with a line break."""
 
 
 class CopyMachine:
@@ -56,10 +55,9 @@ class CopyMachine:
 
     def __init__(self, agents: int, prefix: int, vocab: int, seed: int = 0) -> None:
         self._vocab, self._rng = vocab, random.Random(seed)
-        self._trail = self.tokens(TRAIL)
         self._prefixes: list[list[Tokens]] = []
         for agent in range(agents):
-            later = [self._trail + self.tokens(size - TRAIL) for size in (*[LEAD] * agent, TAIL)]
+            later = [self.tokens(size) for size in (*[LEAD] * agent, TAIL)]
             self._prefixes.append([self.tokens(prefix), *later])
         self._names = [self.tokens(4) for _ in range(agents)]
         self._lead_in = self.tokens(4)
@@ -125,21 +123,20 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return sum(weight.nbytes for weight in model.parameters()) - unread
 
 
-class WatchingAssembler:
+class WatchingAssembler(Assembler):
     """An assembler that also records what it translates, which takes microseconds."""
-
-    works_ahead: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._seen: dict[RequestId, tuple[Translation, ...]] = {}
 
     def __call__(self, runner: ModelRunner, storage: PagedStorage) -> WatchingAssembler:
-        self._inner, self._runner = Translating(runner, storage), runner
+        super().__init__(runner, storage)
+        self._runner = runner
         return self
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         self._seen[request.request_id] = plan.translations
-        return self._inner.assemble(request, table, plan)
+        return super().assemble(request, table, plan)
 
     def moved(self, request: GenerateRequest) -> dict[str, int] | None:
         """Return and forget the bytes that must move until the first token of an answered request, whatever the
@@ -220,8 +217,7 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     rounds: list[list[dict[str, Any]]] = []
     generate = ReferenceGenerate(settings.model_size, settings.device)
     watch, loaded = WatchingAssembler(), random_runner(settings.model_size, settings.device)
-    components = EngineComponents(assembler=watch)
-    with LocalEngine.from_runner(*loaded, engine_config(settings), components=components) as engine:
+    with LocalEngine.from_runner(*loaded, engine_config(settings), assembler=watch) as engine:
         # One request first, so that no measurement pays for the first use of kernels and memory.
         first = machine.request("first", 0, machine.tokens(settings.question), [], ReuseMode.OFF)
         _ask(engine, first, 2)

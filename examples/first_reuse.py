@@ -10,12 +10,11 @@ from the solver's prompt, and answers from where they were written.
 from itertools import islice
 
 from kedge import LocalEngine, run
-from kedge.workloads.miniature import MATH
+from kedge.workloads.miniature import MATH, questions
 
-team = MATH.workflow(3)  # a solver, an analyst, and one who reads both and decides
-questions = islice(MATH.questions("test", seed=1), 12)
+team = MATH.workflow()  # a solver, an analyst, a programmer, an inspector, and one who reads all and decides
 with LocalEngine() as engine:
-    for number, question in enumerate(questions, 1):
+    for number, question in enumerate(islice(questions(seed=1), 12), 1):
         result = run(engine, team, {"user_question": question.text})
         receipt = result.results[-1].completion.receipt
         print(f"{number}: {result.text} {receipt.translated} of {receipt.prompt_tokens} prompt tokens translated")

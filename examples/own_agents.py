@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kedge import LocalEngine
+from kedge import Agent, LocalEngine, Workflow
 from kedge.runner.run import run
-from kedge.workflow import Agent, Workflow
 
 QUESTION = (
     "Mei starts the day with 7 coins. Mei finds 5 more. Mei gives away 3. Mei buys 6 more. "

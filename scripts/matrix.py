@@ -3,7 +3,6 @@
     python -m scripts.matrix                      # everything, a night on two cores
     python -m scripts.matrix vllm=0.31 vllm=0.33  # some of it; the other rows stay as they are
     python -m scripts.matrix --quick              # a selection of the tests, as continuous integration runs it
-    python -m scripts.matrix vllm --reports DIR   # what pytest --junitxml=DIR/vllm-0.31/ANY.xml and so on have found
 
 Every version gets an environment of its own below `build/matrix`. What cannot be installed is a row with the reason.
 Only builds of PyTorch for the CPU are installed: name an index that has them with `PIP_EXTRA_INDEX_URL`. With `--cuda`
@@ -21,12 +20,10 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "benchmarks" / "results" / "versions.json"
@@ -205,42 +202,6 @@ def counts(text: str) -> dict[str, int]:
     return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
 
 
-def reported(folder: Path, tests: Sequence[str]) -> tuple[dict[str, int], str, str]:
-    """Return the numbers of tests in pytest's JUnit files, the day of the last one, and why tests were skipped. Of a
-    test that is in several, the newest run counts. Raises `SystemExit` where they lack a file of `tests`.
-    """
-    suites = [suite for file in folder.glob("*.xml") for suite in ElementTree.parse(file).iter("testsuite")]
-    suites.sort(key=lambda suite: suite.attrib["timestamp"])
-    found: dict[str, ElementTree.Element] = {}
-    for suite in suites:
-        found |= {f"{case.get('classname')}.{case.get('name')}".strip("."): case for case in suite.iter("testcase")}
-    modules = [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        for test in tests
-        for file in ((ROOT / test).rglob("test_*.py") if (ROOT / test).is_dir() else [ROOT / test])
-    ]
-    missing = [one for one in modules if not any(name == one or name.startswith(f"{one}.") for name in found)]
-    if missing:
-        raise SystemExit(f"{folder} has no results of {', '.join(sorted(missing))}")
-    numbers = Counter(map(outcome, found.values()))
-    day = suites[-1].attrib["timestamp"][:10]
-    return {one: numbers[one] for one in ("passed", "failed", "skipped")}, day, skip_reasons(found.values())
-
-
-def outcome(case: ElementTree.Element) -> str:
-    """Return what became of a test in a JUnit file; an error counts as failed."""
-    kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-
-
-def skip_reasons(cases: Iterable[ElementTree.Element]) -> str:
-    """Return why tests in JUnit files were skipped, the most frequent reason first, with its number of tests."""
-    skips = (case.find("skipped") for case in cases)
-    reasons = Counter(skip.get("message") or "no reason" for skip in skips if skip is not None)
-    listed = "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
-    return f"skipped: {listed}" if listed else ""
-
-
 def off(python: Path) -> str:
     """Return which parts of the plug-in are off in an environment, each with its reason."""
     done = run([python, "-W", "ignore", "-c", FEATURES], 900, VLLM_LOGGING_LEVEL="ERROR")
@@ -271,10 +232,6 @@ def measure(axis: str, version: str, given: argparse.Namespace) -> Row:
     except Unavailable as reason:
         return Row(axis, version, note=f"not tried: {reason}", day=day)
     note = off(python) if axis == "vllm" else ""
-    if given.reports:
-        numbers, day, skips = reported(given.reports / name, tests)
-        note = "; ".join(filter(None, (note, skips)))
-        return Row(axis, version, installed(python, axis), **numbers, note=note, selection=label, day=day)
     done = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], SECONDS)
     if done.returncode and not counts(done.stdout)["failed"]:
         note = "; ".join(filter(None, (note, last_error(done.stderr or done.stdout))))
@@ -330,7 +287,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="AXIS[=VERSION]")
     parser.add_argument("--quick", action="store_true", help="run a selection of the tests")
     parser.add_argument("--cuda", action="store_true", help="take builds of PyTorch for CUDA where no other is found")
-    parser.add_argument("--reports", type=Path, help="run no tests: count those in the JUnit files of DIR/AXIS-VERSION")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "matrix")
     given = parser.parse_args()
     for axis, version in chosen(given.names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from agents.items import HandoffCallItem, HandoffOutputItem, MessageOutputItem, 
 from agents.result import RunResultBase
 from openai import AsyncOpenAI
 
-from kedge.bench.demo import questions
-from kedge.workloads.miniature import TASKS
+from kedge.workloads.miniature import questions
 
-QUESTIONS = [one.text for one in questions(TASKS["choice"], 8, 0)]
+QUESTIONS = [one.text for one in islice(questions(0), 8)]
 UNKNOWN = 2
 """Calls before an agent is known"""
 KINDS: list[type[RunItem]] = [HandoffCallItem, HandoffOutputItem, MessageOutputItem]

@@ -24,7 +24,7 @@ def test_what_the_server_parses_as_a_call_is_one(name: str, data: st.DataObject)
     function, arguments = data.draw(NAMES), data.draw(st.dictionaries(st.text(max_size=4), VALUES, max_size=2))
     separators = data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
     answer = frame.format(json.dumps({"name": function, key: arguments}, separators=separators))
-    (call,) = PARSERS[name]().push(answer, last=True).calls  # type: ignore[index]
+    (call,) = PARSERS[name]().read(answer, last=True).calls  # type: ignore[index]
     assert first_decision(answer) == call.name == function
 
 

@@ -52,11 +52,6 @@ def test_the_readme_names_the_test_command() -> None:
     assert "`make test`" in README
 
 
-def test_the_picture_is_what_its_script_makes() -> None:
-    made = runpy.run_path(str(ROOT / "scripts" / "readme_picture.py"))
-    assert made["FILE"].read_text(encoding="utf-8") == made["picture"](), "run scripts/readme_picture.py"
-
-
 def test_the_first_workflow_is_one(tmp_path: Path) -> None:
     file = tmp_path / "review.yaml"
     file.write_text(block("yaml", DOCS / "guides" / "first-workflow.md"), encoding="utf-8")

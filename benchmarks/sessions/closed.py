@@ -79,9 +79,9 @@ class ServingSystem:
         """Queue a session's next request."""
         self.waiting[session] = session.chain(self.cache.num_blocks)
 
-    def admit(self, now: float) -> Admitted | None:
+    def admit(self, now: float) -> Admitted | None:  # noqa: ARG002
         """Admit the request that is next. Returns None if there is none, or no room for it."""
-        session = self.next(now)
+        session = self.next()
         lease = self._lease(session, self.waiting[session]) if session else None
         if session is None or lease is None:
             return None
@@ -94,7 +94,7 @@ class ServingSystem:
         self.cache.finish(session.request, self.running.pop(session))
         self._copy()
 
-    def next(self, now: float) -> ClosedSession | None:  # noqa: ARG002
+    def next(self) -> ClosedSession | None:
         """Return the request that is next, if any waits."""
         return next(iter(self.waiting), None)
 
@@ -123,7 +123,7 @@ class KedgeSystem(ServingSystem):
         self._now = 0.0
         self._sessions = SessionCaching(self.cache, clock=lambda: self._now)
         self._turns: dict[ClosedSession, Turn] = {}
-        self._live = LiveContexts()
+        self._live = LiveContexts(lambda: self._now)
         self._order: ServiceOrder[ClosedSession] = ServiceOrder(self._missing)
 
     def arrive(self, session: ClosedSession, now: float) -> None:
@@ -132,10 +132,10 @@ class KedgeSystem(ServingSystem):
         chain = self.waiting[session]
         turn = self._turns[session] = self._sessions.begin(SPACE, chain, SessionHints())
         self._order.push(session, len(chain))
-        self._live.began(turn.session, len(chain))
+        self._live.began(session, turn.session, len(chain))
 
-    def next(self, now: float) -> ClosedSession | None:
-        overloaded = self._live.tokens(now) > self.cache.num_blocks
+    def next(self) -> ClosedSession | None:
+        overloaded = self._live.tokens() > self.cache.num_blocks
         order = self._order.order(self.cache.version, overloaded)
         if overloaded:
             self._sessions.waiting([self._turns[one] for one in order])
@@ -155,7 +155,7 @@ class KedgeSystem(ServingSystem):
         super().answered(session, now)
         self._sessions.answered(turn, chain, TurnEnd(session.turn.record.stop))
         self._copy()
-        self._live.ended(turn.session, len(chain), len(chain), now)
+        self._live.ended(session, len(chain))
 
     def _missing(self, session: ClosedSession) -> float:
         chain = self.waiting[session]

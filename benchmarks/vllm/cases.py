@@ -1,9 +1,7 @@
-"""Further cases of `kedge bench vllm`: controls, the workflows of KVFlow's figures 6 and 8, sessions and accuracy.
+"""Further cases of `kedge bench vllm`: controls, the workflows of KVFlow's figures 6 and 8, and sessions.
 
 Sessions: every client asks, waits for the answer, pauses, and asks again with all of its history, on stock vLLM, on
 stock with its own CPU offloading, and with the plug-in; pauses are shortened recorded ones, and no hints are given.
-Accuracy (KVCOMM, Table 1): each of the bundled model's teams, or a real model's, answers by itself, translated and
-densely, on vLLM and on the embedded engine, whatever it costs and without a guard; pools fill from empty.
 """
 
 from __future__ import annotations
@@ -23,11 +21,8 @@ from transformers import AutoConfig
 
 from benchmarks.vllm.team import team_case
 from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
-from kedge.bench.demo import AgentScore, Comparison, TeamScore, answer, team
-from kedge.bench.fidelity import Seen, summary
 from kedge.bench.flows import FlowWorkload, single_flow, with_given
-from kedge.bench.probe import ChangingEngine, method_named
-from kedge.bench.shapes import load_model, to_compare
+from kedge.bench.shapes import to_compare
 from kedge.bench.vllm import (
     BLOCK,
     Case,
@@ -39,152 +34,11 @@ from kedge.bench.vllm import (
     VllmLane,
     measure_flow,
 )
-from kedge.engine.base import Engine
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.reuse.guard.comparison import TOP, divergence
-from kedge.settings import EngineSettings
-from kedge.types import Completion, ReuseMode, Tokens
+from kedge.types import Tokens
 from kedge.workloads import real
-from kedge.workloads.miniature import TASKS
-
-METHOD = "kedge"
-"""The embedded engine's method: the default, as on vLLM."""
-READING = ("reading",)
-"""What a real model is asked"""
-ARGUMENTS = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 64}
-"""vLLM's: room for a team, and rows for the parts of a prompt that are computed side by side."""
-COMPARED: Mapping[str, Any] = {"planner": {"by_cost": False}, "guard": {"mode": "off"}}
-"""What vLLM has in common with the lab's engines."""
-SETTLE_S = 300.0
-"""Seconds after which base prefills count as stuck."""
-Scores = Mapping[str, Comparison]
-"""Task -> both modes' scores."""
-
-
-@dataclass(frozen=True)
-class AccuracySettings:
-    """The teams and the number of questions for each."""
-
-    questions: int = 50
-    tasks: Sequence[str] = tuple(TASKS)
-    seed: int = 0
-    model: Path | None = None
-
-
-QUICK_ACCURACY = AccuracySettings(questions=4)
-"""Fewer questions."""
-
-
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a team's figures: shares of right answers, and the calls and prompt tokens of the translated mode."""
-    dense, translated = comparison.dense.agents, comparison.translated.agents
-    return {
-        "agents": [
-            {"agent": name, "accuracy_dense": dense[name].accuracy, "accuracy_translated": score.accuracy}
-            for name, score in translated.items()
-        ],
-        "same_final_answer": comparison.same_final_answer,
-        "same_answers": comparison.same_answers,
-        **until_parting(comparison),
-        "calls": _total(comparison.translated, lambda score: score.calls),
-        "translated_calls": _total(comparison.translated, lambda score: score.translated_calls),
-        "tokens": comparison.translated.tokens(),
-    }
-
-
-def until_parting(comparison: Comparison) -> dict[str, Any]:
-    """Return the mean KL of a token up to where answers part, in nats, and its interval by bootstrap over calls: of
-    agents behind the first, as long as all before them have answered alike. Nothing where no log-probabilities are.
-    """
-    seen: list[Seen] = []
-    for number, (dense, other) in enumerate(zip(comparison.dense.runs, comparison.translated.runs, strict=True)):
-        for place, (one, two) in enumerate(zip(dense.results, other.results, strict=True)):
-            if place and (kls := _divergences(one.completion, two.completion)):
-                seen.append(Seen(number, statistics.fmean(kls), float(one.text == two.text)))
-            if one.text != two.text:
-                break  # later agents read different prompts
-    if not seen:
-        return {}
-    figures = summary(seen)
-    return {"kl_until_parting": figures["kl"], "kl_ci95": figures["ci95"]["kl"], "compared_calls": len(seen)}
-
-
-def _divergences(dense: Completion, other: Completion) -> list[float]:
-    found = []
-    for ours, theirs in zip(dense.logprobs, other.logprobs, strict=False):
-        found.append(divergence(ours, theirs))
-        if ours.token != theirs.token:
-            break
-    return found
-
-
-def _total(score: TeamScore, count: Callable[[AgentScore], int]) -> int:
-    return sum(map(count, score.agents.values()))
-
-
-def measure_accuracy(settings: AccuracySettings, progress: Progress) -> Figures:
-    """Let all teams answer on vLLM, then on the embedded engine. Raises `ConfigError`."""
-    return accuracy_figures({"vllm": _on_vllm(settings, progress), "embedded": _embedded(settings, progress)})
-
-
-def accuracy_figures(engines: Mapping[str, Scores]) -> Figures:
-    """Return all scores by engine."""
-    return {name: {task: comparison_json(one) for task, one in found.items()} for name, found in engines.items()}
-
-
-def _on_vllm(settings: AccuracySettings, progress: Progress) -> Scores:
-    progress("accuracy: starting vLLM")
-    with VLLMEngine(settings.model, EngineSettings(backend="vllm", **COMPARED, vllm=ARGUMENTS)) as engine:
-        return scores(engine, lambda: settle(engine), settings, lambda what: progress(f"accuracy: vLLM, {what}"))
-
-
-def _embedded(settings: AccuracySettings, progress: Progress) -> Scores:
-    with method_named(METHOD).open(load_model(settings.model, to_compare())) as engine:
-        return scores(engine, engine.wait_idle, settings, lambda what: progress(f"accuracy: embedded, {what}"))
-
-
-def scores(engine: Engine, settle: Callable[[], object], settings: AccuracySettings, progress: Progress) -> Scores:
-    """Return both modes' scores by task.
-
-    Dense prefill comes second: vLLM caches what it computes, and the same prompts would then be found in its prefix
-    cache, with nothing left to translate.
-    """
-    asked = engine if settings.model is None else ChangingEngine(engine, partial(replace, logprobs=TOP))
-    return {name: _compared(asked, settle, name, settings, progress) for name in settings.tasks}
-
-
-def _compared(
-    engine: Engine, settle: Callable[[], object], task: str, settings: AccuracySettings, progress: Progress
-) -> Comparison:
-    workload, asked = team(task, settings.questions, settings.seed)
-
-    def answered(reuse: ReuseMode) -> TeamScore:
-        def note(score: TeamScore) -> None:
-            progress(f"{task}, {reuse.value}: {len(score.finals)} of {settings.questions} questions")
-
-        return answer(engine, workload, asked, reuse, settle, note)
-
-    translated = answered(ReuseMode.TRANSLATE)
-    return Comparison(answered(ReuseMode.OFF), translated)
-
-
-def settle(engine: VLLMEngine, seconds: float = SETTLE_S) -> None:
-    """Wait until no base prefill is left. Raises `TimeoutError` after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while base_prefills(engine):
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{base_prefills(engine)} base prefills are left after {seconds:g} s")
-        time.sleep(0.01)
-
-
-def base_prefills(engine: VLLMEngine) -> int:
-    """Return the number of base prefills that are waiting or running."""
-    figures: Any = engine.inspect()
-    return int(figures["requests"]["base_prefills"])
-
 
 STOCK, NATIVE, KEDGE, KEDGE_HOST = "stock", "stock_offloading", "kedge", "kedge_host"
 LANES = (STOCK, NATIVE, KEDGE, KEDGE_HOST)
@@ -424,17 +278,8 @@ def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Pro
     return asyncio.run(measure_sessions(load, folder, read_words(folder), progress))
 
 
-def accuracy(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:  # noqa: ARG001
-    """Measure how well teams answer, the bundled model's or a real one's."""
-    usual = QUICK_ACCURACY if settings.quick else AccuracySettings()
-    if settings.model is not None:
-        usual = replace(usual, model=settings.model, tasks=READING)
-    return measure_accuracy(with_given(usual, questions=settings.questions), progress)
-
-
 CASES: Mapping[str, Case] = {
     **{name: partial(flow, name) for name in (*CONTROLS, "flows", "peer")},
     "sessions": sessions,
-    "accuracy": accuracy,
     "team": team_case,
 }

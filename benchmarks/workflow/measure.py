@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from kedge.bench.flows import TENANT, Flow, FlowWorkload, Sizes, cycle, single_flow, spread, synthetic_flow
 from kedge.bench.shapes import random_runner
-from kedge.cache import EvictionPolicy, NodeView, belady
+from kedge.cache import EvictionPolicy, belady
+from kedge.cache.node import TreeNode
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
@@ -245,8 +246,6 @@ class LanePolicy:
     prefetch: bool = False
     status_aware: bool = True
     """Whether a request that waits for a load lets others go first."""
-    plain: bool = False
-    """Whether clients say nothing, and the engine finds out who calls and who is next."""
 
 
 POLICIES: Mapping[str, LanePolicy] = {
@@ -301,7 +300,7 @@ class Oracle:
         """Record that `turn` of a flow is under way: what it uses is next used after it."""
         self._turns[flow] = turn
 
-    def next_use(self, node: NodeView) -> float:
+    def next_use(self, node: TreeNode) -> float:
         """Return the turn in which `node` is used next, `inf` beyond `HORIZON` turns."""
         prefix = node.prefix()
         return min((self._next_turn(at, prefix) for at in range(len(self._flows))), default=math.inf)
@@ -349,27 +348,13 @@ class FlowClient:
         agent = self._flow.agent(turn)
         self._on_turn(turn)
         self._send(self._progress.started(agent, float(turn)))
-        done = self._engine.submit(self._request(turn)).result()
+        done = self._engine.submit(self._flow.request(turn, self._answer)).result()
         self._send(self._progress.finished(agent, float(turn)))
         self._answer = done.tokens
         return done
 
-    def _request(self, turn: int) -> GenerateRequest:
-        return self._flow.request(turn, self._answer)
-
     def _send(self, changes: Changes) -> None:
         self._engine.forecast(self._hints(changes))
-
-
-class PlainFlowClient(FlowClient):
-    """A client that says nothing of what it does."""
-
-    def _request(self, turn: int) -> GenerateRequest:
-        asked = super()._request(turn)
-        return GenerateRequest((Segment(asked.tokens, "p0"),), asked.sampling, asked.reuse, is_plain=True)
-
-    def _send(self, changes: Changes) -> None:
-        """Keep the forecast."""
 
 
 class Lane(AbstractContextManager["Lane"]):
@@ -393,20 +378,15 @@ class Lane(AbstractContextManager["Lane"]):
         if not policy.prefetch:
             self.engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", -1.0))
         self._workload = workload
-        client = PlainFlowClient if policy.plain else FlowClient
         self._clients = [
-            client(self.engine, flow, hints, lambda turn, at=at: oracle.started(at, turn))  # type: ignore[misc]
+            FlowClient(self.engine, flow, hints, lambda turn, at=at: oracle.started(at, turn))  # type: ignore[misc]
             for at, flow in enumerate(workload.flows)
         ]
         self._turn = 0
 
-    def warm(self, rounds: int = 1, *, skipped: int = 0) -> None:
-        """Call every agent so many times: its fixed prompt is cached and, with a host tier, backed up.
-
-        The prompts are those that come after `skipped` rounds.
-        """
-        agents = max(len(flow.fixed) for flow in self._workload.flows)
-        turns = self._next_turns((skipped + rounds) * agents)[skipped * agents :]
+    def warm(self) -> None:
+        """Call every agent once: its fixed prompt is cached and, with a host tier, backed up."""
+        turns = self._next_turns(max(len(flow.fixed) for flow in self._workload.flows))
         with ThreadPoolExecutor(len(self._clients)) as pool:
             list(pool.map(lambda client: [client.call(turn) for turn in turns], self._clients))
         self.engine.wait_idle()
@@ -476,7 +456,7 @@ def engine_config(policy: LanePolicy, workload: FlowWorkload, throttle: float) -
         throttle=throttle,
     )
     blocks, batch = -(-workload.room // BLOCK), max(2048, 2 * longest)
-    discovery = DiscoverySettings(mode=DiscoveryMode.EXACT if policy.plain else DiscoveryMode.OFF)
+    discovery = DiscoverySettings(mode=DiscoveryMode.OFF)
     return EngineSettings(
         kv_memory=f"{blocks} blocks", block_size=BLOCK, max_batch_tokens=batch, max_running=64, tiers=tiers,
         discovery=discovery,
@@ -516,8 +496,6 @@ class CaseResult:
     throttle_s: float
     """Least seconds that a block takes from one tier to the other."""
     trials: Mapping[str, Sequence[LaneTrial]]
-    agents_found: int | None = None
-    """Agents that were found in plain traffic, where there was some."""
 
     @property
     def tokens_identical(self) -> bool:
@@ -635,10 +613,6 @@ def policies(workload: FlowWorkload) -> tuple[str, ...]:
     return tuple(name for name in POLICIES if name != "lru_blocking" or len(workload.flows) > 1)
 
 
-PLAIN_ROUNDS = 10
-"""Calls of every agent before plain traffic is measured: after three it is known, after some more who follows whom"""
-
-
 @dataclass
 class CaseRunner:
     """The model and settings that all cases share."""
@@ -657,19 +631,17 @@ class CaseRunner:
         """Run all trials of one case; `hints` makes a new filter of forecasts for every lane.
 
         The first lane, which loads nothing, measures the cost of computing; from it follows how slow the others' copies
-        are. All lanes go on with the same prompts, though those of plain traffic are warmed up for longer.
+        are. All lanes go on with the same prompts.
         """
         longest = max(workload.prompts, key=len)
         lanes: dict[str, Lane] = {}
         throttle = prefill = 0.0
-        most = PLAIN_ROUNDS if any(policy.plain for policy in lane_policies.values()) else 1
         with ExitStack() as stack:
             for name, policy in lane_policies.items():
                 self.progress(f"{workload.name}: warming {name}")
                 lane = Lane(policy, workload, self.runner, self.tokenizer, throttle=throttle, hints=hints())
                 lanes[name] = stack.enter_context(lane)
-                rounds = most if policy.plain else 1
-                lane.warm(rounds, skipped=most - rounds)
+                lane.warm()
                 if not throttle:
                     prefill = lane.prefill_s(longest)
                     throttle = self.settings.load_ratio * prefill / -(-len(longest) // BLOCK)
@@ -680,6 +652,4 @@ class CaseRunner:
                     self.progress(f"{workload.name}: {name}, trial {seed + 1} of {self.settings.seeds}")
                     trials[name].append(lanes[name].trial())
                 order = [*order[1:], order[0]]
-            figures: list[Any] = [lanes[name].engine.inspect() for name in lanes if lane_policies[name].plain]
-        found = figures[0]["discovery"]["agents"] if figures else None
-        return CaseResult(workload, prefill, throttle, trials, found)
+        return CaseResult(workload, prefill, throttle, trials)

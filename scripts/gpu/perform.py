@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +16,18 @@ from scripts.gpu.stages import Step
 
 TIMED_OUT = 124
 """Exit status of a step that was ended at its limit"""
-RESERVE = 45.0
-"""Seconds of a step for everything but its work: imports, and writing the results."""
 TAIL = 60
 """Lines of a step's output that are kept"""
 
 
 def perform(step: Step, out: Path, seconds: float) -> dict[str, Any]:
     """Run a step for at most `seconds`. Returns how it ended, and its results."""
-    with tempfile.TemporaryDirectory() as scratch, _unpacked(out, step.folder):
+    with tempfile.TemporaryDirectory() as scratch:
         log, began = Path(scratch) / "log", time.monotonic()
-        names = {"out": out, "results": Path(scratch) / "results", "seconds": max(1, int(seconds - RESERVE))}
+        names = {"out": out, "results": Path(scratch) / "results"}
         status = _run([_filled(argument, names) for argument in step.arguments], log, seconds)
         spent = time.monotonic() - began
-        file = Path(_filled(step.file, names)) if step.file else names["results"]
-        results, error = _read(step, file)
+        results, error = _read(step, names["results"])
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
     state = _state(step, status, results, cut=seconds < step.limit)
     kept = {"state": state, "rc": status, "seconds": round(spent, 1), "results": results}
@@ -82,23 +75,4 @@ def _state(step: Step, status: int, results: Any, *, cut: bool) -> str:
         return "partial"
     if status not in step.accepted or (results is None and status == 0):
         return "failed"
-    return "complete" if results is None or step.is_done(results) else "partial"
-
-
-@contextmanager
-def _unpacked(out: Path, folder: str | None) -> Iterator[None]:
-    """Unpack `folder.tar` in `out` while a step works in the folder, and pack it again afterwards."""
-    if folder is None:
-        yield
-        return
-    packed, place = out / f"{folder}.tar", out / folder
-    if packed.is_file() and not place.exists():
-        with tarfile.open(packed) as tar:
-            tar.extractall(out, filter="data")
-    try:
-        yield
-    finally:
-        if place.is_dir():
-            with tarfile.open(packed, "w") as tar:
-                tar.add(place, folder)
-            shutil.rmtree(place)
+    return "complete"

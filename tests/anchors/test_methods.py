@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
-import pytest
-import torch
-
 from kedge.anchors.criteria import Entropy, Error
 from kedge.anchors.store import methods
 from kedge.settings import AnchorSettings
-from kedge.settings.sections import EstimatorName
-from tests.anchors.helpers import OPEN, SLOT, filled, sample
-
-
-@pytest.mark.parametrize("estimator", get_args(EstimatorName))
-def test_every_estimator_serves_a_store(estimator: str) -> None:
-    store = filled(range(5), estimator=estimator, **OPEN)
-    estimate = store.estimate(SLOT, sample(50, tokens=9))
-    assert estimate.shareable, estimate.reason
-    assert torch.isfinite(estimate.value_table.blend(estimate.value)).all()
-    assert len(estimate.prefix_table.blend(estimate.prefix)) == 5
-    store.check_integrity()
 
 
 def test_the_papers_estimator_has_the_papers_criterion_and_each_its_own_limit() -> None:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from kedge.anchors.anchor import Anchor, AnchorId, Query
+from kedge.anchors.anchor import Anchor, AnchorId, PlaceholderSite, Query
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.sites import Observation
-from kedge.reuse.contracts import PlaceholderSite
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
 
 
@@ -18,14 +17,6 @@ def add(pool: AnchorPool, number: int, site: PlaceholderSite = SLOT, hits: int =
     pool.add(site, pool.site(site, base, PREFIX), anchor, observed)
     pool.check_integrity()
     return anchor.id
-
-
-def test_the_pool_holds_exactly_its_capacity() -> None:
-    pool = AnchorPool(3, 8)
-    for number, size in enumerate((1, 2, 3, 3, 3)):
-        add(pool, number)
-        assert len(pool.anchors) == size
-        assert len(pool.sites[SLOT].holders) == size
 
 
 def test_prunes_the_least_used_among_the_five_earliest() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -102,16 +102,6 @@ def test_pools_are_dropped_in_order_of_use() -> None:
     store.use(store.estimate(SLOT, sample(2, pool=pools[0])))
     observe(store, sample(9, pool=pools[2]))
     assert list(store.pools) == [pools[0], pools[2]]
-
-
-def test_clear_forgets_one_tenant_or_all() -> None:
-    store = AnchorStore(AnchorSettings())
-    for tenant in "ab":
-        observe(store, sample(0, pool=PoolKey(Namespace.parse(tenant), WorkflowId("w"), "p")))
-    store.clear(Namespace(TenantId("a")))
-    assert [key.namespace.tenant for key in store.pools] == ["b"]
-    store.clear()
-    assert store.nbytes() == 0
 
 
 # limits of tenants ----------------------------------------------------------------------------------------------------

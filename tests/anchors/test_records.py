@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey
 from kedge.anchors.base_store import BaseStore, PrefixKey
-from kedge.anchors.saving import Record, Restored, keys, view
+from kedge.anchors.saving import Record, Restored, keys, record_of, signature_of
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, PoolKey
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -37,10 +37,7 @@ OTHER = PlaceholderSite("critic", 3)
 
 
 def records(anchors: AnchorStore, bases: BaseStore, *, values: bool = False) -> list[Record]:
-    views = [view(anchors, bases, key) for key in keys(anchors, bases, values=values)]
-    made = [one.record() for one in views if one]
-    assert None not in made
-    return made
+    return [record_of(anchors, bases, key) for key in keys(anchors, bases, values=values)]
 
 
 def restored(records: Iterable[Record], anchors: AnchorStore) -> Restored:
@@ -127,42 +124,16 @@ def test_installing_replaces_everything() -> None:
 
 def test_a_signature_changes_with_what_is_learned() -> None:
     store, bases = filled(range(3), **OPEN), BaseStore(1 << 20)
-    before = view(store, bases, POOL).signature
+    before = signature_of(store, bases, POOL)
     store.use(store.estimate(SLOT, sample(2)))
-    assert view(store, bases, POOL).signature == before
+    assert signature_of(store, bases, POOL) == before
     observe(store, sample(7))
-    assert view(store, bases, POOL).signature != before
+    assert signature_of(store, bases, POOL) != before
     store.clear()
-    assert view(store, bases, POOL) is None
-    bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 1))
+    assert signature_of(store, bases, POOL) is None
     key = PrefixKey(Namespace(TenantId("a")), "t")
-    one = view(store, bases, key)
-    bases.put_prefix(Namespace(TenantId("a")), "t", 1, random_kv(2, 2))
-    assert one is not None and one.key == key
-    assert view(store, bases, key).signature != one.signature
-
-
-def test_a_view_whose_rows_have_moved_makes_no_record() -> None:
-    store = filled(range(4), **OPEN)
-    seen = view(store, BaseStore(1), POOL)
-    observe(store, sample(9))
-    store.pools[POOL].drop(min(store.pools[POOL].anchors))
-    assert seen.record() is None
-
-
-def test_rows_that_are_overwritten_while_they_are_copied_are_never_told() -> None:
-    """The owner drops an anchor and reuses its rows in the middle of a copy."""
-    store = filled(range(8), **OPEN)
-    seen = view(store, BaseStore(1), POOL)
-    assert seen is not None and seen.key == POOL
-    key, anchors, sites = seen.record.args
-    victim = anchors[0].id
-
-    class Racing(torch.Tensor):
-        def cpu(self) -> torch.Tensor:
-            store.pools[POOL].drop(victim)
-            return torch.Tensor(self)
-
-    arena = sites[0].value.arena.as_subclass(Racing)
-    racing = replace(sites[0], value=replace(sites[0].value, arena=arena))
-    assert seen.record.func(key, anchors, (racing,)) is None
+    assert signature_of(store, bases, key) is None
+    bases.put_prefix(*key, 1, random_kv(2, 1))
+    one = signature_of(store, bases, key)
+    bases.put_prefix(*key, 1, random_kv(2, 2))
+    assert one is not None and signature_of(store, bases, key) != one

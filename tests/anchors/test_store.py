@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.anchor import KeyBlock
+from kedge.anchors.anchor import KeyBlock, PlaceholderSite, SampleView
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite, SampleView
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId, WorkflowId
 from tests.anchors.helpers import (
@@ -218,19 +217,6 @@ def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, An
     assert store.estimate(other, sample(1)).learnable
     assert not store.estimate(other, sample(2)).learnable
     assert store.estimate(PlaceholderSite("third", 0), sample(1)).reason == "no anchor of this agent yet"
-
-
-def test_a_placeholder_used_twice_has_two_slots() -> None:
-    store = AnchorStore(AnchorSettings(**TOKEN))
-    first, second = PlaceholderSite("solver", 1), PlaceholderSite("solver", 3)
-    real = {}
-    for seed in range(4):
-        for site in (first, second):
-            real[site] = observe(store, sample(seed), site, seed=100 * site.index + seed)
-    assert store.stats().sites == 2
-    assert store.stats().anchors == 4
-    for site in (first, second):
-        assert relative_error(translated(store.estimate(site, sample(3)), sample(3)), real[site]) < 1e-3
 
 
 @each_estimator

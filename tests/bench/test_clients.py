@@ -6,8 +6,7 @@ from kedge.bench.load import LoadRecord, TeamRun, TimedCall, percentile
 from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
 MEASURED = (
-    "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "batch_mean", "batch_mean_last_third",
-    "translated_share",
+    "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "translated_share",
 )  # fmt: skip
 
 
@@ -47,12 +46,6 @@ def test_shares_are_of_all_prompt_tokens_and_add_up_to_one() -> None:
     )
     figures = record.as_json()
     assert (figures["translated_share"], figures["exact_share"], figures["computed_share"]) == (0.25, 0.0, 0.75)
-
-
-def test_the_batch_is_averaged_over_parts_of_the_window() -> None:
-    record = LoadRecord(began=0.0, seconds=12.0, calls_per_run=1, batch=[(at + 0.5, at) for at in range(12)])
-    figures = record.as_json()
-    assert (figures["batch_mean"], figures["batch_mean_last_third"]) == (5.5, 9.5)
 
 
 def test_nothing_that_ended_has_no_percentiles() -> None:

@@ -30,7 +30,7 @@ from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 from kedge.workloads.base import Question
-from kedge.workloads.miniature import MATH
+from kedge.workloads.miniature import MATH, questions
 
 SMALL: Mapping[str, Any] = {"kv_memory": "256 blocks", "device": "cpu"}
 TEAM = MATH
@@ -38,7 +38,7 @@ SIZES = FidelitySettings(questions=3, taught=5, tokens=8, timed=1, at_once=2, en
 
 
 def asked(count: int) -> list[Question]:
-    return list(islice(MATH.questions("test", seed=5), count))
+    return list(islice(questions(5), count))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_an_interval_is_that_of_the_mean() -> None:
 
 def test_methods_take_settings_of_their_own() -> None:
     one = method_named("token:weak_error=0.4:recompute_head=4")
-    config = one.config({}, {})
+    config = one.config()
     assert (config.anchors.weak_error, config.planner.recompute_head, config.planner.move) == (0.4, 4, "unlearned")
     for wrong in ("tokens", "token:weak=1", "token:weak_error", "token:weak_error=much"):
         with pytest.raises(ConfigError):

@@ -6,28 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
-from kedge.cache.node import HOST
-from kedge.policies.eviction import EvictionPolicy, Namespace
+from kedge.policies.eviction import EvictionPolicy
 from kedge.policies.prefetch import COPY_JOBS, PREFETCH_WINDOW
 from kedge.settings import TierSettings
-from kedge.types import RequestId, TenantId
+from kedge.types import Namespace, RequestId, TenantId
 
 NS = Namespace(TenantId("tenant"))
 
 
 @dataclass
 class FakeCopier:
-    """Ends copies when told to, in any order, well or badly. Contents move when a copy ends; a bad one leaves dirt.
-
-    Blocks of the host can be corrupted, which is found when they come back.
-    """
+    """Ends copies when told to, in any order, well or badly. Contents move when a copy ends; a bad one leaves dirt."""
 
     device: dict[int, object] = field(default_factory=dict)
     host: dict[int, object] = field(default_factory=dict)
     submitted: list[Copy] = field(default_factory=list)
     history: list[Copy] = field(default_factory=list)
     hurried: list[int] = field(default_factory=list)
-    corrupted: set[int] = field(default_factory=set)
     _ended: list[Copied] = field(default_factory=list)
 
     def submit(self, copy: Copy) -> None:
@@ -47,16 +42,8 @@ class FakeCopier:
         to, source = (self.device, self.host) if copy.direction is Direction.LOAD else (self.host, self.device)
         for a, b in zip(copy.sources, copy.targets, strict=True):
             to[b] = source.get(a) if ok else "dirt"
-        self._ended.append(Copied(copy.copy_id, ok, seconds, self._corrupt(copy) if ok else ()))
+        self._ended.append(Copied(copy.copy_id, ok, seconds))
         return copy
-
-    def _corrupt(self, copy: Copy) -> tuple[int, ...]:
-        if copy.direction is Direction.OFFLOAD:
-            self.corrupted.difference_update(copy.targets)
-            return ()
-        found = tuple(at for at, block in enumerate(copy.sources) if block in self.corrupted)
-        self.device.update({copy.targets[at]: "corrupt" for at in found})
-        return found
 
     def end_all(self, ok: bool = True) -> None:
         while self.submitted:
@@ -135,12 +122,6 @@ class World:
             self.copier.end_all(ok)
             self.cache.pump()
         self.check()
-
-    def corrupt(self, text: str, ns: Namespace = NS) -> None:
-        """Corrupts the host block that ends with this text."""
-        walk = self.tree.walk(ns, text.encode(), HOST)
-        assert walk and walk.length // 4 == len(text)
-        self.copier.corrupted.add(walk.node.blocks[HOST][walk.used - 1])
 
     # looking --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ import pytest
 
 from kedge.cache import belady, lru
 from kedge.cache.node import Handle
-from kedge.errors import PlanError
 from kedge.types import RequestId, Source, Span
 from tests.cache.helpers import NS, World
 
@@ -88,16 +87,6 @@ def test_labels_are_forgotten_with_their_agents() -> None:
     assert len(world.tree.labels) == 0 and not world.cache._next_runs
     node = world.tree.end(NS, b"AA")
     assert (node.step, node.labels, node.steps) == (None, {}, None)
-
-
-def test_labels_go_with_their_node() -> None:
-    world = World(4)
-    world.forecast(a=3)
-    world.serve("AA", "a", 2)
-    world.evict(2)
-    assert len(world.tree.labels) == 0
-    world.forecast(a=1)
-    assert world.serve("BBBB") == 0
 
 
 def test_a_handle_that_outlives_its_node_leads_nowhere() -> None:
@@ -247,19 +236,6 @@ def test_who_has_waited_long_enough_is_admitted_without_its_load() -> None:
     world.check()
 
 
-def test_one_clients_update_leaves_anothers_alone() -> None:
-    world = World(8)
-    mine, yours = ("t", "client 1", "run", "agent"), ("t", "client 2", "run", "agent")
-    world.cache.on_forecast({mine: (1.0, 1.0), yours: (5.0, 1.0)})
-    world.serve("AAA", mine, 3)
-    world.serve("AAA", yours, 3)
-    world.cache.on_forecast({mine: None})
-    node = world.tree.labels.node(yours)
-    assert node.labels == {yours: 5.0} and node.step == 5.0
-    world.cache.on_forecast({yours: (2.0, 1.0)})
-    assert node.step == 2.0
-
-
 def test_a_load_whose_ancestors_load_failed_is_cancelled_or_thrown_away() -> None:
     for jobs in (1, 2):
         world = World(8, host_blocks=12, copy_jobs=jobs)
@@ -302,19 +278,6 @@ def test_loads_that_end_in_the_wrong_order_land_in_the_right_one() -> None:
     assert world.tokens("AAABB") == (5, 0)
 
 
-def test_what_has_started_cannot_be_cancelled() -> None:
-    world = World(4, host_blocks=8)
-    on_host_only(world, a="AAA")
-    world.forecast(a=1)
-    world.cache.pump()
-    with pytest.raises(PlanError, match="has started"):
-        world.cache.tiers.cancel(world.tree.labels.node("a").transfer)
-    world.forecast(a=None)
-    world.check()
-    world.settle()
-    assert world.on_device("AAA") == ["AAA"]
-
-
 def test_a_failed_copy_to_the_host_drops_the_copy_and_nothing_else() -> None:
     world = World(6, host_blocks=6)
     world.forecast(a=3)
@@ -344,4 +307,3 @@ def test_a_hint_that_never_comes_true_costs_nothing_but_its_load() -> None:
     world.serve("123456")
     assert world.outcomes("prefetch") == {"wasted": 1}
     assert world.cache.on_label(NS, "nobody", b"123") == 0
-    assert world.cache.stats().ignored_labels == 1

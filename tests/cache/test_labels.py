@@ -71,26 +71,6 @@ def test_a_key_has_one_label_and_a_shorter_one_takes_its_place() -> None:
     assert [ending(world.tree, text).varying for text in ("AAAABB", "AAAACC")] == [True, True]
 
 
-def test_a_label_survives_splits_above_and_below() -> None:
-    world = World(12)
-    world.forecast(a=3, b=1)
-    world.serve("AAAA", "a", 4)
-    world.serve("AAB", "b", 3)
-    world.serve("AAAAxy")
-    steps = {bytes(node.prefix()[::4]): node.step for node in world.tree.nodes()}
-    assert steps == {b"AA": 1.0, b"AAAA": 3.0, b"AAB": 1.0, b"AAAAxy": None}
-
-
-def test_a_shortened_fixed_prompt_keeps_its_label() -> None:
-    world = World(4)
-    world.forecast(a=3)
-    world.serve("AAAA", "a", 4)
-    world.evict(1)
-    assert world.tree.labels.node("a").size == 3
-    world.forecast(a=2)
-    assert world.tree.labels.node("a").step == 2
-
-
 def test_a_label_costs_by_depth_not_by_neighbours() -> None:
     tree = RadixTree(1)
     tree.insert(NS, b"A", [0])

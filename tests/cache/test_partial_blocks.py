@@ -100,14 +100,6 @@ def test_a_head_that_ends_within_a_block_is_exact_from_the_second_prompt_on() ->
     assert memory.admit("HEADerfour").spans == (Span(0, 6, Source.DEVICE),)
 
 
-def test_the_first_block_may_be_a_partial_one() -> None:
-    memory = Memory()
-    memory.serve("HEAD")
-    lease = memory.serve("HEXagon")
-    assert lease.spans == (Span(0, 2, Source.DEVICE),)
-    assert memory.admit("hexagon").spans == ()
-
-
 def test_no_more_is_copied_than_may_be_reused() -> None:
     memory = Memory()
     memory.serve(FIRST)
@@ -184,15 +176,6 @@ def test_a_fixed_prompt_is_exact_though_all_behind_it_is_translated_from_the_fir
     assert memory.cached("HEADerone") == 4
 
 
-def test_of_a_short_fixed_prompt_the_only_block_is_kept() -> None:
-    memory = Memory()
-    leases = [
-        memory.serve(f"he{value}", exact=exact_tokens, fixed=2) for value, exact_tokens in (("one", 3), ("two", 2))
-    ]
-    assert exact(leases) == [0, 2]
-    assert memory.cache.stats().cached_blocks == 1, "what is computed of the value is no reason to keep another"
-
-
 def test_a_fixed_prompt_that_fills_its_blocks_or_was_cut_short_keeps_no_more_than_it_has() -> None:
     memory = Memory()
     memory.serve("HEADone", exact=4, fixed=4)
@@ -247,17 +230,6 @@ def test_without_other_room_the_block_goes_and_nothing_is_copied() -> None:
     memory.serve("HEADeron")
     lease = memory.admit("HEADertwoxyz")
     assert (lease.exact_tokens, len(lease.blocks), memory.made) == (4, 3, [])
-
-
-def test_without_any_room_nothing_changes() -> None:
-    memory = Memory(4)
-    memory.serve("HEADeron")
-    held = memory.admit("xxxxyyyy")
-    with pytest.raises(OutOfBlocks):
-        memory.admit("HEADertwoxyz0123")
-    memory.cache.check_integrity()
-    memory.cache.abort(held.request_id)
-    assert (memory.cached("HEADeron"), memory.cache.stats().leased_blocks) == (8, 0)
 
 
 def test_a_speculative_request_gives_up_the_beginning_before_its_room() -> None:

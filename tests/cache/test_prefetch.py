@@ -103,15 +103,6 @@ def test_a_demanded_prefetch_is_promoted_and_counted_late() -> None:
     assert lease.spans[0].source == "host"
 
 
-def test_a_prefetch_that_is_evicted_unhit_is_wasted() -> None:
-    world = World(4, host_blocks=12)
-    on_host_only(world, a="AA")
-    world.forecast(a=0)
-    world.settle()
-    world.evict(2)
-    assert world.outcomes("prefetch") == {"wasted": 1}
-
-
 def test_a_prefetch_that_a_recompute_overtook_is_wasted() -> None:
     world = World(6, host_blocks=12)
     on_host_only(world, a="AA")

@@ -25,16 +25,6 @@ def evict(tree: RadixTree, n: int) -> list[int]:
     return blocks_of(tree.evict(DEVICE, n))
 
 
-def test_match_is_block_aligned() -> None:
-    tree = tree_of(2, ("aabbcc", [4, 5, 6]))
-    assert tree.match(NS, b"aabbcc") == [4, 5, 6]
-    assert tree.match(NS, b"aabbcd") == [4, 5]
-    assert tree.match(NS, b"aab") == [4]
-    assert tree.match(NS, b"ab") == []
-    assert tree.match(OTHER, b"aabb") == []
-    tree.check_integrity([])
-
-
 def test_insert_tells_what_was_adopted() -> None:
     tree = tree_of(1, ("abc", [0, 1, 2]))
     assert tree.insert(NS, b"abxy", [0, 7, 8, 9])[1] == [8, 9]
@@ -78,27 +68,6 @@ def test_unlock_without_lock() -> None:
     tree.unlock(node)
     with pytest.raises(PlanError, match="unlocked more often"):
         tree.unlock(node)
-
-
-def test_evict_frees_exactly_what_is_asked_or_nothing() -> None:
-    tree = tree_of(1, ("abcd", [0, 1, 2, 3]))
-    assert evict(tree, 3) == [1, 2, 3]
-    with pytest.raises(OutOfBlocks):
-        evict(tree, 2)
-    assert tree.match(NS, b"abcd") == [0]
-
-
-def test_clear_spares_what_is_locked() -> None:
-    tree = tree_of(1, ("abc", [0, 1, 2]), ("abd", [0, 1, 3]))
-    tree.insert(OTHER, b"abc", [4, 5, 6])
-    node, _ = tree.lock(NS, b"abc")
-    assert blocks_of(tree.clear(NS)) == [3]
-    tree.check_integrity([node])
-    tree.unlock(node)
-    assert sorted(blocks_of(tree.clear(NS))) == [0, 1, 2]
-    assert blocks_of(tree.clear(NS)) == []
-    tree.check_integrity([])
-    assert tree.match(OTHER, b"abc") == [4, 5, 6]
 
 
 def test_wide_tokens() -> None:

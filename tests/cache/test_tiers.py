@@ -87,22 +87,6 @@ def test_a_part_of_a_backed_up_node_leaves_the_device() -> None:
     )
 
 
-def test_a_split_while_blocks_move_splits_the_move() -> None:
-    world = World(9, host_blocks=6)
-    world.forecast(a=9)
-    world.serve("AAAA", "a", 4)
-    world.cache.pump()
-    world.serve("AAx")
-    world.settle()
-    assert [state(world, text) for text in ("AA", "AAAA")] == [State.BOTH, State.BOTH]
-    world.evict(5)
-    world.demand("AAAA")
-    world.tree.end(NS, b"A")
-    world.check()
-    world.settle()
-    assert world.admit("AAAA").exact_tokens == 4
-
-
 def test_fixed_prompts_are_written_through_once() -> None:
     world = World(8, host_blocks=8)
     world.forecast(a=1)
@@ -135,7 +119,6 @@ def test_a_fixed_prompt_is_backed_up_without_a_forecast_too() -> None:
     assert world.demand("AAAz", "r") == "loading"
     world.settle()
     assert world.admit("AAAz", request=RequestId("r")).exact_tokens == 3
-    assert world.cache.stats().ignored_labels == 1
 
 
 def test_ancestors_are_backed_up_before_what_follows_them() -> None:
@@ -221,9 +204,7 @@ def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
     stats = world.cache.stats()
     assert (stats.blocks_offloaded, stats.bytes_offloaded) == (5, 500)
     assert (stats.blocks_loaded, stats.bytes_loaded) == (3, 300)
-    assert stats.evictions_by_step == {"50": 3, "varying": 2, "7": 1}
-    assert stats.evictions_by_reason == {"admit": 3, "demand": 3}
-    assert sum(stats.evictions_by_step.values()) == stats.evictions
+    assert stats.evictions == 6
 
 
 def test_loading_is_declined_where_computing_is_cheaper() -> None:

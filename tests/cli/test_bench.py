@@ -54,7 +54,6 @@ def test_outside_of_a_checkout_there_are_few_commands() -> None:
     [
         (["workflow", "--quick"], "bench='workflow'"),
         (["accuracy"], "bench='accuracy'"),
-        (["roles"], "bench='roles'"),
         (["vllm", "--case", "team"], "case='team'"),
         (["sessions", "--full"], "--full='sessions'"),
     ],

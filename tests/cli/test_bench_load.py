@@ -11,10 +11,22 @@ from typer.testing import CliRunner
 from kedge.cli.main import app
 
 LEAF = {
-    "teams_per_min", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "batch_mean",
-    "batch_mean_last_third", "translated_share",
+    "teams_per_min", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_s", "latency_p99_s", "translated_share",
 }  # fmt: skip
-SHORT = ["bench", "load", "--case", "nano", "--clients", "2", "--seconds", "1", "--device", "cpu"]
+SHORT = [
+    "bench",
+    "load",
+    "--case",
+    "tiny",
+    "--model-size",
+    "tiny",
+    "--clients",
+    "2",
+    "--seconds",
+    "1",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture
@@ -29,8 +41,8 @@ def test_the_file_has_a_leaf_for_every_mode_and_the_table_a_row_of_80_columns(cl
     done = cli.invoke(app, [*SHORT, *memory, "--json", str(file)])
     assert done.exit_code == 0, done.output
     saved = json.loads(file.read_text())
-    assert saved["cases"].keys() == {"nano"} and saved["cases"]["nano"].keys() == {"2"}
-    modes = saved["cases"]["nano"]["2"]
+    assert saved["cases"].keys() == {"tiny"} and saved["cases"]["tiny"].keys() == {"2"}
+    modes = saved["cases"]["tiny"]["2"]
     assert list(modes) == ["off", "exact", "translate"]
     assert all(leaf.keys() >= LEAF for leaf in modes.values())
     assert saved["machine"]["kedge"]

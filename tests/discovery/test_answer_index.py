@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kedge.discovery.known_texts import AnswerIndex
-from kedge.discovery.token_bytes import pack
+from kedge.discovery.token_bytes import pack, unpack
 from kedge.types import SampleId, Tokens, ValueKind
 from tests.discovery.teams import words
 
@@ -16,18 +16,9 @@ def sample(name: str) -> SampleId:
     return SampleId(ValueKind.AGENT, name)
 
 
-def test_quoted_answers_come_last_first_whatever_is_joined_with_their_ends() -> None:
-    index, one, two = AnswerIndex(), words("one", 20), words("two", 9)
-    index.put(pack(one), sample("one"))
-    index.put(pack(two), sample("two"))
-    text = (*words("before", 30), 7, *one[1:-2], 7, *words("between", 5), *two, *words("after", 30))
-    assert [*index.find(pack(text))] == [sample("two"), sample("one")]
-    assert [*index.find(pack((*one[:9], *words("other", 30))))] == []
-
-
 def test_of_answers_that_are_equal_but_for_their_ends_the_latest_is_known() -> None:
     index, answer = AnswerIndex(), words("answer", 20)
-    like = (1, *answer[1:-2], 2, 3)
+    like = (0, 1, *answer[2:-2], 2, 3)
     assert index.equal(pack(answer)) is None
     index.put(pack(answer), sample("first"))
     assert index.equal(pack(like)) == sample("first")
@@ -42,8 +33,12 @@ def test_a_common_opening_does_not_make_a_prompt_expensive(monkeypatch: pytest.M
         index.put(pack(answer), sample(str(number)))
     text = pack((*answers[2], *answers[5]))
     assert [*index.find(text)] == [sample("5"), sample("2")]
-    monkeypatch.setattr("kedge.discovery.known_texts.MAX_COMPARED", 4)
-    assert [*index.find(text)] == [sample("5")]
+    openings = pack([token for answer in answers for token in answer[:6]])
+    assert len([*index._candidates(unpack(openings))]) == 64, "every answer at every opening"
+    monkeypatch.setattr("kedge.discovery.known_texts.MAX_SEARCHED", len(unpack(openings)))
+    compared = iter(index._candidates(unpack(openings)))
+    monkeypatch.setattr(index, "_candidates", lambda _: compared)
+    assert [*index.find(openings)] == [] and len([*compared]) == 64 - 48
 
 
 def test_against_a_search_of_every_place() -> None:
@@ -54,12 +49,12 @@ def test_against_a_search_of_every_place() -> None:
             gone = rng.choice([*known])
             index.drop(pack(known[gone]), gone)
             del known[gone]
-        for other in [one for one, tokens in known.items() if tokens[1:-2] == answer[1:-2]]:
+        for other in [one for one, tokens in known.items() if tokens[2:-2] == answer[2:-2]]:
             del known[other]
         known[sample(str(number))] = answer
         index.put(pack(answer), sample(str(number)))
         text = tuple(rng.randrange(3) for _ in range(40))
-        places = ((at, one, tokens[1:-2]) for one, tokens in known.items() for at in range(40))
+        places = ((at, one, tokens[2:-2]) for one, tokens in known.items() for at in range(40))
         true = [(at, one) for at, one, inner in places if text[at : at + len(inner)] == inner]
         found = [*index.find(pack(text))]
         assert sorted(found) == sorted(one for _, one in true)

@@ -66,7 +66,7 @@ def test_texts_that_are_too_short_are_not_kept() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(8, 40), st.booleans()), max_size=60))
 def test_memory_is_bounded_and_what_was_forgotten_is_no_answer(puts: list[tuple[int, int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known_texts, "MAX_TEXT_BYTES", 400)
+        patch.setattr(known_texts, "MAX_BYTES", 400)
         texts = KnownTexts()
         for first, size, is_answer in puts:
             texts.put(known(*range(first, first + size), sample=SAMPLE if is_answer else None))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kedge.discovery import runs as runs_module
 from kedge.discovery.bounds import MAX_OF_ONE
-from kedge.discovery.runs import END, HORIZON, FoundRun, FoundRuns, Successors
+from kedge.discovery.runs import END, FoundRun, FoundRuns, Successors
 from kedge.types import AgentId, RunId
 from kedge.workflow.steps import NextRun
 
@@ -114,13 +114,14 @@ def test_a_run_that_nobody_goes_on_with_is_over_and_that_is_learned() -> None:
     assert not list(found.over(10_000)) and waits.running == 1
 
 
-def test_forecasts_look_so_far_ahead_and_no_further() -> None:
+def test_forecasts_look_ahead_as_far_as_something_is_expected() -> None:
     successors = Successors()
     for _ in range(3):
         for at in range(40):
             successors.observe(agent(at), agent(at + 1))
     forecast = successors.forecast(agent(0), runs=False)
-    assert len(forecast) == HORIZON and forecast[agent(HORIZON)].steps == HORIZON - 1
+    assert len(forecast) == 40 and forecast[agent(40)].steps == 39
+    assert all(one.probability == 1 for one in forecast.values())
 
 
 @settings(max_examples=50)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kedge.discovery import Discovery, Found
-from kedge.discovery.discovery import MAX_PROMPT_BYTES, TemplateReviews
+from kedge.discovery.bounds import MAX_BYTES, MAX_LOOKED_AT
+from kedge.discovery.discovery import TemplateReviews
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.templates import PromptTemplate, Slot
@@ -76,9 +77,9 @@ def taken(calls: list[int], label: str = "x.0") -> list[bool]:
 
 
 def test_a_review_is_due_whenever_calls_have_doubled() -> None:
-    assert taken([1, 2, 3]) == [False] * 3
-    assert taken([4, 5, 6]) == [False, False, True]
-    assert taken([7, 12, 13, 15, 16, 31, 32, 33]) == [False] * 4 + [False, False, True, False]
+    assert taken([1, 2, 7]) == [False] * 3
+    assert taken([3, 4, 5]) == [False, False, True]
+    assert taken([7, 11, 12, 13, 15, 16, 31, 32, 33]) == [False] * 7 + [False, True]
 
 
 def test_a_template_that_has_the_answers_is_kept() -> None:
@@ -86,7 +87,7 @@ def test_a_template_that_has_the_answers_is_kept() -> None:
 
 
 def test_long_prompts_are_not_looked_at() -> None:
-    size = MAX_PROMPT_BYTES // 4
+    size = MAX_BYTES // MAX_LOOKED_AT // 4
     texts = KnownTexts()
     texts.put(KnownText(pack(words("said", 20)), (lambda: "answer.y",), SampleId(ValueKind.AGENT, "y", 0, "0")))
     reviews = TemplateReviews(texts)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kedge.discovery import runs
-from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS
+from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS, MAX_OF_ONE
 from kedge.discovery.runs import TextsOfRuns
 from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 
@@ -84,7 +83,7 @@ def test_values_that_come_again_in_other_runs_and_short_ones_tell_nothing() -> N
 
 def test_a_value_with_too_many_readers_tells_nothing() -> None:
     found = knowing(texts())
-    for number in range(runs.MAX_READERS):
+    for number in range(MAX_OF_ONE):
         assert found.find(B, [value("q")]) == (ONE if number else None)
         found.read(AgentId(str(number)), ONE, [value("q")])
     found.read(AgentId("one more"), ONE, [value("q")])

@@ -12,7 +12,7 @@ from kedge import LocalEngine
 from kedge.settings import EngineSettings, ServerSettings
 from tests.handoffs import answers, assert_linked
 from tests.server.conftest import Served, serving
-from tests.server.openai.test_tool_calls import TEMPLATE
+from tests.server.talking import TEMPLATE
 
 
 @pytest.fixture

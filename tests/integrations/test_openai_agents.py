@@ -29,7 +29,7 @@ from kedge.types import GenerateRequest
 from kedge.workflow.step_graph import Node
 from tests.integrations.conftest import ReceivedHints, recording
 from tests.server.conftest import serving
-from tests.server.openai.test_tool_calls import Templated
+from tests.server.talking import Templated
 
 INFINITE = float("inf")
 

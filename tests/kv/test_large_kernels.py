@@ -11,12 +11,11 @@ from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.offsets import Blend, OffsetTable, rows_of, split_rows
-from kedge.anchors.translator import in_chunks, in_one_pass
+from kedge.anchors.translator import Translation, in_chunks, in_one_pass
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import Translation
 from tests.kv.triton_device import DEVICE, Turns, error, slots_of
 
 if DEVICE.type != "cuda":

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.offsets import Blend, empty_table
-from kedge.anchors.translator import translate_into
-from kedge.integrations.vllm.plugin.block_layout import find_block_axes, find_layouts
+from kedge.anchors.translator import Translation, translate_into
+from kedge.integrations.vllm.plugin.block_layout import find_layouts
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, slots_for_kernels
 from kedge.kv.rotary import Rotary, RotaryByLayer
 from kedge.kv.segment import KVSegment
-from kedge.reuse.plan import Translation
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer
 from tests.kv.triton_device import DEVICE, error
 
@@ -62,7 +61,7 @@ def both(layout: Layout, shape: Shape, layers: int, turns: Rotary, dtype: torch.
     for _ in range(2):
         torch.manual_seed(0)
         fakes = [fake_layer(layout, shape, dtype, pages=layout.pages(shape, dtype).to(DEVICE)) for _ in range(layers)]
-        found = find_layouts(fakes, find_block_axes(fakes, shape.blocks, shape.size), shape.blocks, shape.size)
+        found = find_layouts(fakes, shape.blocks, shape.size)
         made.append(Pages(fakes, found, shape.size, turns))
     one, made[1].kernel_slots = made[0], None
     one.kernel_slots = slots_for_kernels(one._layers, one._layouts, turns)
@@ -121,9 +120,9 @@ def test_what_kernels_do_not_know_goes_layer_by_layer() -> None:
     scattered, in_two = fake_layer(Layout((0, 1, 2, 4, 3))), fake_layer(Layout(parts=2))
     unaligned = fake_layer(LAYOUTS["heads side by side"], Shape(dim=12), torch.bfloat16)
     for layers in ([plain, other], [eight], [plain, mixed], [scattered], [in_two], [unaligned]):
-        found = find_layouts(layers, find_block_axes(layers, BLOCKS, 4), BLOCKS, 4)
+        found = find_layouts(layers, BLOCKS, 4)
         assert slots_for_kernels(layers, found, turns) is None
-    found = find_layouts([plain], find_block_axes([plain], BLOCKS, 4), BLOCKS, 4)
+    found = find_layouts([plain], BLOCKS, 4)
     by_layer = RotaryByLayer([turns])
     assert slots_for_kernels([plain], found, by_layer) is None
     assert slots_for_kernels([plain], found, turns) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies.service import ACTIVE_SHARE, COLD, RETURNING, WAIT_SHARE, StepTimes, may_start
+from kedge.policies.service import ACTIVE_SHARE, MOST, WAIT_SHARE, StepTimes, may_start
 
 CAPACITY = 1000
 ROOM = int(ACTIVE_SHARE * CAPACITY)
@@ -29,12 +29,12 @@ def test_where_nothing_runs_everything_starts(size: int, missing: float, returni
     assert may_start(size, missing, 0, CAPACITY, returning, SHORT)
 
 
-@given(tokens, st.floats(0, COLD, exclude_max=True), tokens, shares)
+@given(tokens, st.floats(0, MOST, exclude_max=True), tokens, shares)
 def test_what_is_cached_starts_at_any_time(size: int, missing: float, running: int, returning: float) -> None:
     assert may_start(size, missing, running, CAPACITY, returning, SHORT)
 
 
-@given(tokens, shares, tokens, st.floats(0, RETURNING, exclude_max=True))
+@given(tokens, shares, tokens, st.floats(0, MOST, exclude_max=True))
 def test_where_sessions_do_not_come_back_nothing_is_held_back(
     size: int, missing: float, running: int, returning: float
 ) -> None:
@@ -44,7 +44,7 @@ def test_where_sessions_do_not_come_back_nothing_is_held_back(
 def test_a_cold_prompt_waits_until_little_runs() -> None:
     assert may_start(100, 1.0, ROOM - 100, CAPACITY, 1.0, SHORT)
     assert not may_start(100, 1.0, ROOM - 99, CAPACITY, 1.0, SHORT)
-    assert not may_start(100, COLD, ROOM, CAPACITY, RETURNING, SHORT)
+    assert not may_start(100, MOST, ROOM, CAPACITY, MOST, SHORT)
 
 
 def test_what_takes_less_time_than_the_answers_before_it_is_not_held_back() -> None:

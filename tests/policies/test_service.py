@@ -23,24 +23,6 @@ def order_of(missing: dict[str, float], tokens: int = 1) -> ServiceOrder[str]:
     return order
 
 
-def test_who_has_waited_long_enough_goes_before_what_is_cached() -> None:
-    missing = {"evicted": 1.0, "other": 1.0}
-    order = order_of(missing)
-    order.order(0, overloaded=True)
-    passed = 0
-    while True:
-        item = f"cached{passed}"
-        missing[item] = 0.0
-        order.push(item, 1)
-        first = order.order(0, overloaded=True)[0]
-        if first == "evicted":
-            break
-        assert first == item
-        order.remove(first)
-        passed += 1
-    assert passed == PATIENCE * 3 - 2, "with three waiting, and one number given to `other`"
-
-
 @dataclass
 class Hostile:
     """Answers look-ups as it is told, whatever it answered before."""
@@ -177,33 +159,27 @@ class ContextsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = LiveContexts(self.IDLE, self.LIMIT)
         self.now = 0.0
-        self.requests: list[tuple[int, int]] = []
+        self.live = LiveContexts(lambda: self.now, self.IDLE, self.LIMIT)
+        self.requests: dict[str, tuple[int | None, int]] = {}
         self.idle: dict[int, tuple[float, int]] = {}
 
-    @rule(session=st.integers(0, 5), tokens=st.integers(0, 9))
-    def begin(self, session: int, tokens: int) -> None:
-        self.live.began(session, tokens)
-        self.requests.append((session, tokens))
-        self.idle.pop(session, None)
+    @rule(number=st.integers(0, 9), session=st.integers(0, 5) | st.none(), tokens=st.integers(0, 9))
+    def begin(self, number: int, session: int | None, tokens: int) -> None:
+        request = f"request {number}"
+        self.live.began(request, session, tokens)
+        if request not in self.requests:
+            self.requests[request] = session, tokens
+            self.idle.pop(session, None)  # type: ignore[arg-type]
 
-    @rule(data=st.data(), grown=st.integers(0, 9))
-    def end(self, data: st.DataObject, grown: int) -> None:
-        if not self.requests:
-            return
-        session, tokens = request = data.draw(st.sampled_from(self.requests))
-        self.requests.remove(request)
-        self.live.ended(session, tokens, tokens + grown, self.now)
-        if all(other != session for other, _ in self.requests):
+    @rule(number=st.integers(0, 9), grown=st.integers(0, 9))
+    def end(self, number: int, grown: int) -> None:
+        session, tokens = self.requests.pop(f"request {number}", (None, 0))
+        self.live.ended(f"request {number}", tokens + grown)
+        if session is not None and all(other != session for other, _ in self.requests.values()):
             self.idle[session] = self.now, tokens + grown
             while len(self.idle) > self.LIMIT:
                 del self.idle[next(iter(self.idle))]
-
-    @rule(session=st.integers(0, 5))
-    def forget(self, session: int) -> None:
-        self.live.forget(session)
-        self.idle.pop(session, None)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -213,15 +189,12 @@ class ContextsMachine(RuleBasedStateMachine):
     def is_the_sum_of_what_is_live(self) -> None:
         self.live.check_integrity()
         self.idle = {one: (at, tokens) for one, (at, tokens) in self.idle.items() if self.now - at < self.IDLE}
-        busy = {one: max(tokens for other, tokens in self.requests if other == one) for one, _ in self.requests}
-        assert self.live.tokens(self.now) == sum(busy.values()) + sum(tokens for _, tokens in self.idle.values())
+        busy: dict[object, int] = {}
+        for request, (session, tokens) in self.requests.items():
+            context = request if session is None else session
+            busy[context] = max(tokens, busy.get(context, 0))
+        assert len(self.live) == len(self.requests)
+        assert self.live.tokens() == sum(busy.values()) + sum(tokens for _, tokens in self.idle.values())
 
 
 TestLiveContexts = ContextsMachine.TestCase
-
-
-def test_a_request_that_has_not_begun_cannot_end() -> None:
-    live = LiveContexts()
-    live.began("a", 5)
-    with pytest.raises(PlanError, match="no request of 6 tokens"):
-        live.ended("a", 6, 6, 0.0)

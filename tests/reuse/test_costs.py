@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kedge.reuse.costs import OUTLIER, RARE, EngineCosts, LinearCost
+from kedge.reuse.costs import OUTLIER, REFIT, EngineCosts, LinearCost
 
 PRIOR = (1e-2, 1e-4, 1e-4)
 TRUE = (2e-3, 1e-4, 3e-4)
@@ -31,12 +31,6 @@ def fitted(coefficients: tuple[float, ...], many: int = 64) -> LinearCost:
 
 
 # the regression -------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_observed_costs_what_was_assumed() -> None:
-    linear = LinearCost(PRIOR)
-    assert linear.coefficients == list(PRIOR)
-    assert linear.of((1.0, 10, 2)) == pytest.approx(cost(PRIOR, (1.0, 10, 2)))
 
 
 @pytest.mark.parametrize("true", [TRUE, (0.0, 1e-4, 0.0), (5e-2, 1e-7, 1e-3)])
@@ -73,16 +67,6 @@ def test_no_coefficient_is_ever_negative(true: tuple[float, ...]) -> None:
     assert all(found == 0.0 for found, given in zip(linear.coefficients, true, strict=True) if given < 0)
 
 
-def test_random_observations_make_no_coefficient_negative_or_infinite() -> None:
-    rng = random.Random(2)
-    for _ in range(50):
-        linear = LinearCost(PRIOR)
-        for _ in range(40):
-            counts = (1.0, float(rng.choice([1, 1, 2, 128, 5000])), float(rng.choice([1, 4])))
-            linear.observe(counts, rng.choice([0.0, 1e-6, 1e-3, rng.random(), 60.0]))
-            assert all(0.0 <= each < 1e4 for each in linear.coefficients)
-
-
 @pytest.mark.parametrize("factor", [0.2, 3.0])
 def test_a_change_is_followed(factor: float) -> None:
     linear, changed = fitted(TRUE), tuple(factor * each for each in TRUE)
@@ -103,7 +87,7 @@ def test_an_outlier_counts_as_a_few_times_what_was_expected() -> None:
     wild, bounded = fitted(TRUE), fitted(TRUE)
     wild.observe(counts, 1000.0)
     bounded.observe(counts, OUTLIER * bounded.of(counts))
-    for later in passes(RARE):  # until the coefficients are computed anew
+    for later in passes(REFIT):  # until the coefficients are computed anew
         wild.observe(later, cost(TRUE, later))
         bounded.observe(later, cost(TRUE, later))
     assert wild.coefficients == pytest.approx(bounded.coefficients)
@@ -126,16 +110,6 @@ def test_what_a_pass_costs_and_what_more_work_adds_to_it() -> None:
     costs = known_costs()
     assert costs.pass_seconds(100, 2) == pytest.approx(2e-3 + 1e-2 + 6e-4, rel=1e-3)
     assert costs.added_seconds(100, 2) == pytest.approx(1e-2 + 6e-4, rel=1e-3)
-    assert costs.stats() == pytest.approx(
-        {
-            "pass_ms": 2.0,
-            "pass_ms_per_token": 0.1,
-            "pass_ms_per_sequence": 0.3,
-            "translation_ms_per_segment": 1.0,
-            "translation_ms_per_token": 0.01,
-        },
-        rel=1e-2,
-    )
 
 
 def test_translation_pays_from_where_it_takes_less_time_than_computing() -> None:
@@ -150,10 +124,10 @@ def test_translation_pays_by_the_tokens_that_need_not_be_computed_then() -> None
 
 
 def test_base_kv_pays_with_as_many_readers_as_save_what_it_takes() -> None:
-    """A base prefill of 104 tokens takes 10.7 ms, and each reader saves 5 - 2 ms by it."""
+    """A base prefill of 54 tokens takes 5.7 ms, and each reader saves 5 - 1.5 ms by it."""
     costs = known_costs()
-    assert [readers for readers in range(8) if costs.base_pays(104, 100, 50, readers)] == list(range(4, 8))
-    assert not costs.base_pays(104, 100, 15, 1000), "translating itself does not pay"
+    assert [readers for readers in range(8) if costs.base_pays(54, 50, readers)] == list(range(2, 8))
+    assert not costs.base_pays(14, 10, 1000), "translating itself does not pay"
 
 
 def test_tokens_are_computed_ahead_beside_few_others_only() -> None:
@@ -165,7 +139,7 @@ def test_tokens_are_computed_ahead_beside_few_others_only() -> None:
 def test_everything_pays_where_costs_are_not_to_be_asked() -> None:
     costs = known_costs(by_cost=False)
     assert all(costs.translation_pays(tokens, 0) for tokens in (1, 5, 100))
-    assert costs.base_pays(100, 10, 0, 1) and costs.ahead_pays(1, 100)
+    assert costs.base_pays(100, 10, 1) and costs.ahead_pays(1, 100)
     assert costs.pass_seconds(100, 2) == pytest.approx(2e-3 + 1e-2 + 6e-4, rel=1e-3), "passes are shared all the same"
 
 
@@ -206,7 +180,7 @@ def test_tokens_that_cost_nothing_all_fit_as_long_as_there_is_time(seconds: floa
     costs = EngineCosts()
     for _, tokens, sequences in passes(64):
         costs.observe_pass(int(tokens), int(sequences), 1e-2 - 1e-6 * tokens)
-    assert costs.stats()["pass_ms_per_token"] == 0.0
+    assert costs.added_seconds(300, 0) == 0.0
     assert costs.tokens_within(seconds, 300) == fit
 
 

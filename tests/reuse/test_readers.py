@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.reuse.contracts import PoolKey
+from kedge.anchors.anchor import PoolKey
 from kedge.reuse.runtime import MAX_VALUES, UNKNOWN, Readers
 from kedge.structures.bounded import ENTRIES
 from kedge.types import Namespace, TenantId, WorkflowId

@@ -5,7 +5,9 @@ from __future__ import annotations
 from kedge.engine.echo import ByteTokenizer
 from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
 from kedge.types import ClientId, Namespace, ReuseMode, RunId, SampleId, TenantId, Tokens, ValueKind
-from kedge.workflow import Agent, AgentKey, RunKey, Step, Value, Workflow
+from kedge.workflow.forecast import AgentKey, RunKey
+from kedge.workflow.graph import Agent, Step, Workflow
+from kedge.workflow.template import Value
 
 TOKENIZER = ByteTokenizer()
 FLOW = Workflow(

@@ -22,7 +22,9 @@ from kedge.types import (
     TenantId,
     ValueKind,
 )
-from kedge.workflow import UNKNOWN, Agent, AgentKey, Workflow
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.steps import UNKNOWN
 
 ASK = {"user_question": "why?"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -85,39 +84,6 @@ def test_a_new_row_replaces_that_of_its_version_alone(tmp_path: Path, monkeypatc
     first, *others = matrix.load()
     assert (first.version, first.note, first.passed) == ("0.31", "not tried: no network", 0)
     assert others == ROWS[1:]
-
-
-def test_reports_are_counted_once_by_their_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tests" / "deep").mkdir(parents=True)
-    for name in ("test_a.py", "deep/test_b.py", "deep/test_c.py", "helper.py"):
-        (tmp_path / "tests" / name).touch()
-    monkeypatch.setattr(matrix, "ROOT", tmp_path)
-    first = (
-        '<testcase classname="tests.test_a" name="test_one"><failure/></testcase>'
-        '<testcase classname="tests.test_a" name="test_two[x.y]"><skipped message="skipped once"/></testcase>'
-        '<testcase classname="tests.deep.test_b.TestThree" name="runTest"><error/></testcase>'
-    )
-    second = (
-        '<properties><property name="x" value="y"/></properties>'
-        '<testcase classname="tests.test_a" name="test_one"/><testcase classname="tests.test_a" name="test_two[x.y]"/>'
-        '<testcase classname="" name="tests.deep.test_c"><skipped message="no AMX"/></testcase>'
-    )
-    for name, day, cases in (("z", "2026-01-01", first), ("a", "2026-01-02", second)):
-        suite = f'<testsuite timestamp="{day}T01:00:00+00:00">{cases}</testsuite>'
-        (tmp_path / f"{name}.xml").write_text(f"<testsuites>{suite}</testsuites>")
-    numbers = {"passed": 2, "failed": 1, "skipped": 1}
-    assert matrix.reported(tmp_path, ["tests"]) == (numbers, "2026-01-02", "skipped: no AMX (1)")
-    assert matrix.reported(tmp_path, ["tests/test_a.py"])[0]["failed"] == 1
-    (tmp_path / "tests" / "test_d.py").touch()
-    with pytest.raises(SystemExit, match=r"has no results of tests\.test_d$"):
-        matrix.reported(tmp_path, ["tests"])
-
-
-def test_reasons_of_skips_are_counted() -> None:
-    skips = [f'<testcase><skipped message="{why}"/></testcase>' for why in ("no AMX", "no kernel", "no kernel")]
-    cases = map(ElementTree.fromstring, ["<testcase/>", *skips, "<testcase><skipped/></testcase>"])
-    assert matrix.skip_reasons(cases) == "skipped: no kernel (2); no AMX (1); no reason (1)"
-    assert matrix.skip_reasons([ElementTree.fromstring("<testcase><failure/></testcase>")]) == ""
 
 
 def test_a_build_for_cuda_is_installed_only_where_it_is_asked_for(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx
 import openai
@@ -22,6 +23,9 @@ from kedge.server.tenancy import KeyRing
 from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows.server_runs import Workflows
 from kedge.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from tests.server.talking import Talking
 
 FLOW = """
 name: pair
@@ -106,3 +110,13 @@ def client(served: Served) -> openai.OpenAI:
 def http(served: Served) -> Iterator[httpx.Client]:
     with served.http() as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[Talking]:
+    """One whose model says what a test has set."""
+    from tests.server.talking import talking
+
+    with talking() as running:
+        running.text = "Fine."
+        yield running

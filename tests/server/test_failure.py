@@ -19,7 +19,7 @@ import pytest
 from kedge.cli.serve import EXIT_ENGINE_ENDED
 from kedge.engine.common.watched import WatchedEngine
 from kedge.engine.echo import EchoEngine
-from kedge.server.dashboard.history import History
+from kedge.server.history import History
 from tests.processes import children, is_alive, linux_only
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
 from tests.server.test_shutdown import LONG, Ending
@@ -163,7 +163,7 @@ class Process:
             "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # what is learned here is not to depend on this machine
             "KEDGE_ENGINE__PLANNER__MOVE": "never",  # of answers too, at the first question
         }
-        code = f"from kedge.server import app as own; own.SNAPSHOT_SECONDS = 0.2\n{code}"
+        code = f"from kedge.engine.common.state import saving; saving.SNAPSHOT_SECONDS = 0.2\n{code}"
         command = [sys.executable, "-c", code, "serve", *args, "--port", "0", "--log-format", "json"]
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
         self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever

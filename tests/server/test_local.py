@@ -12,7 +12,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.server.openai import prompts
-from kedge.server.openai.protocol import ChatMessage
+from kedge.server.openai.protocol import ChatBody
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import PATIENCE, Served, serving
@@ -64,8 +64,7 @@ def test_a_conversation_goes_on_where_its_kv_is(client: openai.OpenAI, served: S
     second = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached >= first.usage.prompt_tokens // 16 * 16 - 16 > 0
-    given = [ChatMessage.model_validate(message) for message in messages]
-    segments = prompts.of_conversation(served.engine.tokenizer, given)
+    segments = prompts.of_chat(served.engine.tokenizer, ChatBody(messages=messages))
     tokens = tuple(token for segment in segments for token in segment.tokens)
     assert second.choices[0].message.content == directly(served.engine, tokens, 8)
     template, eos = served.engine.tokenizer.inner, served.engine.tokenizer.eos_token_id

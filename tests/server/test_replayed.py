@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
-from tests.server.talking import CALL, MODEL, Talking, talking
+from tests.server.talking import CALL, MODEL, Talking
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASK: Any = {"role": "user", "content": "How is it?"}
 FUNCTION: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def told() -> Iterator[Talking]:
-    with talking() as running:
-        running.text = "Fine."
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -132,23 +123,6 @@ def test_a_choice_that_nobody_follows_is_left_out(http: httpx.Client, choice: An
     assert answer["kedge"]["ignored"] == ["tool_choice"]
 
 
-def test_a_custom_tool_is_called_and_answered_with_its_text(told: Talking) -> None:
-    told.text = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
-    client = told.served.client()
-    asked: dict[str, Any] = {"model": MODEL, "input": "Patch it.", "tools": [PATCH]}
-    (call,) = client.responses.create(**asked).output
-    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", "*** Begin")
-    with client.responses.stream(**asked) as stream:
-        kinds = [one.type for one in stream]
-        assert stream.get_final_response().output[0].input == "*** Begin"
-    assert "response.custom_tool_call_input.delta" in kinds and "response.custom_tool_call_input.done" in kinds
-    told.text = "Done."
-    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"}
-    answer = client.responses.create(**{**asked, "input": [ASK, call.model_dump(exclude_none=True), output]})
-    assert answer.output_text == "Done."
-    assert '"arguments": {"input": "*** Begin"}' in told.prompt() and "patched" in told.prompt()
-
-
 def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking) -> None:
     client = told.served.client()
     for name, tools in (("find", [SPACE]), ("mcp__docs__find", [FIND, SPACE])):
@@ -164,36 +138,14 @@ def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking) -> None:
 # Anthropic's own ------------------------------------------------------------------------------------------------------
 
 
-def client_of(told: Talking) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=told.served.url, api_key="none", max_retries=0)
-
-
 @pytest.mark.parametrize(
     "content", ["It is", [{"type": "text", "text": "It is "}], [{"type": "text", "text": "It\nis"}]]
 )
 def test_an_answer_that_is_begun_is_continued(told: Talking, content: Any) -> None:
     told.text = " fine."
-    client_of(told).messages.create(
-        model=MODEL, max_tokens=9, messages=[ASK, {"role": "assistant", "content": content}]
-    )
+    told.claude().messages.create(model=MODEL, max_tokens=9, messages=[ASK, {"role": "assistant", "content": content}])
     begun = content if isinstance(content, str) else content[0]["text"]
     assert told.prompt().endswith(f"assistant\n{begun.rstrip()}")
-
-
-def test_chats_continue_and_leave_the_answer_out_where_they_are_asked_to(told: Talking) -> None:
-    client = told.served.client()
-    begun: Any = [ASK, {"role": "assistant", "content": "It is"}]
-    for more, end in (
-        ({"continue_final_message": True, "add_generation_prompt": False}, "assistant\nIt is"),
-        ({"add_generation_prompt": True}, "assistant:"),
-        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, ""),
-    ):
-        if end:
-            client.chat.completions.create(model=MODEL, messages=begun, extra_body=more)
-            assert told.prompt().endswith(end)
-        else:
-            with pytest.raises(openai.BadRequestError):
-                client.chat.completions.create(model=MODEL, messages=begun, extra_body=more)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -214,17 +166,17 @@ def test_the_stop_sequence_is_named(
     asked: Any = {"model": MODEL, "max_tokens": 80 if reason == "tool_use" else 40, "messages": [ASK]}
     asked |= {"stop_sequences": stops, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
     if stream:
-        with client_of(told).messages.stream(**asked) as events:
+        with told.claude().messages.stream(**asked) as events:
             answer = events.get_final_message()
     else:
-        answer = client_of(told).messages.create(**asked)
+        answer = told.claude().messages.create(**asked)
     assert (answer.stop_reason, answer.stop_sequence) == (reason, stopped)
 
 
 def test_both_events_of_a_stream_count_the_same_input(told: Talking) -> None:
     told.text = "Fine."
     for _ in range(2):  # the second from the cache
-        with client_of(told).messages.stream(model=MODEL, max_tokens=9, messages=[ASK]) as stream:
+        with told.claude().messages.stream(model=MODEL, max_tokens=9, messages=[ASK]) as stream:
             counts = [one.message.usage if one.type == "message_start" else one.usage
                       for one in stream if one.type in ("message_start", "message_delta")]  # fmt: skip
         assert counts[0].input_tokens == counts[1].input_tokens > 0
@@ -290,8 +242,3 @@ def test_a_result_that_is_an_object_is_read_as_its_json(told: Talking, http: htt
     result = {"type": "function_call_output", "call_id": "c", "output": {"content": "it rains", "success": True}}
     said(http, RESPONSES, input=[ASK, call, result])
     assert '"content": "it rains"' in told.prompt()
-
-
-def test_what_a_response_cannot_have_is_refused_by_the_name_that_was_sent(http: httpx.Client) -> None:
-    answer = http.post(RESPONSES, json={"model": MODEL, "input": "x", "top_logprobs": 3})
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("top_logprobs=3")

@@ -14,12 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kedge.engine.common.state import saving
 from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.server import app
-from kedge.server.app import Snapshots, create_app
+from kedge.server.app import create_app
 from kedge.settings import ServerSettings
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
 from tests.engine.common.state_helpers import change, damage, record_files
@@ -31,17 +32,9 @@ from tests.server.test_failure import process
 @contextmanager
 def served(built: LocalEngine, folder: Path, interval: float = 60.0) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(app, "SNAPSHOT_SECONDS", interval)
+        patched.setattr(saving, "SNAPSHOT_SECONDS", interval)
         with serving(built, ServerSettings(state=folder)) as running:
             yield running
-
-
-def test_what_one_server_learns_another_knows(tmp_path: Path) -> None:
-    with engine() as first, served(first, tmp_path) as running:
-        ask(first, 50)
-        assert "kedge:last_snapshot_timestamp_seconds{" not in running.http().get("/metrics").text
-    with engine() as second, served(second, tmp_path):
-        assert second.inspect()["anchors"]["pools"] == 2
 
 
 def test_snapshots_are_taken_while_it_runs(tmp_path: Path) -> None:
@@ -113,13 +106,13 @@ def test_a_disk_that_fails_ends_no_server(
 
 def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EchoEngine has no state"):
-        Snapshots(EchoEngine(), tmp_path, lambda _: None)
+        app.snapshots_of(EchoEngine(), tmp_path, lambda _: None)
 
 
 def test_a_folder_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with engine() as built:
-        snapshots = Snapshots(built, tmp_path / "file" / "below", lambda _: None)
+        snapshots = app.snapshots_of(built, tmp_path / "file" / "below", lambda _: None)
         with pytest.raises(ConfigError, match=r"server\.state"):
             snapshots.load()
 
@@ -144,7 +137,7 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
         create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
         limits = built.query(lambda parts: parts.learned[0].limits)
         assert limits == {"a": 1 << 20, "b": 7}
-        block = built.kv_spec.bytes_per_token * 16
+        block = built.runner.spec.bytes_per_token * 16
         assert built.query(lambda parts: parts.cache.tiers.backups.limits) == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
         create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))

@@ -6,15 +6,6 @@ from hypothesis import strategies as st
 from kedge.structures.bounded import BoundedDict
 
 
-def test_keeps_what_was_used_last() -> None:
-    made: list[str] = []
-    entries: BoundedDict[str, str] = BoundedDict(2)
-    for key in "abacb":
-        entries.use(key, lambda key=key: made.append(key) or key)
-    assert made == ["a", "b", "c", "b"]
-    assert list(entries.values()) == ["c", "b"]
-
-
 def test_a_look_up_leaves_the_order_as_it_is() -> None:
     entries: BoundedDict[str, int] = BoundedDict(2)
     entries["a"], entries["b"] = 1, 2

@@ -21,29 +21,6 @@ def heap_of(*items: Item) -> LazyHeap[Item]:
     return heap
 
 
-def test_the_least_key_goes_first() -> None:
-    heap = heap_of(Item(5), Item(2), Item(9))
-    assert [heap.pop().key for _ in range(3)] == [2, 5, 9]
-
-
-def test_only_the_newest_entry_of_an_item_counts() -> None:
-    old, other = Item(1), Item(2)
-    heap = heap_of(old, other)
-    old.key = 3
-    assert not heap.covers([old, other])
-    heap.push(old)
-    assert heap.covers([old, other])
-    assert [heap.pop(), heap.pop(), heap.pop()] == [other, old, None]
-
-
-def test_what_is_no_candidate_never_surfaces() -> None:
-    item = Item(1)
-    heap = heap_of(item)
-    item.candidate = False
-    assert heap.covers([])
-    assert heap.pop() is None
-
-
 def test_outdated_entries_do_not_pile_up() -> None:
     items = [Item(n) for n in range(10)]
     heap = heap_of(*items)

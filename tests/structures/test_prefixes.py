@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from array import array
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.structures.prefixes import Prefix, common_length, common_prefix, first_of, leading_count
+from kedge.structures.prefixes import common_length, common_prefix, leading_count
 
 SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
 
@@ -26,23 +25,6 @@ def test_two_sequences(one: tuple[int, ...], other: tuple[int, ...], shared: int
     assert expected >= shared
     assert common_length(array("q", one), array("q", other)) == common_length(bytes(one), bytes(other)) == expected
     assert common_prefix([one, other]) == one[:expected]
-
-
-@given(SHORT, st.integers(0, 14), st.data())
-def test_the_first_items_are_those_of_a_slice(items: tuple[int, ...], length: int, data: st.DataObject) -> None:
-    found, expected = first_of(items, length), items[:length]
-    assert (found is items) == (length >= len(items))
-    places = range(-len(expected), len(expected))
-    assert [found[at] for at in places] == [expected[at] for at in places]
-    assert (list(found), list(reversed(found)), len(found)) == (list(expected), list(reversed(expected)), len(expected))
-    chosen = data.draw(st.slices(max(1, len(expected))))
-    assert list(found[chosen]) == list(expected[chosen])
-
-
-@pytest.mark.parametrize("at", [2, -3])
-def test_an_item_that_is_not_among_the_first_is_an_error(at: int) -> None:
-    with pytest.raises(IndexError):
-        Prefix("abcd", 2)[at]
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.integers(-1, 60))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.decisions import MAX_PICK
-from kedge.engine.validation import require_sensible
-from kedge.errors import CycleError, RequestError, UnknownPlaceholder, WorkflowError
+from kedge.errors import CycleError, UnknownPlaceholder, WorkflowError
 from kedge.guard import GuardMode
-from kedge.types import AgentId, GenerateRequest, ReuseMode, SamplingParams, Segment
+from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Agent, Step, Workflow, order
 from kedge.workflow.template import Placeholder
 from tests.engine.conformance.values import IMPOSSIBLE_SAMPLING
@@ -151,6 +149,7 @@ def test_modes_may_be_given_as_their_values() -> None:
     "changes",
     [{"max_tokens": 0}, {"tool_seconds": 0}, {"tool_seconds": math.nan}, {"tool_seconds": math.inf},
      {"tool_seconds": "9"}, {"reuse": "x"}, {"guard": 1},
+     *({"fidelity": budget} for budget in (0, math.nan, "fp8", True)),
      *({key: value} for key in SAMPLED for value in IMPOSSIBLE_SAMPLING[key])],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
@@ -166,19 +165,6 @@ def test_an_agents_texts_are_unicode(key: str, text: object) -> None:
     texts = {"system": "", "user": "x", key: text}
     with pytest.raises(WorkflowError, match=f"agent a: {key}=.*: must be "):
         Agent("a", **texts)  # type: ignore[arg-type]
-
-
-@given(st.floats(), st.floats(), st.integers(), st.integers().filter(bool))
-def test_an_agent_samples_as_a_request_may(temperature: float, top_p: float, seed: int, max_tokens: int) -> None:
-    sampling = SamplingParams(max_tokens, temperature, top_p, seed)
-    try:
-        require_sensible(GenerateRequest((Segment((1,), "p0"),), sampling))
-    except RequestError as error:
-        with pytest.raises(WorkflowError, match=re.escape(f"agent a: {error.key}={error.value!r}: must ")):
-            agent("a", max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    else:
-        made = agent("a", max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        assert made.sampling == sampling
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a@0", "{a}"])

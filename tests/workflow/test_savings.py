@@ -10,7 +10,7 @@ from kedge import LocalEngine, run
 from kedge.types import ReuseMode, ValueKind
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.savings import BLOCK, CallSavings, ValueLengths, estimate_savings
-from kedge.workloads.miniature import MATH
+from kedge.workloads.miniature import MATH, questions
 
 FOUR = ValueLengths(input=4 * BLOCK, answer=4 * BLOCK)
 
@@ -54,11 +54,6 @@ def test_an_answer_is_computed_by_its_first_reader_unless_it_is_translated() -> 
     assert counts(a, b, c) == [(5, 1, 0, 1), (9, 1, 4, 9), (9, 1, 8, 9)]
 
 
-def test_words_in_front_of_a_value_that_all_readers_share_stay_with_it() -> None:
-    a, b = (Agent(name, blocks(name, 1), blocks("q", 1) + "{user_question}") for name in "ab")
-    assert counts(a, b)[1] == (6, 2, 5, 5)
-
-
 def test_an_agent_that_must_be_exact_translates_nothing() -> None:
     a = Agent("a", blocks("a", 1), "{user_question}")
     exact = Agent("b", blocks("b", 1), "{user_question}", reuse=ReuseMode.EXACT)
@@ -92,7 +87,7 @@ def test_the_share_of_a_run_weighs_calls_by_their_prompts() -> None:
 
 
 def test_the_embedded_engine_finds_as_many_tokens_as_estimated() -> None:
-    team, (before, asked) = MATH.workflow(), list(islice(MATH.questions("test", 1), 3))[1:]
+    team, (before, asked) = MATH.workflow(), list(islice(questions(1), 3))[1:]
     assert before.text.split()[0] != asked.text.split()[0]  # the estimate takes questions to differ from the start
     with LocalEngine() as engine:
         for question in (before, asked):

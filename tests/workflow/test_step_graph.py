@@ -45,13 +45,6 @@ REVIEW = graph(
 # exact cases ----------------------------------------------------------------------------------------------------
 
 
-def test_all_of_a_set_is_the_maximum_and_any_of_several_is_the_minimum() -> None:
-    nodes = (Node("p"), Node("e1", after=["p"]), Node("e2", after=["e1"]))
-    upper = graph(*nodes, Node("x", after=[{"e1", "e2"}]))
-    lower = graph(*nodes, Node("x", after=["e1", "e2"]))
-    assert (upper.steps({"p"}, ())["x"], lower.steps({"p"}, ())["x"]) == (3, 2)
-
-
 @pytest.mark.parametrize("at", range(10))
 def test_in_a_cycle_everyone_has_another_step(at: int) -> None:
     steps = ring(10).steps({f"a{at}"}, {f"a{before}" for before in range(at)})
@@ -65,33 +58,11 @@ def test_a_loop_that_was_taken_starts_a_new_iteration() -> None:
     assert again == (frozenset({"planner"}), frozenset())
 
 
-def test_an_inner_loop_keeps_what_stands_before_it() -> None:
-    inner = graph(Node("a"), Node("b", after=["a"], loops=["c"]), Node("c", after=["b"]), Node("d", after=["c"]))
-    state = RunState(done=frozenset(inner.ids[:3]))
-    assert inner.steps(*state) == {"a": UNKNOWN, "b": 0, "c": 1, "d": 0}
-    assert inner.started(state, inner.ids[1]) == (frozenset({"b"}), frozenset({"a"}))
-
-
-def test_an_agent_may_repeat_itself() -> None:
-    alone = graph(Node("a", loops=["a"]))
-    state = alone.finished(alone.started(RunState(), alone.ids[0]), alone.ids[0])
-    assert alone.steps(*state) == {"a": 0}
-    assert alone.started(state, alone.ids[0]) == (frozenset({"a"}), frozenset())
-
-
 def test_candidates_of_a_branch_have_the_same_step_and_their_own_probability() -> None:
     next_runs = REVIEW.next_runs(RunState(frozenset({"reviewer"}), frozenset({"planner", "writer"})))
     assert next_runs["planner"] == (1, 0.3)
     assert next_runs["publisher"] == next_runs["archive"] == (1, pytest.approx(0.35))
     assert next_runs["writer"] == (2, 0.3)
-
-
-@pytest.mark.parametrize("running", [True, False])
-def test_a_branch_that_was_taken_rules_out_the_others(running: bool) -> None:
-    chosen, before = frozenset({"publisher"}), frozenset({"planner", "writer", "reviewer"})
-    state = RunState(chosen, before) if running else RunState(done=chosen | before)
-    assert {steps for node, steps in REVIEW.steps(*state).items() if node != "publisher"} == {UNKNOWN}
-    assert ready(REVIEW, state) == []
 
 
 def test_an_agent_with_several_nodes_has_the_soonest() -> None:
@@ -110,11 +81,6 @@ def test_a_workflow_has_a_node_for_every_turn() -> None:
     unrolled = StepGraph.of(flow)
     assert unrolled.steps((), ()) == {"w@0": 0, "c@0": 1, "w@1": 2, "c@1": 3}
     assert unrolled.next_runs(RunState(done=frozenset({"w@0", "c@0", "w@1"}))) == {"w": (UNKNOWN, 0), "c": (0, 1)}
-
-
-def test_one_turn_needs_no_numbers() -> None:
-    flow = Workflow("two", (Agent("b", "", "{agent_a_current}"), Agent("a", "", "x")))
-    assert StepGraph.of(flow).steps({"a"}, ()) == {"a": 0, "b": 1}
 
 
 # oracles --------------------------------------------------------------------------------------------------------

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kedge.workloads.gsm8k import code, number, other_number
+from kedge.workloads.gsm8k import code, number
 
 
 @pytest.mark.parametrize(
@@ -27,19 +23,6 @@ from kedge.workloads.gsm8k import code, number, other_number
 )
 def test_number(text: str, stated: str | None) -> None:
     assert number(text) == stated
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 99))
-def test_another_number_is_stated_and_nothing_else_changes(first: int, last: int, seed: int) -> None:
-    text = f"There are {first} of them.\nThe answer is {last}. Done."
-    changed = other_number(random.Random(seed), text)
-    assert number(changed) not in (None, str(last))
-    assert changed.startswith(f"There are {first} of them.\nThe answer is ")
-    assert changed.endswith(". Done.")
-
-
-def test_what_has_no_number_stays() -> None:
-    assert other_number(random.Random(0), "none") == "none"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_options_neither_hold_the_answer_nor_are_part_of_it() -> None:
     assert PICKS.grammar(FINAL, by_id["d"]) == ""
 
 
+def test_a_turn_of_a_session_begins_with_the_turns_before_it_and_their_answers() -> None:
+    turns = real.load("reading-sessions", seed=1)[1]
+    passage = [one.text.partition("\n\n")[0] for one in turns]
+    firsts = [at for at, one in enumerate(passage) if at == 0 or one != passage[at - 1]]
+    assert len(firsts) == len(set(passage)) > 20, "all turns about a passage stay together"
+    for at, (before, after) in enumerate(pairwise(turns), 1):
+        if at not in firsts:
+            assert after.text.startswith(f"{before.text}\nAnswer: {before.answer}\n\nQuestion: ")
+        else:
+            assert after.text.count("Question: ") == 1
+
+
 def test_only_readers_and_editors_pick() -> None:
     asked = questions(ROW)[0]
     assert PICKS.grammar(CHECKER, asked) == ""
@@ -134,7 +147,9 @@ def test_a_file_replaces_the_packages_questions(tmp_path: Path) -> None:
         real.load("gsm8k", file)
     with pytest.raises(ConfigError, match="no-such"):
         real.load("reading", tmp_path / "no-such.jsonl")
-    with pytest.raises(ConfigError, match="must be one of gsm8k, reading, reading-picks, reading-long"):
+    with pytest.raises(
+        ConfigError, match="must be one of gsm8k, reading, reading-picks, reading-long, reading-sessions"
+    ):
         real.load("riddles")
 
 

@@ -106,11 +106,11 @@ def stock(size: str) -> None:
 async def exact(size: str) -> None:
     """Serve ten fixed prompts with room for four, with the connector and without; compare the tokens."""
     from kedge.bench.flows import Sizes, single_flow
-    from kedge.bench.vllm import QUICK_SIZES, ROOM, KvRoom, VllmClients, VllmLane, longest_call, plugin
+    from kedge.bench.vllm import QUICK_SIZES, KvRoom, VllmClients, VllmLane, longest_call, plugin
     from kedge.engine.common.model_folder import model_path
 
     small = Sizes(96, 16, 4) if size == "tiny" else QUICK_SIZES
-    work = single_flow(small, 256, 0, room=ROOM)
+    work = single_flow(small, 256, 0)
     room = KvRoom(work.room, longest_call(work))
     answers, model = {}, Path(model_path(None))
     for name, settings in (("stock", None), ("kedge", plugin(work, 0.0))):

@@ -5,18 +5,55 @@ Key vectors, a part of the tokens' base KV, are what is compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import torch
 from torch import Tensor
 
+from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.types import Tokens
+from kedge.types import Namespace, Tokens, WorkflowId
 
 AnchorId = NewType("AnchorId", int)
 """Unique in a store and growing: a smaller id was added earlier."""
+
+
+class PoolKey(NamedTuple):
+    """The name of an anchor pool: the placeholder it is for, in one tenant's workflow."""
+
+    namespace: Namespace
+    workflow: WorkflowId
+    placeholder: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceholderSite:
+    """One occurrence of a placeholder in an agent's template."""
+
+    agent_key: str
+    """The agent and its template's wording"""
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """A placeholder's value with its base KV. Raises `PlanError` where base KV and tokens differ in number."""
+
+    pool: PoolKey
+    tokens: Tokens
+    base: KVSegment
+    key: Hashable
+    """Names this base KV: equal keys in a pool mean equal base KV"""
+    weight: float = 1.0
+    """How much an error of its KV counts, compared with one of an agent's new answer: inputs, which stand far from
+    what is generated, are attended to less, and what was read before moves with less error to begin with, so that what
+    is left of it lies in the tokens that count"""
+
+    def __post_init__(self) -> None:
+        if self.base.tokens != len(self.tokens):
+            raise PlanError("tokens", len(self.tokens), f"base KV has {self.base.tokens}")
 
 
 @dataclass(frozen=True, slots=True)

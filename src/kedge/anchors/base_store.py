@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
@@ -17,10 +17,6 @@ class _SampleKey(NamedTuple):
     run: RunKey
     sample: SampleId
 
-    @property
-    def namespace(self) -> Namespace:
-        return self.run.namespace
-
 
 class _SharedTextKey(NamedTuple):
     """A value or text that several prompts of a run read: all tokens since the first value, up to its end, and the
@@ -30,10 +26,6 @@ class _SharedTextKey(NamedTuple):
     run: RunKey
     tokens: Tokens
     reader: str
-
-    @property
-    def namespace(self) -> Namespace:
-        return self.run.namespace
 
 
 class ContentKey(NamedTuple):
@@ -183,20 +175,18 @@ class BaseStore:
 
     def end_run(self, run: RunKey) -> None:
         """Forget the values that a run's agents produced, and what their prompts left of the texts that they share."""
-        self._forget(lambda key: isinstance(key, _RunKey) and key.run == run)
+        for key in [key for key in self._entries if isinstance(key, _RunKey) and key.run == run]:
+            self._drop(key)
 
-    def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget the base KV of a namespace; of all of them if None."""
-        self._forget(lambda key: namespace is None or key.namespace == namespace)
-
-    def nbytes(self) -> int:
-        """Return the bytes of all that is stored."""
-        return self._nbytes
+    def clear(self) -> None:
+        """Forget all base KV."""
+        for key in [*self._entries]:
+            self._drop(key)
 
     def stats(self) -> BaseStats:
         """Return a snapshot of the figures."""
         templates = sum(isinstance(key, PrefixKey | _SharedTextKey) for key in self._entries)
-        return BaseStats(len(self._entries) - templates, templates, self.nbytes())
+        return BaseStats(len(self._entries) - templates, templates, self._nbytes)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` where the sum of bytes is wrong, or more than allowed."""
@@ -223,10 +213,6 @@ class BaseStore:
         """Return an entry, marked as most recently used."""
         self._entries.move_to_end(key)
         return self._entries[key]
-
-    def _forget(self, chosen: Callable[[_Key], bool]) -> None:
-        for key in [key for key in self._entries if chosen(key)]:
-            self._drop(key)
 
     def _drop(self, key: _Key) -> None:
         if stored := self._entries.pop(key, None):

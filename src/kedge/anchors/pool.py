@@ -8,12 +8,11 @@ from itertools import islice
 
 import torch
 
-from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
+from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, PlaceholderSite, Query
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PlaceholderSite
 from kedge.structures.bounded import BoundedDict
 from kedge.types import WorkflowId
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kedge.anchors.anchor import AnchorId
+from kedge.anchors.anchor import AnchorId, PoolKey, SampleView
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import Verdict
 from kedge.anchors.estimators import Match
 from kedge.anchors.offsets import Blend, OffsetTable, empty_table, rows_of
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import PoolKey, SampleView
 
 
 @dataclass(frozen=True, slots=True)

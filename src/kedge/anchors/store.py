@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
-from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, Query
+from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, PlaceholderSite, PoolKey, Query, SampleView
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
 from kedge.anchors.estimators import ESTIMATORS, Estimator, Match, Proposal
 from kedge.anchors.pool import AnchorPool, PoolStats
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
-from kedge.reuse.contracts import Experience, PlaceholderSite, PoolKey, SampleView
 from kedge.settings import AnchorSettings
-from kedge.structures.bounded import BoundedDict
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import Namespace, TenantId
 
 
@@ -33,6 +33,17 @@ class AnchorStats:
     """Anchors dropped because their tenant exceeded its limit."""
 
 
+class Experience(NamedTuple):
+    """How much an agent's place of a placeholder has learned."""
+
+    missing: int
+    """Anchors that it lacks for a translation"""
+    is_calibrated: bool
+    """Whether so many values were observed that it is known how good its estimates are"""
+    is_saturated: bool
+    """Whether so many were observed that one more hardly changes its estimates"""
+
+
 def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
     """Return the estimator that the settings name, with its criterion."""
     estimator, most = ESTIMATORS[config.estimator](), config.max_error
@@ -41,17 +52,13 @@ def methods(config: AnchorSettings) -> tuple[Estimator, Criterion]:
     return estimator, Error(config.min_anchors, MAX_ERROR if most is None else most, config.weak_error)
 
 
-MAX_POOLS = 256
-"""Pools at once, a bound for safety; the least recently used goes first"""
-
-
 class AnchorStore:
     """All pools of one model. What exceeds a bound is dropped, least used anchors first."""
 
     without_offsets = staticmethod(rotated)
 
-    def __init__(self, config: AnchorSettings, remembered: int = 64, max_pools: int = MAX_POOLS) -> None:
-        """Create an empty store, which keeps the matches of so many values."""
+    def __init__(self, config: AnchorSettings, remembered: int = 64, max_pools: int = ENTRIES) -> None:
+        """Create an empty store, which keeps the matches of so many values, and at most so many pools."""
         self.config = config
         self.reader = KeyReader()
         self._estimator, self._criterion = methods(config)
@@ -281,9 +288,9 @@ class AnchorStore:
         if self.pools:
             self._bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
 
-    def clear(self, namespace: Namespace | None = None) -> None:
-        """Forget the anchors of a namespace; of all of them if None."""
-        self.pools = {key: pool for key, pool in self.pools.items() if namespace not in (None, key.namespace)}
+    def clear(self) -> None:
+        """Forget all anchors."""
+        self.pools = {}
         self._forget_matches()
 
     def stats(self) -> AnchorStats:

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
-from kedge.anchors.offsets import split_rows
+from kedge.anchors.offsets import Blend, OffsetTable, split_rows
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import KernelSlots, SlotTable
-from kedge.reuse.plan import Translation
 
 CHUNK = 256
 """Tokens at a time, so that intermediate results stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Tokens to be written by translation, from a position on: base KV plus a blend of observed offsets."""
+
+    start: int
+    base: KVSegment
+    """Keys unrotated"""
+    blend: Blend
+    """Over the rows of `table`, one per token of `base`"""
+    table: OffsetTable
+    """That of the agent's place in its template"""
+
+    @property
+    def tokens(self) -> int:
+        return self.base.tokens
+
+    def within(self, start: int, stop: int) -> Translation | None:
+        """Return the part of it that is at positions [start, stop), if there is one."""
+        first, last = max(start - self.start, 0), min(stop - self.start, self.base.tokens)
+        if first >= last:
+            return None
+        return Translation(self.start + first, self.base.slice(first, last), self.blend.slice(first, last), self.table)
 
 
 class Storage(Protocol):
@@ -60,21 +82,3 @@ def in_one_pass(pages: KernelSlots, table: SlotTable, items: Sequence[Translatio
         offsets.check(blend)
         its = slots[item.start : item.start + item.base.tokens]
         translate(pages, its, item.start, item.base, offsets.arena, blend.rows, blend.weights)
-
-
-def is_same(one: Translation, other: Translation) -> bool:
-    """Return whether two translations write the same KV to the same positions: from the same memory of base KV, which
-    is never written to again.
-    """
-    if one.start != other.start:
-        return False
-    pairs = (one.base.keys, other.base.keys), (one.base.values, other.base.values)
-    same_base = all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
-    blend, its = one.blend, other.blend
-    if not same_base:
-        return False
-    if not blend.adds and not its.adds:  # moved by rotation alone, whoever reads it
-        return True
-    # While the version of a table is the same, so are its rows.
-    same_rows = one.table is other.table and blend.version == its.version and torch.equal(blend.rows, its.rows)
-    return same_rows and torch.equal(blend.weights, its.weights)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from kedge.engine.base import Engine
+from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
 from kedge.runner.run import RunResult, run
-from kedge.types import AgentId, ReuseMode
+from kedge.types import AgentId, GenerateRequest, ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION, Question, Team
-from kedge.workloads.miniature import TASKS, Task
+from kedge.workloads.miniature import MATH, questions
 
 
 @dataclass
@@ -148,29 +150,35 @@ class Comparison:
         }
 
 
-def questions(task: Task, count: int, seed: int) -> list[Question]:
-    """Return unseen questions of the task's test split."""
-    return list(islice(task.questions("test", seed), count))
-
-
-DEMO_TASKS = (*TASKS, *real.TEAMS)
+DEMO_TASKS = (MATH.name, *real.TEAMS)
 
 
 def team(task: str, count: int, seed: int) -> tuple[Team, list[Question]]:
-    """Return a team and its first questions: of a miniature task, or of one of `kedge.workloads.real`.
+    """Return a team and its first questions: the bundled model's, or one of `kedge.workloads.real`.
 
     Raises `ConfigError` for an unknown task.
     """
-    if task in TASKS:
-        return TASKS[task], questions(TASKS[task], count, seed)
+    if task == MATH.name:
+        return MATH, list(islice(questions(seed), count))
     workload, asked = real.load(task, None, seed)
     return workload, asked[:count]
+
+
+class ConstrainedEngine(WatchedEngine):
+    """An engine whose answers to one question of a team conform to that team's grammar."""
+
+    def __init__(self, engine: Engine, workload: Team, question: Question) -> None:
+        super().__init__(engine, Watcher())
+        self._constrained = partial(workload.constrained, question)
+
+    def submit(self, request: GenerateRequest) -> WatchedStream:
+        return super().submit(self._constrained(request))
 
 
 def answer(
     engine: Engine,
     workload: Team,
-    questions: Iterable[Question],
+    asked: Iterable[Question],
     reuse: ReuseMode,
     settle: Callable[[], object],
     on_question: Callable[[TeamScore], None] = lambda _: None,
@@ -182,9 +190,10 @@ def answer(
     """
     flow = workload.workflow()
     score = TeamScore.of(flow)
-    for question in questions:
+    for question in asked:
         settle()
-        inputs = {QUESTION: question.text}
-        score.add(workload, question, run(engine, flow, inputs, reuse=reuse, on_tool_error="text"))
+        served = ConstrainedEngine(engine, workload, question)
+        result = run(served, flow, {QUESTION: question.text}, reuse=reuse, on_tool_error="text")
+        score.add(workload, question, result)
         on_question(score)
     return score

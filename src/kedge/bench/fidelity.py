@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits, constrained
+from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
 from kedge.engine.local.model.probe import PromptPiece, one_pass, storage_for
 from kedge.engine.local.model.probe import run as run_pass
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, TranslationRefused
-from kedge.guard import GuardOrders
+from kedge.guard import EVERYTHING, GuardOrders
 from kedge.kv.storage import SlotTable
 from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
@@ -51,6 +51,8 @@ from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Team
 
 TENANT = TenantId("fidelity")
+DENSELY = GuardOrders(withheld=frozenset((EVERYTHING,)))
+"""Orders for a prompt that is computed, whatever is known of it, and learned from"""
 Note = Callable[[str], None]
 
 
@@ -164,53 +166,49 @@ class MethodServer:
 
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings) -> None:
         self.method = method
-        self.probe = Probe(method.components, settings.tokens)
-        self.engine = method.open(loaded, components=self.probe.components, **settings.engine)
+        self.probe = Probe(rows=settings.tokens)
+        self.engine = method.open(loaded, self.probe.assembler, **settings.engine)
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
         self.cold = settings.cold
 
     def teach(self, asked: Sequence[Asked]) -> None:
-        """Prefill questions densely and learn from them, agent by agent. A method without anchors gets the last one
+        """Prefill questions densely and learn from them, agent by agent. A method that learns nothing gets the last one
         only, which leaves the KV of its templates; one that proves what it serves gets none.
         """
         chosen = asked if self.method.learns else asked[-1:]
         if self.method.guard is not None:
             return
-        self.probe.teaching = True
         for one in chosen:
-            for _ in self._forced([one], held_out=False):
+            for _ in self._forced([one], DENSELY):
                 self.engine.wait_idle()
-        self.probe.teaching = False
 
     def ask(self, asked: Sequence[Asked], *, timed: bool) -> None:
         """Serve questions side by side, each agent's prompts together, and compare the readers' answers. A method that
         proves what it serves gets them one after the other, learns from each, and has its times from all.
         """
-        groups = [asked] if self.method.guard is None else [[one] for one in asked]
-        for some in groups:
-            for agent, results in enumerate(self._forced(some, held_out=self.method.guard is None)):
-                if agent and (timed or self.method.guard is not None):
+        proves = self.method.guard is not None
+        for some in [[one] for one in asked] if proves else [asked]:
+            for agent, results in enumerate(self._forced(some, GuardOrders(held_out=not proves))):
+                if agent and (timed or proves):
                     self.ttft_ms += [one.completion.ttft_ms for one in results]
                 if agent:
                     apart(partial(self._compare, some, agent, results))
             self.engine.wait_idle()
 
-    def _forced(self, asked: Sequence[Asked], *, held_out: bool) -> Iterator[list[ProbeResult]]:
+    def _forced(self, asked: Sequence[Asked], orders: GuardOrders) -> Iterator[list[ProbeResult]]:
         """Yield the results of one agent after the other: an answer's KV is what its own decoding leaves behind."""
         for agent in range(len(asked[0].results)):
             pending = [
-                self.probe.submit(self.engine, self._request(one, agent, held_out=held_out), one.answer(agent))
-                for one in asked
+                self.probe.submit(self.engine, self._request(one, agent, orders), one.answer(agent)) for one in asked
             ]
             yield [one.result() for one in pending]
         for one in asked:
             self.engine.end_run(RunKey(Namespace(TENANT), "", one.run))
 
-    def _request(self, asked: Asked, agent: int, *, held_out: bool) -> GenerateRequest:
-        request = asked.results[agent].request
-        changes: dict[str, Any] = {"reuse": self.method.reuse, "guard": GuardOrders(held_out=held_out)}
-        return replace(request, request_id=new_request_id(), tenant=TENANT, run=asked.run, **changes)
+    def _request(self, asked: Asked, agent: int, orders: GuardOrders) -> GenerateRequest:
+        changes: dict[str, Any] = {"reuse": self.method.reuse, "guard": orders, "tenant": TENANT, "run": asked.run}
+        return replace(asked.results[agent].request, request_id=new_request_id(), **changes)
 
     def _compare(self, asked: Sequence[Asked], agent: int, results: Sequence[ProbeResult]) -> None:
         for one, result in zip(asked, results, strict=True):
@@ -239,14 +237,14 @@ class DenseTeam:
         shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
         self._flow: Workflow = replace(flow, agents=tuple(shorter))
         self._probe = Probe(rows=settings.tokens)
-        self.engine = SERVED["dense"].open(loaded, components=self._probe.components, **settings.engine)
+        self.engine = SERVED["dense"].open(loaded, self._probe.assembler, **settings.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 
     def answer(self, numbered: tuple[int, Question], *, kv: bool = True) -> Asked:
         """Let the team answer a question."""
         number, question = numbered
-        recorder = Recorder(self.engine, self._probe, partial(constrained, self._workload, question), kv=kv)
+        recorder = Recorder(self.engine, self._probe, partial(self._workload.constrained, question), kv=kv)
         run(recorder, self._flow, {QUESTION: question.text}, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
         return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))

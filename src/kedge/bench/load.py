@@ -28,63 +28,44 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from kedge.bench.shapes import SHAPES, load_model, random_runner
+from kedge.bench.shapes import SHAPES, Loaded, load_model, random_runner
 from kedge.engine.base import Engine
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.runner.run import run
-from kedge.settings import AnchorSettings, EngineSettings, GuardSettings
+from kedge.settings import EngineSettings
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads import reading, real
 from kedge.workloads.base import QUESTION, Team
-from kedge.workloads.miniature import TASKS
 
-NANO = "nano"
 LONG = "-long"
 COLD, WARM = "cold", "warm"
+TAUGHT = 30
+"""Questions that a warm team has answered before the clock starts"""
 PREFIX, LEAD, TAIL = 512, 24, 16
-"""Tokens of a random agent's own prefix, before each answer that it reads, and behind all of them."""
-LEAD_IN = 4
-"""Tokens of the line before the question."""
+"""Tokens of a random agent's own prefix, before each text that it reads, and behind all of them."""
 AGENTS = 5
-OPEN = {"max_error": 1e9, "weak_error": 1e9}
-"""Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
-OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0}
-"""Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
-
 Questions = Callable[[str], Iterator[str]]
 """Client name -> its endless questions, the same on every call."""
 
 
 @dataclass(frozen=True)
 class LoadTeam:
-    """A workflow with its model and its questions."""
+    """A workflow with its questions, and the thresholds that it needs."""
 
-    runner: ModelRunner
-    tokenizer: HFTokenizer
     flow: Workflow
     questions: Questions
-    anchors: AnchorSettings = AnchorSettings()
-    guard: GuardSettings = GuardSettings()
-    threads: int | None = None
-    """Threads of one operation on a CPU; None is torch's default."""
-    taught: int = 0
-    """Questions answered before the clock starts; what they taught and proved is where all engines start from"""
-
-    def engine(self, settings: LoadSettings) -> LocalEngine:
-        """Return an engine that has cached and learned nothing."""
-        return LocalEngine.from_runner(self.runner, self.tokenizer, settings.engine(self.anchors, self.guard))
+    anchors: Mapping[str, Any] = field(default_factory=dict)
+    guard: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,56 +78,34 @@ class TeamSizes:
 
 USUAL, LONG_QUESTION = TeamSizes(500, 64), TeamSizes(1000, 32)
 """The sizes of the cases with a random model."""
+OPEN = {"max_error": 1e9, "weak_error": 1e9}
+"""Thresholds that share everything: random weights have no meaning to keep. The criterion's work stays in the clock."""
+OPEN_GUARD = {"fidelity": math.inf, "max_changed": 1.0}
+"""Thresholds of a guard that finds nothing changed, for the same reason. Its checks stay in the clock."""
 
 
-def team(case: str, settings: LoadSettings) -> LoadTeam:
-    """Return the team of a case. Raises `ConfigError` for an unknown size."""
+def case_of(case: str, settings: LoadSettings) -> tuple[Loaded, LoadTeam]:
+    """Return the model and the team of a case. Raises `ConfigError` for an unknown size."""
     if settings.model is not None:
         asked = reading.LONG if case.endswith(LONG) else reading.READING
-        return real_team(settings, 30 if case.startswith(WARM) else 0, asked)
-    device, seed = settings.device, settings.seed
-    if case == NANO:
-        return nano_team(device, seed)
-    shape = LONG_QUESTION if case.endswith(LONG) else USUAL
-    return random_team(settings.model_size, shape, device, seed)
+        return load_model(settings.model, settings.engine()), reading_team(settings.seed, asked)
+    (runner, _), vocab = random_runner(settings.model_size, settings.device), SHAPES[settings.model_size]["vocab_size"]
+    runner.eos_token_ids = frozenset()
+    sizes = LONG_QUESTION if case.endswith(LONG) else USUAL
+    return (runner, word_tokenizer(vocab)), random_team(vocab, sizes, settings.seed)
 
 
-def nano_team(device: str, seed: int) -> LoadTeam:
-    """Return the math team of the bundled model, on one thread: the model is too small for two."""
-    runner, tokenizer = load_model(None, EngineSettings(device=device))
-    return LoadTeam(runner, tokenizer, TASKS["math"].workflow(), nano_questions(seed), threads=1)
-
-
-def nano_questions(seed: int) -> Questions:
-    """Return the questions of the math team."""
-    return drawn(seed, lambda rng: (one.text for one in TASKS["math"].questions("test", rng.getrandbits(64))))
-
-
-def real_team(settings: LoadSettings, taught: int = 0, team: Team = reading.READING) -> LoadTeam:
-    """Return a team that reads of a real model, in an engine with the default settings."""
-    flow, asked = reading_team(settings.seed, team)
-    return LoadTeam(*load_model(settings.model, settings.engine()), flow, asked, taught=taught)
-
-
-def reading_team(seed: int, team: Team = reading.READING) -> tuple[Workflow, Questions]:
-    """Return a team that reads, and questions about paragraphs of XQuAD, in another order for each client."""
+def reading_team(seed: int, team: Team = reading.READING) -> LoadTeam:
+    """Return a team that reads, with questions about paragraphs of XQuAD, in another order for each client."""
     workload, rows = real.load(team.name, None, seed)
     texts = [question.text for question in rows]
-    return workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts))))
+    return LoadTeam(workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts)))))
 
 
-def random_team(model_size: str, shape: TeamSizes, device: str, seed: int) -> LoadTeam:
-    """Return five agents around random weights, whose prompts and answers have exactly the given sizes."""
-    (runner, _), vocab = random_runner(model_size, device), SHAPES[model_size]["vocab_size"]
-    runner.eos_token_ids = frozenset()
-    flow, questions = random_flow(vocab, shape.answer), random_questions(vocab, shape, seed)
-    settings = AnchorSettings(**OPEN), GuardSettings(**OPEN_GUARD)
-    return LoadTeam(runner, word_tokenizer(vocab), flow, questions, *settings)
-
-
-def random_questions(vocab: int, shape: TeamSizes, seed: int) -> Questions:
-    """Return questions of exactly the given size."""
-    return drawn(seed, lambda rng: endless(lambda: [_text(rng, vocab, shape.question)]))
+def random_team(vocab: int, sizes: TeamSizes, seed: int) -> LoadTeam:
+    """Return five agents for random weights, whose questions and answers have exactly the given sizes."""
+    questions = drawn(seed, lambda rng: endless(lambda: [_text(rng, vocab, sizes.question)]))
+    return LoadTeam(random_flow(vocab, sizes.answer), questions, OPEN, OPEN_GUARD)
 
 
 def drawn(seed: int, draw: Callable[[Random], Iterator[str]]) -> Questions:
@@ -170,7 +129,7 @@ def word_tokenizer(vocab: int) -> HFTokenizer:
 def random_flow(vocab: int, answer: int) -> Workflow:
     """Return a workflow in which every agent reads the question and all answers before its own."""
     rng = Random("load/templates")
-    base_context = _text(rng, vocab, LEAD_IN)
+    base_context = _text(rng, vocab, LEAD)
     wording = Wording(
         header=f"{base_context} {{user_question}} ",
         intro="",
@@ -178,7 +137,7 @@ def random_flow(vocab: int, answer: int) -> Workflow:
         footer=f" {_text(rng, vocab, TAIL - 1)} {{title}}",
     )
     agents = [
-        Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD_IN), "", title=_text(rng, vocab, 1), max_tokens=answer)
+        Agent(f"agent-{i}", _text(rng, vocab, PREFIX - LEAD), "", title=_text(rng, vocab, 1), max_tokens=answer)
         for i in range(AGENTS)
     ]
     return connect("load", agents, fully_connected(agents), wording)
@@ -232,15 +191,6 @@ class WindowEngine(WatchedEngine):
             raise EngineClosed("engine", request.request_id, "the window has ended")
         return super().submit(request)
 
-    def running(self) -> int:
-        """Return the number of requests that run now, between two steps."""
-        figures = self.inspect()
-        return int((figures.get("scheduler") or figures["requests"])["running"])
-
-
-PERIOD = 0.2
-"""Seconds between two samples of the number of running requests."""
-
 
 @dataclass(frozen=True, slots=True)
 class TeamRun:
@@ -261,8 +211,6 @@ class LoadRecord:
     calls_per_run: int
     calls: list[TimedCall] = field(default_factory=list)
     runs: list[TeamRun] = field(default_factory=list)
-    batch: list[tuple[float, int]] = field(default_factory=list)
-    """When it was looked, and how many requests were running"""
     guard: Mapping[str, Any] = field(default_factory=dict)
     """The guard's figures at the end."""
     cpu_seconds: float = 0.0
@@ -293,8 +241,6 @@ class LoadRecord:
             "ttft_p99_ms": percentile(ttft, 0.99, 2),
             "latency_p50_s": percentile(latency, 0.5, 4),
             "latency_p99_s": percentile(latency, 0.99, 4),
-            "batch_mean": self._batch(0.0, 1.0),
-            "batch_mean_last_third": self._batch(2 / 3, 1.0),
             **{f"{name}_share": round(some / tokens, 4) if tokens else None for name, some in sources.items()},
             "cpu_share": round(self.cpu_seconds / self.seconds, 3),
             "calls": len(calls),
@@ -322,12 +268,6 @@ class LoadRecord:
         done = sum(max(0.0, min(one.ended, last) - max(one.began, first)) / (one.ended - one.began) for one in calls)
         return 60 * done / self.calls_per_run / (last - first)
 
-    def _batch(self, start: float, stop: float) -> float | None:
-        """Return the mean batch within a part of the window, given as shares of it."""
-        first, last = (self.began + share * self.seconds for share in (start, stop))
-        seen = [running for at, running in self.batch if first <= at < last]
-        return round(fmean(seen), 3) if seen else None
-
 
 def percentile(values: list[float], share: float, digits: int) -> float | None:
     """Return the nearest-rank percentile; None of no values."""
@@ -335,41 +275,35 @@ def percentile(values: list[float], share: float, digits: int) -> float | None:
     return round(ordered[int(share * (len(ordered) - 1) + 0.5)], digits) if ordered else None
 
 
-def warm(engine: Engine, flow: Workflow, questions: Questions) -> None:
+def warm(engine: Engine, team: LoadTeam) -> None:
     """Run the team once without reuse, for the first use of kernels, memory and tools."""
-    inputs = {QUESTION: next(questions("warm-up"))}
-    run(engine, flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
+    inputs = {QUESTION: next(team.questions("warm-up"))}
+    run(engine, team.flow, inputs, reuse=ReuseMode.OFF, on_tool_error="text")
 
 
-def teach(engine: LocalEngine, asked: LoadTeam, folder: Path) -> None:
-    """Let the team answer its questions before the clock, one after the other, and save what is learned and proved."""
-    for question in islice(asked.questions("taught"), asked.taught):
-        run(engine, asked.flow, {QUESTION: question}, on_tool_error="text")
+def teach(engine: LocalEngine, team: LoadTeam, questions: int, folder: Path) -> None:
+    """Let the team answer before the clock, one question after the other, and save what is learned and proved."""
+    for question in islice(team.questions("taught"), questions):
+        run(engine, team.flow, {QUESTION: question}, on_tool_error="text")
         engine.wait_idle()
     engine.save(folder)
 
 
 def drive(
-    opened: AbstractContextManager[Engine],
-    flow: Workflow,
-    questions: Questions,
-    seconds: float,
-    clients: int,
-    mode: ReuseMode,
+    opened: AbstractContextManager[Engine], team: LoadTeam, seconds: float, clients: int, mode: ReuseMode
 ) -> LoadRecord:
     """Let so many clients run on an engine until the window ends. The engine is closed in any case.
 
-    A client runs the team with one question after the other; failed runs are counted. Meanwhile it is looked at regular
-    times how many requests are running.
+    A client runs the team with one question after the other; failed runs are counted.
     """
 
     def loop(client: str) -> None:
-        for number, question in enumerate(questions(client)):
+        for number, question in enumerate(team.questions(client)):
             began, run_id, failed = now(), RunId(f"{client}-{number}"), None
             if began >= record.deadline:
                 return
             try:
-                run(engine, flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")
+                run(engine, team.flow, {QUESTION: question}, reuse=mode, run_id=run_id, on_tool_error="text")
             except KedgeError as error:
                 failed = type(error)
             record.runs.append(TeamRun(run_id, now(), now() - began, failed.__name__ if failed else None))
@@ -378,16 +312,10 @@ def drive(
 
     with ThreadPoolExecutor(clients, "kedge-client") as pool:
         with opened as inner:
-            record, began = LoadRecord(now(), seconds, len(flow.steps)), time.process_time()
+            record, began = LoadRecord(now(), seconds, len(team.flow.steps)), time.process_time()
             engine = WindowEngine(inner, record.deadline, record.calls)
             loops = [pool.submit(loop, f"client-{i}") for i in range(clients)]
-            due = record.began
-            with suppress(EngineClosed):
-                while (due := max(due + PERIOD, now())) < record.deadline:
-                    if not wait(loops, timeout=due - now()).not_done:
-                        break
-                    running = engine.running()
-                    record.batch.append((now(), running))
+            wait(loops, timeout=seconds)
             record.cpu_seconds = time.process_time() - began
             wait(loops, timeout=record.deadline - now() + seconds)
             with suppress(EngineClosed):
@@ -403,8 +331,12 @@ Key = tuple[str, int, ReuseMode]
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """The settings that all combinations of a measurement share."""
+    """What is measured: every mode with every number of clients in every case."""
 
+    cases: tuple[str, ...] = ()
+    """None: all that there are"""
+    clients: tuple[int, ...] = (1, 8, 32)
+    modes: tuple[ReuseMode, ...] = tuple(ReuseMode)
     seconds: float = 120.0
     """Window of each combination of case, clients and mode."""
     kv_memory: str | None = None
@@ -416,7 +348,7 @@ class LoadSettings:
     model_size: str = "32m"
     """Size of the random model."""
     model: Path | None = None
-    """A real model, in place of random and bundled ones: its cases are a cold and a warm start."""
+    """A real model, in place of a random one: its cases are a cold and a warm start."""
     dtype: str = "auto"
     """Of the real model."""
     device: str = "auto"
@@ -426,70 +358,53 @@ class LoadSettings:
     def case_names(self) -> tuple[str, ...]:
         """The cases there are."""
         real = (COLD, WARM, f"{COLD}{LONG}", f"{WARM}{LONG}")
-        return real if self.model else (NANO, self.model_size, f"{self.model_size}{LONG}")
+        return real if self.model else (self.model_size, f"{self.model_size}{LONG}")
 
-    def engine(
-        self,
-        anchors: AnchorSettings = AnchorSettings(),  # noqa: B008 (it is frozen)
-        guard: GuardSettings = GuardSettings(),  # noqa: B008
-    ) -> EngineSettings:
-        """Return the settings of an engine. Raises `ConfigError`."""
+    def engine(self, team: LoadTeam | None = None) -> EngineSettings:
+        """Return the settings of a team's engine. Raises `ConfigError`."""
         bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
         settings = _given(device=self.device, dtype=self.dtype, kv_memory=self.kv_memory)
-        return EngineSettings.model_validate(
-            {**settings, "anchors": {**anchors.model_dump(), **bounds}, "guard": guard.model_dump()}
-        )
+        anchors, guard = (team.anchors, team.guard) if team else ({}, {})
+        return EngineSettings.model_validate({**settings, "anchors": {**anchors, **bounds}, "guard": guard})
 
 
 def _given(**settings: str | None) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The combinations to measure: every mode with every number of clients in every case."""
-
-    cases: tuple[str, ...]
-    clients: tuple[int, ...] = (1, 8, 32)
-    modes: tuple[ReuseMode, ...] = (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.TRANSLATE)
-
-
 def measure(
-    settings: LoadSettings,
-    selection: Selection,
-    progress: Callable[[str], None] = lambda _: None,
+    settings: LoadSettings, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Yield the figures of each combination as soon as they are there. Raises `ConfigError`."""
-    for case in selection.cases:
+    cases = settings.cases or settings.case_names
+    for case in cases:
         if case not in settings.case_names:
             raise ConfigError("case", case, f"must be one of {', '.join(settings.case_names)}")
-    for clients in selection.clients:
+    for clients in settings.clients:
         if clients < 1:
             raise ConfigError("clients", clients, "must be at least 1")
     settings.engine()
-    for case in selection.cases:
+    for case in cases:
         progress(f"{case}: loading and warming up")
-        loaded, threads = team(case, settings), torch.get_num_threads()
-        torch.set_num_threads(loaded.threads or threads)
-        try:
-            with TemporaryDirectory() as folder:
-                with loaded.engine(settings) as engine:
-                    warm(engine, loaded.flow, loaded.questions)
-                    teach(engine, loaded, Path(folder))
-                for clients, mode in product(selection.clients, selection.modes):
-                    progress(f"{case}: {clients} clients, {mode}")
-                    loaded.runner.graphs = None  # CUDA graphs keep the storage of theirs
-                    gc.collect()  # earlier engines are reference cycles
-                    yield (case, clients, mode), load(loaded, settings, clients, mode, Path(folder)).as_json()
-        finally:
-            torch.set_num_threads(threads)
+        loaded, team = case_of(case, settings)
+        taught = TAUGHT if case.startswith(WARM) else 0
+        with TemporaryDirectory() as folder:
+            with LocalEngine.from_runner(*loaded, settings.engine(team)) as engine:
+                warm(engine, team)
+                teach(engine, team, taught, Path(folder))
+            for clients, mode in product(settings.clients, settings.modes):
+                progress(f"{case}: {clients} clients, {mode}")
+                loaded[0].graphs = None  # CUDA graphs keep the storage of theirs
+                gc.collect()  # earlier engines are reference cycles
+                state = Path(folder) if taught else None
+                yield (case, clients, mode), load(loaded, team, settings, clients, mode, state).as_json()
 
 
 def load(
-    loaded: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode, state: Path | None = None
+    loaded: Loaded, team: LoadTeam, settings: LoadSettings, clients: int, mode: ReuseMode, state: Path | None = None
 ) -> LoadRecord:
-    """Measure one combination on an engine of its own, which starts from `state` where its team was taught."""
-    engine = loaded.engine(settings)
-    if state and loaded.taught:
+    """Measure one combination on an engine of its own, which starts from `state` if there is one."""
+    engine = LocalEngine.from_runner(*loaded, settings.engine(team))
+    if state:
         engine.load(state)
-    return drive(engine, loaded.flow, loaded.questions, settings.seconds, clients, mode)
+    return drive(engine, team, settings.seconds, clients, mode)

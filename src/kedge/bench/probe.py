@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from kedge.bench.shapes import Loaded
-from kedge.engine.base import Engine, Stream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.local.components import Assembler, EngineComponents
+from kedge.engine.common.watched import WatchedEngine, Watcher
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
@@ -23,67 +22,41 @@ from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan, spans_of
+from kedge.reuse.plan import ReusePlan
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerConstants
 from kedge.settings.sections import EstimatorName
-from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunKey, Source, Tokens
-from kedge.workflow.forecast import AgentKey, Changes
-from kedge.workflow.graph import Workflow
-from kedge.workloads.base import Question, Team
+from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, Tokens
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to serve requests: the mode, settings that differ from the engine's defaults, and replaced components."""
+    """A way to serve requests: the mode, and settings that differ from the engine's defaults."""
 
     reuse: ReuseMode
     anchors: Mapping[str, Any] = field(default_factory=dict)
     planner: Mapping[str, Any] = field(default_factory=dict)
-    components: EngineComponents = EngineComponents()
-    team: Callable[[Workflow], Workflow] | None = None
-    """The team that it serves, made from the one that was asked for; None: the same."""
-    is_timed: bool = True
-    """Whether its times can be compared with those of others: not where tokens run through layers twice only because
-    it is an experiment."""
-    has_anchors: bool = True
-    """Whether it adds offsets, if it translates."""
     guard: Mapping[str, Any] | None = None
     """The guard's settings: it proves what it serves, from the first question on. None: without a guard."""
 
     @property
     def learns(self) -> bool:
         """Whether it learns anchors from past questions, before those that count."""
-        return self.reuse is ReuseMode.TRANSLATE and self.has_anchors and self.guard is None
+        return self.reuse is ReuseMode.TRANSLATE and self.guard is None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether past questions change what it computes: by anchors, or as cached prompts."""
-        return self.learns or self.reuse is ReuseMode.EXACT
-
-    def config(self, anchors: Mapping[str, Any], planner: Mapping[str, Any], **engine: Any) -> EngineSettings:
-        """Return the settings of an engine that serves this way; the arguments override the method's own.
-
-        Cost-based choices and the guard are off: methods are compared by what they translate.
+    def config(self, **engine: Any) -> EngineSettings:
+        """Return the settings of an engine that serves this way. Cost-based choices are off, and without settings of
+        its own the guard: methods are compared by what they translate.
         """
-        return EngineSettings(
-            anchors=AnchorSettings(**{**self.anchors, **anchors}),
-            planner=PlannerConstants(**{"by_cost": False, **self.planner, **planner}),
-            **{"guard": GuardSettings(**({"mode": GuardMode.OFF} if self.guard is None else self.guard)), **engine},
-        )
+        own = {
+            "anchors": AnchorSettings(**self.anchors),
+            "planner": PlannerConstants(**{"by_cost": False, **self.planner}),
+            "guard": GuardSettings(**({"mode": GuardMode.OFF} if self.guard is None else self.guard)),
+        }
+        return EngineSettings(**{**own, **engine})
 
-    def open(
-        self,
-        loaded: Loaded,
-        anchors: Mapping[str, Any] = MappingProxyType({}),
-        planner: Mapping[str, Any] = MappingProxyType({}),
-        components: EngineComponents | None = None,
-        **engine: Any,
-    ) -> LocalEngine:
-        """Open an engine that serves this way; `components` replace the method's own, the other arguments override its
-        settings.
-        """
-        config = self.config(anchors, planner, **engine)
-        return LocalEngine.from_runner(*loaded, config, components=components or self.components)
+    def open(self, loaded: Loaded, assembler: MakeAssembler = Assembler, **engine: Any) -> LocalEngine:
+        """Open an engine that serves this way."""
+        return LocalEngine.from_runner(*loaded, self.config(**engine), assembler=assembler)
 
 
 SERVED: Mapping[str, Method] = {
@@ -95,21 +68,28 @@ SERVED: Mapping[str, Method] = {
         name: Method(ReuseMode.TRANSLATE, {"estimator": name}, {"move": "unlearned"})
         for name in get_args(EstimatorName)
     },
+    "epic": Method(ReuseMode.TRANSLATE, planner={"recompute_head": 16}),
+    "kvcomm": Method(
+        ReuseMode.TRANSLATE,
+        {"estimator": "interpolate"},
+        {"recompute_short": 0, "min_translated": 0.0, "move": "never"},
+    ),
 }
-"""What an engine can be set to. `served` is the default, cold start and proof included, `kedge` moves without
-proof, and an estimator's name is Kedge with that estimator's anchors
-wherever they are learned."""
+"""What an engine can be set to. `served` is the default, cold start and proof included; `kedge` moves all it can,
+without proof; an estimator's name is Kedge with that estimator's anchors wherever they are learned. `epic` computes the
+first 16 tokens of each text that is moved (LegoLink, arXiv 2410.15332); `kvcomm` is the paper's design as published:
+nothing is moved without anchors, one token is computed, and there is no least share."""
 
 
-def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
-    """Return one of the `known` methods, with settings of its own: `token:weak_error=0.25`.
+def method_named(name: str) -> Method:
+    """Return a method by name, with settings of its own: `token:weak_error=0.25`.
 
     Raises `ConfigError` for an unknown one, or a setting that neither anchors nor the planner have.
     """
     base, *given = name.split(":")
-    if base not in known:
-        raise ConfigError("method", base, f"must be one of {', '.join(known)}")
-    method = known[base]
+    if base not in SERVED:
+        raise ConfigError("method", base, f"must be one of {', '.join(SERVED)}")
+    method = SERVED[base]
     for one in given:
         key, _, value = one.partition("=")
         if key in AnchorSettings.model_fields:
@@ -122,7 +102,7 @@ def method_named(name: str, known: Mapping[str, Method] = SERVED) -> Method:
             raise ConfigError(
                 f"method {base}", one, "must be key=value, a setting of engine.anchors, .planner or .guard"
             )
-    method.config({}, {})  # its values are checked here, before a model is loaded
+    method.config()  # its values are checked here, before a model is loaded
     return method
 
 
@@ -180,20 +160,18 @@ class _Forced(ForcedAnswer):
 
 
 class Probe:
-    """The observer of one engine, which has to be built with `probe.components`.
+    """The observer of one engine, which has to be built with `probe.assembler`."""
 
-    While `teaching`, that engine prefills everything densely and learns from it, whatever the plan.
-    """
-
-    def __init__(self, components: EngineComponents = EngineComponents(), rows: int = 32) -> None:  # noqa: B008 (frozen)
+    def __init__(self, assembler: MakeAssembler = Assembler, rows: int = 32) -> None:
         """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
         self.watched: dict[RequestId, _Watched] = {}
-        self.teaching, self.rows = False, rows
+        self.rows = rows
         self._grammars: Grammars | None = None
-        self.components = replace(components, assembler=partial(self._assembler, components))
+        self._inner = assembler
 
-    def _assembler(self, components: EngineComponents, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        return _ProbingAssembler(components.assembler(runner, storage), storage, self)
+    def assembler(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
+        """Return an assembler that gives each request's probe access to its KV."""
+        return _ProbingAssembler(self._inner(runner, storage), storage, self)
 
     def _grammars_of(self, engine: LocalEngine) -> Grammars:
         if self._grammars is None:
@@ -242,59 +220,29 @@ class ProbedRequest:
         return ProbeResult(self.request, completion, logits, self._probe.watched.kv)
 
 
-def constrained(workload: Team, question: Question, request: GenerateRequest) -> GenerateRequest:
-    """Return a request whose answer has to conform to what its workload says of the question."""
-    grammar = workload.grammar(request.agent, question)
-    return replace(request, sampling=replace(request.sampling, grammar=grammar))
-
-
-class ChangingEngine(Engine):
-    """An engine in front of another one, which stays open: `prepare` may change a request before it is submitted."""
-
-    def __init__(self, engine: Engine, prepare: Callable[[GenerateRequest], GenerateRequest]) -> None:
-        self._engine, self._prepare = engine, prepare
-        self.tokenizer = engine.tokenizer
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._engine.failure
-
-    def submit(self, request: GenerateRequest) -> Stream:
-        return self._engine.submit(self._prepare(request))
-
-    def cancel(self, request_id: RequestId) -> bool:
-        return self._engine.cancel(request_id)
-
-    def end_run(self, run: RunKey) -> None:
-        self._engine.end_run(run)
-
-    def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        self._engine.forecast(changes, prompts)
-
-    def close(self) -> None:
-        """Do nothing: the engine's owner closes it."""
-
-
-class Recorder(ChangingEngine):
-    """An engine that observes every request of a run."""
+class Recorder(WatchedEngine):
+    """An engine that observes every request of a run, after `change`. Nothing is prepared ahead, so that
+    all methods do the same work.
+    """
 
     def __init__(
-        self, engine: LocalEngine, probe: Probe, prepare: Callable[[GenerateRequest], GenerateRequest], *, kv: bool
+        self, engine: LocalEngine, probe: Probe, change: Callable[[GenerateRequest], GenerateRequest], *, kv: bool
     ) -> None:
-        super().__init__(engine, prepare)
-        self._observe = partial(probe.submit, engine, kv=kv)
+        super().__init__(engine, Watcher())
+        self._change, self._observe = change, partial(probe.submit, engine, kv=kv)
         self.pending: list[ProbedRequest] = []
         """In the order of submission."""
 
-    def submit(self, request: GenerateRequest) -> TokenStream:
-        self.pending.append(self._observe(self._prepare(request)))
+    def submit(self, request: GenerateRequest) -> Any:
+        self.pending.append(self._observe(self._change(request)))
         return self.pending[-1].stream
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
-class _ProbingAssembler:
-    """An assembler that gives each request's probe access to its KV."""
-
+class _ProbingAssembler(Assembler):
     works_ahead: ClassVar[bool] = False
     inner: Assembler
     storage: PagedStorage
@@ -303,14 +251,7 @@ class _ProbingAssembler:
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
         if watched := self.probe.watched.get(request.request_id):
             watched.read = partial(self.storage.read, table, 0, request.prompt_tokens)
-        return self.inner.assemble(request, table, _densely(plan) if self.probe.teaching else plan)
-
-
-def _densely(plan: ReusePlan) -> ReusePlan:
-    """Return the plan with the same exact tokens and all others computed."""
-    sources = [span.source for span in plan.spans for _ in range(len(span))]
-    computed = (Source.COMPUTED if source is Source.TRANSLATED else source for source in sources)
-    return ReusePlan(spans_of(computed), misses=plan.misses)
+        return self.inner.assemble(request, table, plan)
 
 
 def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:

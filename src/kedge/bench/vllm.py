@@ -24,42 +24,27 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from kedge.bench.flows import Flow, FlowWorkload, Sizes, single_flow, spread, with_given
-from kedge.bench.load import (
-    NANO,
-    OPEN,
-    OPEN_GUARD,
-    USUAL,
-    Questions,
-    drive,
-    nano_questions,
-    random_flow,
-    random_questions,
-    reading_team,
-    warm,
-    word_tokenizer,
-)
+from kedge.bench.flows import Flow, FlowWorkload, Sizes, single_flow, spread
+from kedge.bench.load import USUAL, LoadTeam, drive, percentile, random_team, reading_team, warm, word_tokenizer
 from kedge.bench.shapes import SHAPES, llama_config, random_llama
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
 from kedge.types import ReuseMode, Tokens
-from kedge.workflow.graph import Workflow
-from kedge.workloads.miniature import TASKS
 
 BLOCK = 32
 """Tokens of a block on every machine; vLLM's CPU attention wants a multiple of 32."""
+ROWS = 64
+"""Most requests, and parts of a prompt that are computed side by side, in a pass."""
 CALIBRATIONS = 5
 """Prefills whose median is the cost of computing a prompt."""
-ROOM = 4
-"""Agents of ten that the device has room for."""
 STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
 MODES = {STOCK: ReuseMode.EXACT, KEDGE: ReuseMode.TRANSLATE}
 """Engine -> the mode of its requests under load."""
@@ -84,49 +69,23 @@ class KvRoom:
 
 
 @dataclass(frozen=True)
-class VllmLoad:
-    """The teams at once, the seconds of each measurement, and the room for KV in tokens."""
-
-    clients: Sequence[int] = (1, 8, 16)
-    seconds: float = 60.0
-    models: Sequence[str] | None = None
-    """The bundled one, a size of random weights, or a real one; None: the benchmark's size, and beside its default the
-    bundled one."""
-    kv: KvRoom = KvRoom(32_768, 2048)
-    rows: int = 64
-    """Most requests, and parts of a prompt that are computed side by side, in a pass."""
-    trials: int = 1
-    """Of each engine, in turn: on a machine that does other things as well, one says little."""
-    seed: int = 0
-
-
-QUICK_TEAMS = VllmLoad(clients=(2,), seconds=5.0, models=(NANO,))
-
-
-@dataclass(frozen=True)
 class VllmBenchSettings:
     """What was asked for; None is a case's own number."""
 
     quick: bool = False
     model_size: str = "32m"
     trials: int | None = None
+    """Of each engine, in turn: on a machine that does other things as well, one says little"""
     load_ratio: float = 0.43
     """Seconds to load a fixed prompt over seconds to compute it: 0.43 is the paper's A10G, 0.57 its H100."""
     samples: int | None = None
-    questions: int | None = None
-    clients: Sequence[int] | None = None
-    seconds: float | None = None
+    clients: Sequence[int] = (1, 8, 16)
+    """load: teams at once"""
+    seconds: float = 60.0
+    """load: of each measurement"""
     seed: int = 0
     model: Path | None = None
-    """A real model for the cases load and accuracy, in place of the bundled one and of random weights"""
-
-    @property
-    def load(self) -> VllmLoad:
-        """The teams in a closed loop."""
-        usual = QUICK_TEAMS if self.quick else VllmLoad()
-        if self.model is not None:
-            usual = replace(usual, models=(str(self.model),))
-        return with_given(usual, clients=self.clients, seconds=self.seconds, trials=self.trials)
+    """A real model for the case load, in place of random weights"""
 
 
 @dataclass(frozen=True)
@@ -165,7 +124,7 @@ def machine_arguments(model: Path | None) -> dict[str, Any]:
     graphs = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
     weights = {} if model is None or any(model.glob("*.safetensors")) else {"load_format": "dummy"}
     memory = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 24 << 30}  # the room for KV is given in blocks
-    common = {"dtype": "bfloat16", "block_size": BLOCK, "max_num_seqs": 64, **memory}
+    common = {"dtype": "bfloat16", "block_size": BLOCK, "max_num_seqs": ROWS, **memory}
     return {**common, "compilation_config": graphs, **weights, **others}
 
 
@@ -368,14 +327,14 @@ def trial_figures(trials: Sequence[VllmTrial]) -> dict[str, Any]:
     calls = [call for trial in trials for call in trial.calls]
     prompt = sum(len(call.prompt) for call in calls)
     waited = sum(call.receipt["tokens"]["host"] for call in calls if call.receipt)
-    firsts = sorted(call.ttft_s for call in calls)
+    firsts = [1e3 * call.ttft_s for call in calls]
     rates = [sum(len(call.tokens) for call in trial.calls) / trial.seconds for trial in trials]
     return {
         "seconds": spread((trial.seconds for trial in trials), 4),
         "hit_rate": round(sum(call.cached for call in calls) / prompt, 4),
         "waited_rate": round(waited / prompt, 4),
-        "ttft_p50_ms": round(1e3 * statistics.median(firsts), 2),
-        "ttft_p90_ms": round(1e3 * firsts[int(0.9 * (len(firsts) - 1) + 0.5)], 2),
+        "ttft_p50_ms": round(statistics.median(firsts), 2),
+        "ttft_p90_ms": percentile(firsts, 0.9, 2),
         "tokens_per_s": round(statistics.median(rates), 2),
         "all_seconds": [round(trial.seconds, 4) for trial in trials],
     }
@@ -384,52 +343,35 @@ def trial_figures(trials: Sequence[VllmTrial]) -> dict[str, Any]:
 # teams under load -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ServedTeam:
-    """A workflow with its questions and its model."""
-
-    model: Path | None
-    """None is the bundled one."""
-    flow: Workflow
-    questions: Questions
-    anchors: Mapping[str, float] = field(default_factory=dict)
-    guard: Mapping[str, float] = field(default_factory=dict)
-
-
-def served_team(name: str, folder: Path, seed: int) -> ServedTeam:
-    """Return the math team of the bundled model, that of the random model in `folder`, where its tokenizer is saved, or
-    a reading team of a real one.
+def served_team(settings: VllmBenchSettings, folder: Path) -> tuple[Path, LoadTeam]:
+    """Return a real model with a team that reads, or the random one in `folder`, where its tokenizer is saved, with
+    five agents.
     """
-    if name == NANO:
-        return ServedTeam(None, TASKS["math"].workflow(), nano_questions(seed))
-    if name not in SHAPES:
-        return ServedTeam(Path(name), *reading_team(seed))
-    vocab = SHAPES[name]["vocab_size"]
+    if settings.model is not None:
+        return settings.model, reading_team(settings.seed)
+    vocab = SHAPES[settings.model_size]["vocab_size"]
     word_tokenizer(vocab).inner.save_pretrained(folder)
-    flow, questions = random_flow(vocab, USUAL.answer), random_questions(vocab, USUAL, seed)
-    return ServedTeam(folder, flow, questions, OPEN, OPEN_GUARD)
+    return folder, random_team(vocab, USUAL, settings.seed)
 
 
-def measure_load(load: VllmLoad, model_size: str, folder: Path, progress: Progress) -> Figures:
-    """Measure all combinations one after the other. `folder` has the random model of that size.
+def measure_load(settings: VllmBenchSettings, folder: Path, progress: Progress) -> Figures:
+    """Measure all combinations one after the other. `folder` has the random model.
 
     Returns model -> clients -> engine -> figures.
     """
+    model, team = served_team(settings, folder)
     found: dict[str, dict[str, Figures]] = {}
-    for name in load.models or ((model_size, NANO) if model_size == VllmBenchSettings.model_size else (model_size,)):
-        team = served_team(name, folder, load.seed)
-        by_clients = found.setdefault(name, {})
-        for clients in load.clients:
-            pairs: list[dict[str, Figures]] = [{} for _ in range(load.trials)]
-            for number, pair in enumerate(pairs):
-                for kind in list(MODES) if number % 2 == 0 else reversed(MODES):  # who goes first takes turns
-                    progress(f"load: {name}, {clients} at once, {kind}, trial {number + 1} of {load.trials}")
-                    with VLLMEngine(team.model, engine_settings(load, team), plugged=kind == KEDGE) as engine:
-                        warm(engine, team.flow, team.questions)
-                        record = drive(engine, team.flow, team.questions, load.seconds, clients, MODES[kind])
-                    pair[kind] = record.as_json()
-            by_clients[str(clients)] = pair_figures(pairs)
-    return found
+    for clients in settings.clients:
+        pairs: list[dict[str, Figures]] = [{} for _ in range(settings.trials or 1)]
+        for number, pair in enumerate(pairs):
+            for kind in list(MODES) if number % 2 == 0 else reversed(MODES):  # who goes first takes turns
+                progress(f"load: {clients} at once, {kind}, trial {number + 1} of {len(pairs)}")
+                with VLLMEngine(model, engine_settings(model, team), plugged=kind == KEDGE) as engine:
+                    warm(engine, team)
+                    record = drive(engine, team, settings.seconds, clients, MODES[kind])
+                pair[kind] = record.as_json()
+        found[str(clients)] = pair_figures(pairs)
+    return {settings.model_size if settings.model is None else str(settings.model): found}
 
 
 def pair_figures(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
@@ -442,13 +384,16 @@ def pair_figures(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
     return {STOCK: median[STOCK], KEDGE: {**median[KEDGE], "times_stock": ratios}}
 
 
-def engine_settings(load: VllmLoad, team: ServedTeam) -> EngineSettings:
+LOAD_ROOM = KvRoom(32_768, 2048)
+
+
+def engine_settings(model: Path, team: LoadTeam) -> EngineSettings:
     """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes."""
     arguments: dict[str, Any] = {
-        **(machine_arguments(team.model) if torch.cuda.is_available() else {}),
-        "max_model_len": load.kv.longest,
-        "num_gpu_blocks_override": load.kv.blocks,
-        "max_num_seqs": load.rows,
+        **(machine_arguments(model) if torch.cuda.is_available() else {}),
+        "max_model_len": LOAD_ROOM.longest,
+        "num_gpu_blocks_override": LOAD_ROOM.blocks,
+        "max_num_seqs": ROWS,
     }
     return EngineSettings(backend="vllm", anchors=dict(team.anchors), guard=dict(team.guard), vllm=arguments)
 
@@ -461,13 +406,13 @@ Case = Callable[[VllmBenchSettings, Path, int, Progress], Figures]
 
 def cycle(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
     """Measure ten agents in a cycle, with room for four."""
-    work = single_flow(QUICK_SIZES if settings.quick else Sizes(), vocab, settings.seed, room=ROOM)
+    work = single_flow(QUICK_SIZES if settings.quick else Sizes(), vocab, settings.seed)
     return asyncio.run(measure_flow("cycle", work, settings, model, progress))
 
 
 CASES: Mapping[str, Case] = {
     "cycle": cycle,
-    "load": lambda settings, model, _, progress: measure_load(settings.load, settings.model_size, model, progress),
+    "load": lambda settings, model, _, progress: measure_load(settings, model, progress),
 }
 
 

@@ -9,7 +9,7 @@ from kedge.cache.loads import Readiness, Status
 from kedge.cache.manager import CacheManager, Changes, Hit, Lease
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
-from kedge.policies.eviction import EvictionPolicy, NodeView, belady, lru, steps_to_execution
+from kedge.policies.eviction import EvictionPolicy, belady, lru, steps_to_execution
 
 __all__ = [
     "BlockPool",
@@ -24,7 +24,6 @@ __all__ = [
     "Hit",
     "LabelKey",
     "Lease",
-    "NodeView",
     "RadixTree",
     "Readiness",
     "Status",

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 
 from kedge.cache.copies import Outcome
-from kedge.cache.counters import CacheStats, Reason
+from kedge.cache.counters import CacheStats
 from kedge.cache.node import DEVICE, Tier, TreeNode
 from kedge.cache.radix_tree import Allowed, RadixTree, Removed
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -147,14 +147,12 @@ class TierPools:
     def __getitem__(self, tier: Tier) -> BlockPool:
         return self._pools[tier]
 
-    def allocate(
-        self, tier: Tier, n: int, reason: Reason, after: int | None = None, allowed: Allowed | None = None
-    ) -> list[int]:
+    def allocate(self, tier: Tier, n: int, after: int | None = None, allowed: Allowed | None = None) -> list[int]:
         """Return `n` blocks, evicting what is not free. Raises `OutOfBlocks`, having changed nothing."""
         pool = self[tier]
         if (short := n - pool.num_free) > 0:
             removed = self.tree.evict(tier, short, allowed)
-            self.counters.evicted(removed, reason)
+            self.counters.evicted(removed)
             self.release(removed)
         return pool.allocate(n, after)
 

@@ -67,8 +67,6 @@ class Copied:
     ok: bool
     seconds: float = 0.0
     """How long the copy itself took, without its time in a queue."""
-    corrupt: tuple[int, ...] = ()
-    """Places in a load of the blocks whose content is not what went to the host."""
 
 
 class Copier(Protocol):

@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from kedge.cache.copies import Outcome, Purpose
 from kedge.cache.node import DEVICE, Transfer
 from kedge.cache.radix_tree import Removed
-from kedge.policies.eviction import step_name
-
-
-class Reason(StrEnum):
-    """For what blocks were evicted."""
-
-    ADMIT = "admit"
-    EXTEND = "extend"
-    DEMAND = "demand"
-    PREFETCH = "prefetch"
-    BACKUP = "backup"
-    LIMIT = "limit"
-    """A tenant had as many host blocks as it may."""
-    AHEAD = "ahead"
-    """For a prompt that is assembled before its request arrives."""
 
 
 def _no_transfers() -> dict[str, dict[str, int]]:
@@ -51,10 +35,6 @@ class CacheStats:
     evictions: int = 0
     """Blocks evicted from the device."""
     host_evictions: int = 0
-    evictions_by_reason: dict[str, int] = field(default_factory=dict)
-    """Blocks of both tiers by `Reason`."""
-    evictions_by_step: dict[str, int] = field(default_factory=dict)
-    """Device blocks by step at eviction: "varying", "unlabelled", "inf" (unknown), or the number."""
     blocks_loaded: int = 0
     blocks_offloaded: int = 0
     bytes_loaded: int = 0
@@ -62,14 +42,10 @@ class CacheStats:
     transfers: Mapping[str, dict[str, int]] = field(default_factory=_no_transfers)
     """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
     failed_copies: int = 0
-    corrupt_blocks: int = 0
-    """Blocks that came from the host with another content than went there: they were dropped and computed again."""
     skipped_backups: int = 0
     """For want of host blocks."""
     denied_loads: int = 0
     """Loads that found no room on the device at the time."""
-    ignored_labels: int = 0
-    """Labels of agents that no forecast knows, or of prompts that are not cached."""
     free_blocks: int = 0
     cached_blocks: int = 0
     leased_blocks: int = 0
@@ -90,27 +66,20 @@ class CacheStats:
         self.hit_tokens += exact
         self.missed_tokens += missed
 
-    def evicted(self, removed: Iterable[Removed], reason: Reason) -> None:
-        """Count evicted blocks by tier and reason."""
+    def evicted(self, removed: Iterable[Removed]) -> None:
+        """Count evicted blocks by tier."""
         for one in removed:
-            count = len(one.blocks)
-            _add(self.evictions_by_reason, reason.value, count)
             if one.tier is DEVICE:
-                self.evictions += count
-                _add(self.evictions_by_step, step_name(one.node), count)
+                self.evictions += len(one.blocks)
             else:
-                self.host_evictions += count
+                self.host_evictions += len(one.blocks)
 
     def ended(self, transfer: Transfer, outcome: Outcome) -> None:
         """Record a transfer's outcome; the first one stands."""
         if transfer.outcome is None:
             transfer.outcome = outcome
-            _add(self.transfers[transfer.purpose.value], outcome.value, 1)
+            self.transfers[transfer.purpose.value][outcome.value] += 1
 
     def snapshot(self, **now: Any) -> CacheStats:
         """Return a copy of the counts, with these figures of now."""
         return replace(deepcopy(self), **now)
-
-
-def _add(counts: dict[str, int], key: str, count: int) -> None:
-    counts[key] = counts.get(key, 0) + count

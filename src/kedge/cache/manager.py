@@ -10,7 +10,6 @@ and then the rest is recomputed. Without a host tier and without labels this is 
 | committed           | tree  | anybody  | stays cached, its lock goes                       |
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
 | translated, partial | lease | its own  | freed, or kept for its exact beginning            |
-| borrowed            | both  | both     | freed with the last lease that holds it           |
 
 Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
 fixed prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
@@ -18,14 +17,13 @@ fixed prompt that ends within a block, that block may enter the tree for its beg
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from kedge.cache.copies import Copier, CopyBeginning, Direction
-from kedge.cache.counters import CacheStats, Reason
+from kedge.cache.counters import CacheStats
 from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
 from kedge.cache.radix_tree import RadixTree
@@ -167,8 +165,6 @@ class CacheManager:
         self.prefetcher = Prefetcher(self.tiers, self._probability)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
-        self._borrowers: Counter[int] = Counter()
-        """The blocks that several leases own, and how many own them besides one"""
         self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
@@ -250,7 +246,7 @@ class CacheManager:
         held = self._holding(request_id)
         missing = self._blocks_for(total_tokens) - len(held.lease.blocks)
         if missing > 0:
-            new = self._allocate(missing, held.lease.blocks, Reason.EXTEND, steps)
+            new = self._allocate(missing, held.lease.blocks, steps)
             held.own.update(new)
             held.lease = replace(held.lease, blocks=(*held.lease.blocks, *new))
         return held.lease
@@ -264,27 +260,6 @@ class CacheManager:
         held.lease = replace(held.lease, request_id=heir)
         self._held[heir] = self._held.pop(request_id)
         self._demands.withdraw(heir)
-        return held.lease
-
-    def borrow(self, request_id: RequestId, other: RequestId, places: Sequence[int]) -> Lease:
-        """Let a lease hold these blocks of another one, in place of its own at the same places, which are freed.
-
-        Neither may write to them any more, nor share them by the tree; they are freed with the last lease that holds
-        them. Raises `PlanError`, having changed nothing, without both leases, or for a block that is cached.
-        """
-        held, lender = self._holding(request_id), self._holding(other)
-        blocks, its = list(held.lease.blocks), lender.lease.blocks
-        if any(not 0 <= place < min(len(blocks), len(its)) for place in places):
-            raise PlanError("places", places, "one of the leases has no block there")
-        mine, theirs = {blocks[place] for place in places}, {its[place] for place in places}
-        if not (mine <= held.own and theirs <= lender.own):
-            raise PlanError("places", places, "a block there is cached")
-        for place in places:
-            blocks[place] = its[place]
-        self._borrowers.update(theirs)
-        self._free(mine)
-        held.own = held.own - mine | theirs
-        held.lease = replace(held.lease, blocks=tuple(blocks))
         return held.lease
 
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
@@ -331,13 +306,11 @@ class CacheManager:
 
         The end is floored to a block. A key has one label: the newest. Returns how many tokens it covers. Call this
         once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key that no
-        forecast knows gets the backup and no label, which is counted, as is a prompt of which nothing is cached.
+        forecast knows gets the backup and no label.
         """
         next_run = self._next_runs.get(key)
         node = self._tree.end(namespace, tokens)
-        if node is None or next_run is None:
-            self.tiers.counters.ignored_labels += 1
-        else:
+        if node and next_run:
             self._tree.labels.put(key, node, next_run[0])
             self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:
@@ -410,10 +383,9 @@ class CacheManager:
 
     # upkeep ---------------------------------------------------------------------------------------------------
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget what no lease and no copy holds; None is all namespaces. Returns how many blocks went."""
-        spaces = self._tree.namespaces() if namespace is None else {namespace}
-        return sum(self.tiers.clear(space) for space in spaces)
+    def clear(self) -> int:
+        """Forget what no lease and no copy holds. Returns how many blocks went."""
+        return sum(map(self.tiers.clear, self._tree.namespaces()))
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
@@ -437,10 +409,14 @@ class CacheManager:
         """Raise `PlanError` unless every block of both tiers has exactly one owner, locks are those of leases and
         transfers, every state is legal and priorities and queues are what a naive look gives.
         """
-        leased = set[int]().union(*(held.own for held in self._held.values()))
-        self.tiers.check_integrity([*leased], [held.node for held in self._held.values()])
+        leased = [block for held in self._held.values() for block in held.own]
+        self.tiers.check_integrity(leased, [held.node for held in self._held.values()])
         self._demands.check_integrity()
-        self._check_leases()
+        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
+        for held in self._held.values():
+            blocks = set(held.lease.blocks)
+            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
+                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
 
     # the insides of leases ------------------------------------------------------------------------------------
 
@@ -462,16 +438,16 @@ class CacheManager:
         were copied: none where there is no other room than the block that has them.
         """
         if begun is None:
-            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+            return self._allocate(n, hit, steps), 0
         self._tree.lock_path(begun.node)
         try:
-            new = self._take(n, hit, Reason.ADMIT, steps)
+            new = self._take(n, hit, steps)
         except OutOfBlocks:
             new = None
         finally:
             self._tree.unlock(begun.node)
         if new is None:
-            return self._allocate(n, hit, Reason.ADMIT, steps), 0
+            return self._allocate(n, hit, steps), 0
         try:
             self._partial.copy(begun, new[0])
         except BaseException:
@@ -479,26 +455,26 @@ class CacheManager:
             raise
         return new, begun.tokens
 
-    def _allocate(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+    def _allocate(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
         """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
         they have started.
         """
         try:
-            return self._take(n, following, reason, steps)
+            return self._take(n, following, steps)
         except OutOfBlocks:
             if steps is not None or not self.tiers.give_up_backups():
                 raise
-        return self._take(n, following, reason, steps)
+        return self._take(n, following, steps)
 
-    def _take(self, n: int, following: Sequence[int], reason: Reason, steps: float | None) -> list[int]:
+    def _take(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
         after = following[-1] if following else None
         if steps is None:
-            return self.tiers.pools.allocate(DEVICE, n, reason, after)
+            return self.tiers.pools.allocate(DEVICE, n, after)
 
         def may_go(victim: TreeNode) -> bool:
             return not victim.wanted and may_replace(victim, steps, self.tiers.settings.unlabelled_step)
 
-        return self.tiers.pools.allocate(DEVICE, n, Reason.AHEAD, after, may_go)
+        return self.tiers.pools.allocate(DEVICE, n, after, may_go)
 
     def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
@@ -511,12 +487,8 @@ class CacheManager:
         return full
 
     def _insert(self, held: Holding, tokens: tuple[int, ...]) -> TreeNode:
-        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end. Raises `PlanError` for
-        borrowed ones.
-        """
+        """Put the blocks of a lease's first tokens into the tree. Returns the node of their end."""
         blocks = held.lease.blocks[: len(tokens) // self.block_size]
-        if not self._borrowers.keys().isdisjoint(blocks):
-            raise PlanError("exact_tokens", held.lease.request_id, "reach into blocks that other leases hold as well")
         node, adopted = self._tree.insert(held.namespace, tokens, blocks)
         held.own.difference_update(adopted)
         return node
@@ -527,16 +499,10 @@ class CacheManager:
         self._back_up_hits(node)
         return node
 
-    def _free(self, blocks: set[int]) -> None:
-        """Free blocks of a lease, but for those that another one owns as well."""
-        borrowed = self._borrowers.keys() & blocks
-        self._borrowers -= Counter(borrowed)
-        self.tiers.pools[DEVICE].free(blocks - borrowed)
-
     def _end(self, held: Holding) -> None:
         del self._held[held.lease.request_id]
         self._tree.unlock(held.node)
-        self._free(held.own)
+        self.tiers.pools[DEVICE].free(held.own)
 
     def _count_hit(self, node: TreeNode, copied: int) -> tuple[Span, ...]:
         """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`
@@ -572,19 +538,6 @@ class CacheManager:
         often = next((step for step in node.path() if step.hits >= hits), None)
         if often is not None and often.parent is not None and not often.blocks[HOST]:
             self.tiers.backups.back_up(often)
-
-    def _check_leases(self) -> None:
-        """Raise `PlanError` unless each lease holds its own blocks and cached ones only, each once, and the blocks that
-        several own are counted.
-        """
-        cached = {block for node in self._tree.nodes() for block in node.blocks[DEVICE]}
-        for held in self._held.values():
-            blocks = set(held.lease.blocks)
-            if len(blocks) != len(held.lease.blocks) or not held.own <= blocks or not blocks - held.own <= cached:
-                raise PlanError("lease", held.lease, "holds a block twice, or one that is neither its own nor cached")
-        owners = Counter(block for held in self._held.values() for block in held.own)
-        if self._borrowers != {block: count - 1 for block, count in owners.items() if count > 1}:
-            raise PlanError("borrowers", self._borrowers, "are not what the leases own")
 
     def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""

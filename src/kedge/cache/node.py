@@ -169,8 +169,6 @@ class Transfer:
     live: int = 0
     """Nodes that it brought to the device and that are there unhit."""
     outcome: Outcome | None = None
-    corrupt: tuple[int, ...] = ()
-    """Places of the blocks that came from the host with another content than went there."""
 
     @property
     def end(self) -> TreeNode:
@@ -186,20 +184,6 @@ class Transfer:
     def is_load(self) -> bool:
         """Whether it goes from the host to the device."""
         return self.copy.direction is Direction.LOAD
-
-    def first_corrupt(self) -> tuple[TreeNode | None, int]:
-        """Return the node of the first corrupt block and how many sound blocks it begins with; None where all are."""
-        at = min(self.corrupt, default=self.blocks)
-        for node in self.nodes:
-            if at < node.size:
-                return node, at
-            at -= node.size
-        return None, 0
-
-    def depends_on(self, other: Transfer) -> bool:
-        """Return whether it loads what lies below, or ends at, the first corrupt node of another load."""
-        node, _ = other.first_corrupt()
-        return self.is_load and self is not other and any(step is node for step in self.end.path())
 
     def shares(self) -> Iterator[tuple[TreeNode, list[int]]]:
         """Iterate over its nodes with the target blocks of each."""

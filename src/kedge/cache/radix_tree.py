@@ -347,17 +347,6 @@ class RadixTree:
         held = [(node, tier) for node in below if not node.locks for tier in Tier if node.blocks[tier]]
         return [self._shorten(node, tier, node.size) for node, tier in held]
 
-    def purge(self, node: TreeNode) -> list[Removed]:
-        """Remove `node` and all below it from the host, locked or not; no load may be reading them. What the device
-        lacks leaves the tree. The caller owns the blocks now.
-        """
-        removed = []
-        for step in [one for one in node.subtree() if one.blocks[HOST]][::-1]:
-            removed.append(Removed(step, HOST, self._remove(step, HOST)))
-            if not step.blocks[DEVICE]:
-                self.detach(step)
-        return removed
-
     # order ----------------------------------------------------------------------------------------------------
 
     def offer(self, *nodes: TreeNode) -> None:

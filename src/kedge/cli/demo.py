@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kedge.cli.options import Json, Model
 from kedge.cli.preflight import require_model, require_parent
-from kedge.cli.questions import progress_bar
-from kedge.cli.tables import FittingTable
+from kedge.cli.results import save
+from kedge.cli.tables import table_of
 from kedge.errors import ConfigError
 from kedge.models import is_bundled
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 TOY = (
-    "The bundled model is a toy of 4.6 million parameters that knows these tasks alone: times tell something, answers "
+    "The bundled model is a toy of 4.6 million parameters that knows this task alone: times tell something, answers "
     "nothing. A real model: kedge demo --model smollm2."
 )
 REAL = "How far answers are from dense prefill, beside KV in fp8: kedge bench fidelity."
@@ -39,7 +38,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="math, choice or code, the bundled model's tasks, default math; or reading or gsm8k, default reading.",
+            help="math, the bundled model's and its default; or reading or gsm8k, default reading.",
         ),
     ] = None,
     model: Model = None,
@@ -62,8 +61,7 @@ def demo(
     console.print(TOY if is_toy else REAL, highlight=False)
     if json_file:
         data = {**result.as_json(), "task": task, "questions": questions, "seed": seed}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
-        console.print(f"results: {json_file}")
+        save(console, json_file, data)
 
 
 def _compare(console: Console, count: int, task: str, model: Path | None, seed: int) -> Comparison:
@@ -77,7 +75,7 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
     if is_bundled(model):
         torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
     workload, asked = team(task, count, seed)
-    with progress_bar(console, 8) as progress, LocalEngine(model) as engine:
+    with progress_bar(console) as progress, LocalEngine(model) as engine:
         if engine.translation_refusal:
             raise TranslationRefused("model", str(model), engine.translation_refusal)
         dense, translated = (
@@ -85,6 +83,12 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
             for mode, name in ((ReuseMode.OFF, "dense prefill"), (ReuseMode.TRANSLATE, "translated"))
         )
     return Comparison(dense, translated)
+
+
+def progress_bar(console: Console, width: int = 8) -> Progress:
+    """Return a progress bar that fits 80 columns with its note."""
+    columns = (TextColumn("{task.description}"), BarColumn(width), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
 
 
 def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], None]:
@@ -97,12 +101,12 @@ def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], No
     return advance
 
 
-def score_table(result: Comparison) -> FittingTable:
+def score_table(result: Comparison) -> Group:
     """Return the table of the agents' times, dense and translated; tokens are exact/translated/computed."""
     title = "TTFT, median (p90), and accuracy: dense prefill | translated"
     headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy")
     pairs = [(dense, result.translated.agents[agent]) for agent, dense in result.dense.agents.items()]
-    return FittingTable(title, headings, [_row(*pair) for pair in pairs], left=frozenset({"agent"}))
+    return table_of(title, headings, [_row(*pair) for pair in pairs], left={"agent"})
 
 
 def _row(dense: AgentScore, ours: AgentScore) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,23 +12,23 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
-from kedge.cli.inspect_flow import Counts, show_flow
-from kedge.cli.tables import FittingTable
-from kedge.discovery.report import line
+from kedge.cli.tables import table_of
 from kedge.errors import ConfigError, UnsupportedModel
+from kedge.types import AgentId
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from kedge.kv.spec import KVSpec
+    from kedge.workflow.graph import Agent, Workflow
+    from kedge.workflow.savings import RunSavings, ValueLengths
 
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
-SHORT = {"family", "runs", "runs, exact reuse", "longest prompt", "translation"}
-"""The facts of a model that are shown without `--all`."""
 UNTRIED = "yes, according to its config: no small copy of it could be built and tried"
 
 
@@ -36,9 +37,6 @@ def inspect(
         Path | None,
         typer.Argument(metavar="[MODEL|FLOW]", help="A model (as for run --model) or a workflow file."),
     ] = None,
-    show_all: Annotated[
-        bool, typer.Option("--all", "-a", help="Show everything: all facts of a model; every call, agent and step.")
-    ] = False,
     model: Annotated[
         Path | None,
         typer.Option(help="For a workflow: the model with the tokenizer to count by; default: the bundled one."),
@@ -52,9 +50,7 @@ def inspect(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
     ] = None,
-    graph: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Print only the step graph: mermaid or dot.")
-    ] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Print only the step graph, as text for Mermaid.")] = False,
     from_traffic: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A running server, Kedge's or vLLM's: what was found in its plain requests."),
@@ -69,15 +65,17 @@ def inspect(
     if from_traffic is not None:
         show_traffic(Console(), from_traffic, api_key)
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
-        counts = Counts(model, input_tokens, answer_tokens, tool_tokens, tuple(length or ()))
-        show_flow(Console(), target, counts, graph, show_all=show_all)
-    elif graph is not None:
-        raise ConfigError("--graph", graph, "only a workflow has a graph; name its file")
+        from kedge.workflow.savings import ValueLengths
+
+        lengths = ValueLengths(input_tokens, answer_tokens, tool_tokens, dict(map(_named, length or ())))
+        _show_flow(Console(), target, lengths, model, graph_only=graph)
+    elif graph:
+        raise ConfigError("--graph", str(target), "only a workflow has a graph; name its file")
     else:
-        _show_model(Console(), target, show_all=show_all)
+        _show_model(Console(), target)
 
 
-def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
+def _show_model(console: Console, path: Path | None) -> None:
     from kedge.engine.common.converted import cache_folder, known_copies
     from kedge.engine.common.model_folder import read_config
     from kedge.models import find_model
@@ -88,28 +86,13 @@ def _show_model(console: Console, path: Path | None, *, show_all: bool) -> None:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (*_shape(config), *_verdict(config)):
-        if show_all or name in SHORT:
-            table.add_row(name, value)
+    for name, value in _verdict(config):
+        table.add_row(name, value)
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     if copies is not None:
         where = ", ".join(map(str, copies)) or f"will be in {cache_folder()}"
         console.print(f"converted: {where}", markup=False, highlight=False, soft_wrap=True)
-    if not show_all:
-        console.print("--all shows the model's shape and the size of its KV.", style="dim")
-
-
-def _shape(config: PretrainedConfig) -> list[tuple[str, str]]:
-    text = config.get_text_config(decoder=True)
-    names = {
-        "num_hidden_layers": "layers",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "KV heads",
-        "vocab_size": "vocabulary",
-    }
-    known = ((label, getattr(text, name, None)) for name, label in names.items())
-    return [("family", text.model_type), *((label, str(value)) for label, value in known if value is not None)]
 
 
 def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
@@ -118,16 +101,17 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
     from kedge.engine.local.model.replica import trial
     from kedge.kv.spec import KVSpec, longest
 
+    family = ("family", config.get_text_config(decoder=True).model_type)
     try:
         require_buildable(config)
         tried = trial(config)
     except UnsupportedModel as error:
-        return [("runs", f"no: {error.why}")]
+        return [family, ("runs", f"no: {error.why}")]
     spec, yes = KVSpec.from_config(config, latent=not tried.keeps_heads), "yes" if tried.ran else UNTRIED
     return [
+        family,
         ("longest prompt", str(longest(config))),
         ("KV per token", _kv_per_token(spec)),
-        ("RoPE", _rope(config, spec.rotary_dim, spec.latent + spec.rotary_dim if spec.latent else spec.head_dim)),
         ("runs, exact reuse", yes),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
     ]
@@ -141,13 +125,111 @@ def _kv_per_token(spec: KVSpec) -> str:
     return f"{shown}: a latent for all heads" if spec.latent else shown
 
 
-def _rope(config: PretrainedConfig, rotary_dim: int, head_dim: int) -> str:
-    from kedge.kv.spec import ropes
+# workflows ------------------------------------------------------------------------------------------------------------
 
-    kinds = [f"{one.get('rope_type', 'default')}, theta {one.get('rope_theta', 'unknown')}" for one in ropes(config)]
-    share = "" if rotary_dim == head_dim else f", {rotary_dim} of {head_dim} dimensions"
-    return "; ".join(dict.fromkeys(kinds)) + share if kinds else "none"
 
+def _named(pair: str) -> tuple[str, int]:
+    name, _, count = pair.partition("=")
+    if not (count.isascii() and count.isdigit()):
+        raise ConfigError("--length", pair, "must be NAME=N with a whole number N of tokens")
+    return name, int(count)
+
+
+def _show_flow(console: Console, path: Path, lengths: ValueLengths, model: Path | None, *, graph_only: bool) -> None:
+    """Print what is known of the workflow in `path`, or its step graph alone. Raises `ConfigError` for a length of a
+    value that the workflow does not have.
+    """
+    from kedge.workflow.export import export, lanes
+    from kedge.workflow.savings import estimate_savings, value_name
+    from kedge.workflow.spec import load_flow
+    from kedge.workflow.step_graph import StepGraph
+
+    flow = load_flow(path)
+    graph = flow if isinstance(flow, StepGraph) else StepGraph.of(flow)
+    if graph_only:
+        return typer.echo(export(graph), nl=False)
+    steps = (" | ".join(node.id for node in lane) for lane in lanes(graph))
+    console.print(Text(" → ".join(f"[{step}]" for step in steps), style="bold"))
+    if isinstance(flow, StepGraph):
+        return None
+    known = {value_name(read.kind, read.of) for agent in flow.agents for read in agent.placeholders}
+    if unknown := next((name for name in lengths.named if name not in known), None):
+        raise ConfigError("--length", unknown, f"must be one of {', '.join(sorted(known))}")
+    # after all mistakes were told, since the tokenizer takes seconds to import
+    from kedge.engine.common.model_folder import model_path
+    from kedge.engine.common.tokenizer import HFTokenizer
+
+    savings = estimate_savings(flow, HFTokenizer.load(model_path(model)), lengths)
+    console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
+    console.print(savings_table(savings))
+    for text in (advice(savings), *conflicts(flow), _assumptions(lengths, model)):
+        for row in textwrap.wrap(text, min(console.width, 100), break_on_hyphens=False):
+            console.print(row, markup=False, highlight=False)
+    return None
+
+
+def _assumptions(lengths: ValueLengths, model: Path | None) -> str:
+    named = "".join(f", {name} {count}" for name, count in lengths.named.items())
+    tokenizer = f"the tokenizer of {model}" if model else "the bundled model's tokenizer (--model)"
+    return (
+        f"Counted with {tokenizer}, once earlier questions have filled the caches. Assumed tokens: inputs "
+        f"{lengths.input}, answers {lengths.answer} or max_tokens, tool results {lengths.tool}{named} (--input-tokens, "
+        "--answer-tokens, --tool-tokens, --length)."
+    )
+
+
+WAYS = {
+    "prefix": ("prefix caching, prompts as they are", "exact"),
+    "role_last": ("prefix caching, shared text first and role last", "exact"),
+    "translation": ("translation, prompts as they are", "at most; approximate"),
+}
+CLOSE = 0.1
+"""Shares that differ by at most this count as equal: lengths are assumed, and translation's share is a bound."""
+
+
+def savings_table(savings: RunSavings) -> Group:
+    """Return the table of the shares of a run's prompt tokens that each way of serving saves."""
+    rows = [[name, f"{savings.share(way):.0%}", answers] for way, (name, answers) in WAYS.items()]
+    headings = ("prompt tokens that need not be computed", "share", "answers")
+    return table_of("what prompts would save", headings, rows, left={headings[0], "answers"})
+
+
+def advice(savings: RunSavings) -> str:
+    """Return the advice on what to try first: the exact way wherever it saves as much."""
+    as_is, role_last, translation = (savings.share(way) for way in WAYS)
+    if max(role_last, translation) <= as_is + CLOSE:
+        return "These prompts begin with what they share: plain prefix caching is exact, and as good as it gets here."
+    if translation <= role_last + CLOSE:
+        return (
+            "Put the shared text first and the role last if your agents answer as well that way: plain prefix caching "
+            "then saves as much, its answers are exact, and translation is not needed."
+        )
+    return (
+        "Where the shared text can stand first and the role last, plain prefix caching is exact and better: try that "
+        "first. Translation is for prompts that have to begin with the role. It computes again the tokens that it "
+        "would get wrong, on the bundled model more than half of them; `kedge run` shows how many."
+    )
+
+
+def conflicts(flow: Workflow) -> Iterator[str]:
+    """Yield a warning for each text that agents read under roles of their own which may want opposite things of it:
+    agents that each pick something, or that do not read each other's answers.
+    """
+
+    def may_conflict(one: Agent, other: Agent) -> bool:
+        is_read = one.id in flow.waits_for[AgentId(other.id)] or other.id in flow.waits_for[AgentId(one.id)]
+        return one.system != other.system and (not is_read or bool(one.pick and other.pick))
+
+    for name in dict.fromkeys(read.name for agent in flow.agents for read in agent.placeholders):
+        readers = [one for one in flow.agents if name in (read.name for read in one.placeholders)]
+        if found := [one.id for one in readers if any(may_conflict(one, other) for other in readers)]:
+            yield (
+                f"{', '.join(found[:-1])} and {found[-1]} read {name} under roles of their own: whether its KV can be "
+                "shared is proved before it is; if they want opposite things of it, it never is."
+            )
+
+
+# plain traffic --------------------------------------------------------------------------------------------------------
 
 KEY = "--from-traffic"
 TIMEOUT_S = 10.0
@@ -160,19 +242,30 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
     report = _read(url.rstrip("/") + "/kedge/report", api_key)
     if report is None:
         raise ConfigError(KEY, url, "has nothing to report yet: plain requests have to come first")
-    console.print(line(report), highlight=False)
+    known = report["known_agents"] / report["requests"] if report["requests"] else 0
+    console.print(
+        f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
+        f"{known:.0%} of them, {report['sessions']} sessions; of {report['prompt_tokens']} prompt tokens "
+        f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
+        f"{report['shared_tokens']} read or answered before elsewhere",
+        highlight=False,
+    )
     if report["agents"]:
         console.print(agents_table(report["agents"]))
+    for before, after, share in report["follows"]:
+        console.print(f"after {before} comes {after}: {share:.0%}", highlight=False)
+    for reason, requests in report["why_not"]:
+        console.print(f"not translated in {requests:,} requests: {reason}", markup=False, highlight=False)
     for finding in map(finding_text, report["findings"]):
         console.print(finding, highlight=False)
     if not report["findings"]:
         console.print("nothing was found that defeats reuse", highlight=False)
 
 
-def agents_table(agents: Sequence[Mapping[str, Any]]) -> FittingTable:
+def agents_table(agents: Sequence[Mapping[str, Any]]) -> Group:
     """Return the table of agents."""
     rows = [[one["id"], one["team"], *(f"{one[name]:,}" for name in FIGURES)] for one in agents]
-    return FittingTable("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)
+    return table_of("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)
 
 
 def finding_text(finding: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Writing the results of benchmarks."""
+"""Writing results as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kedge import __version__
 def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
     """Write results with a description of the machine, and print the file's path."""
     write(file, results)
-    console.print(f"results: {file}")
+    console.print(f"results: {file}", markup=False, highlight=False)
 
 
 def write(file: Path, results: Mapping[str, object]) -> None:
@@ -24,7 +24,8 @@ def write(file: Path, results: Mapping[str, object]) -> None:
     content.
     """
     partial = file.with_name(f"{file.name}.part")
-    partial.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({"machine": _machine(), **results}, indent=1, ensure_ascii=False)
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(file)
 
 

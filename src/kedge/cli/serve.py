@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 from functools import partial
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kedge.checks import parse_host
 from kedge.cli import run
 from kedge.cli.options import Config, Device
 from kedge.cli.preflight import require_free_port, require_model, require_packages
+from kedge.engine.process.engine import ENDING
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_ENGINE_ENDED = os.EX_SOFTWARE
 """Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
-HANG_SECONDS = 45.0
-"""Seconds that the server may take to end after the engine did; an engine's process is killed after 30."""
+HANG_SECONDS = 1.5 * ENDING
+"""Seconds that the server may take to end after the engine did, whose process is killed after `ENDING`"""
 
 
 def serve(
@@ -139,7 +140,7 @@ def _serve(settings: Settings) -> None:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
     console = Console(stderr=True)
-    is_open = not _is_loopback(server.host)
+    is_open = server.host != "localhost" and not getattr(parse_host(server.host), "is_loopback", False)
     if is_open and keys.is_open:
         console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
     if is_open and not server.allowed_hosts:
@@ -183,13 +184,6 @@ def _make_key(tenant: str) -> None:
     load_keys(None, f"{tenant}:{hashed(key)}", LimitSettings())
     section = "operator" if tenant == "*" else f"tenants.{tenant}"
     typer.echo(f'key, shown this once: {key}\n\n[{section}]\nkeys = ["{hashed(key)}"]')
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:

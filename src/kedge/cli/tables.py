@@ -1,75 +1,26 @@
-"""Tables that fit a terminal of any width: what does not fit beside the row's name goes into another table below."""
+"""Tables for a terminal."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-_UNBOUNDED = 10_000
-"""Terminal columns from which on a table takes only the width that it needs."""
 
+def table_of(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> Group:
+    """Return a title and a table without cells that are cut; `left` are the headings of left-aligned columns.
 
-@dataclass(frozen=True)
-class FittingTable:
-    """A table with cells that are never cut: columns that do not fit are shown in further tables with the same rows.
-
-    The first `keys` columns identify a row and are repeated in every table. Headings break between words. A text in a
-    key column is folded only where it leaves no room for a single other column.
+    Headings are broken between words, into lines as short as the cells: 13 columns of figures fit 80 characters.
     """
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    keys: int = 1
-    left: frozenset[str] = field(default_factory=frozenset)
-    """Headings of left-aligned columns."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.title, style="italic")
-        for columns in self._groups(console, options):
-            narrow = self._width(columns, console, options) > options.max_width
-            yield self._build(columns, fold=narrow)
-
-    def _groups(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
-        """Yield the columns of each table: as many as fit, at least one beside the keys."""
-        keys = list(range(self.keys))
-        group = keys
-        for column in range(self.keys, len(self.headings)):
-            if len(group) > len(keys) and self._width([*group, column], console, options) > options.max_width:
-                yield group
-                group = keys
-            group = [*group, column]
-        yield group
-
-    def _width(self, columns: Sequence[int], console: Console, options: ConsoleOptions) -> int:
-        table = self._build(columns, fold=False)
-        return Measurement.get(console, options.update(width=_UNBOUNDED), table).maximum
-
-    def _build(self, columns: Sequence[int], *, fold: bool) -> Table:
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for column in columns:
-            is_left, is_key = self.headings[column] in self.left, column < self.keys
-            table.add_column(
-                self._wrapped(column),
-                justify="left" if is_left else "right",
-                no_wrap=not (fold and is_key),
-                overflow="fold",
-            )
-        for row in self.rows:
-            table.add_row(*(row[column] for column in columns))
-        return table
-
-    def _wrapped(self, column: int) -> str:
-        """Wrap the heading in lines no longer than the widest cell or the longest word."""
-        heading = self.headings[column]
-        widest = max((len(row[column]) for row in self.rows), default=0)
-        width = max([widest, *map(len, heading.split())])
-        lines = textwrap.wrap(heading, width, break_long_words=False, break_on_hyphens=False)
-        return "\n".join(lines)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for column, heading in enumerate(headings):
+        width = max(map(len, [*heading.split(), *(row[column] for row in rows)]))
+        lines = textwrap.wrap(heading, width, break_on_hyphens=False)
+        table.add_column("\n".join(lines), justify="left" if heading in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return Group(Text(title, style="italic"), table)  # a table would break its own title at its width

@@ -9,7 +9,7 @@ from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_LOOKED_AT, MAX_VALUES, SHORT
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
@@ -35,11 +35,6 @@ from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
 from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
-FIRST = 4
-"""Calls of an agent before its first review, and prompts that one looks at; there is one whenever calls have doubled"""
-MAX_PROMPT_BYTES = 1 << 17
-"""Bytes of a prompt that is looked at"""
-
 
 class TemplateReviews:
     """Templates of one namespace that are learned once more, from prompts in which more of the text is known.
@@ -56,7 +51,7 @@ class TemplateReviews:
 
     def take(self, agent: FoundAgent, prompt: bytes) -> PromptTemplate | None:
         """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
-        if not _is_due(agent.calls) or len(prompt) > MAX_PROMPT_BYTES:
+        if not _is_due(agent.calls) or len(prompt) * MAX_LOOKED_AT > MAX_BYTES:
             return None
         example = Example(prompt, self._texts.find(prompt, agent.head))
         if not _answers(example.known) - _answers(agent.templates[0].slots):
@@ -74,7 +69,7 @@ class TemplateReviews:
 
 def _is_due(calls: int) -> bool:
     """Return whether an agent's prompt after so many calls is one of the first after they doubled."""
-    return calls >= FIRST and calls - (1 << calls.bit_length() - 1) < FIRST
+    return calls >= EXAMPLES and calls - (1 << calls.bit_length() - 1) < EXAMPLES
 
 
 def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
@@ -82,10 +77,6 @@ def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
     return {one.label for one in texts if is_answer(one.label)}
 
 
-MAX_EXAMPLE_BYTES = 1 << 23
-"""Bytes of prompts that are kept as examples; the oldest is forgotten first. Agents that take turns are
-learned only while `EXAMPLES` prompts of each are among them.
-"""
 CONTEXT_START, CONTEXT_END = 4, 12
 """Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
 
@@ -142,7 +133,7 @@ class _Examples:
     def keep(self, asked: _Asker) -> None:
         self._askers.append(asked)
         self._nbytes += len(asked.prompt)
-        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_EXAMPLE_BYTES:
+        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_BYTES:
             self._nbytes -= len(self._askers.popleft().prompt)
 
     def drop(self, asked: _Asker) -> None:
@@ -162,11 +153,9 @@ class Discovery:
     template is learned from prompts that differ. Memory is bounded by the limits of this module.
     """
 
-    def __init__(self, overall: PlainTotals | None = None) -> None:
-        """Begin with nothing known. What is counted is also added to `overall`."""
+    def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
         self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
-        self._totals = [one for one in (self.totals, overall) if one is not None]
         self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
         self._ends = PromptEnds()
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
@@ -192,8 +181,7 @@ class Discovery:
         None for a session's next turn, and where nothing is known.
         """
         found = self._find(request_id, tokens, now)
-        for totals in self._totals:
-            totals.count(len(tokens), found.shared if found else None)
+        self.totals.count(len(tokens), found.shared if found else None)
         return found
 
     def _find(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
@@ -202,8 +190,7 @@ class Discovery:
         if not chain:
             return None
         if end := self._ends.find(chain, self._heads.is_head):  # it goes on where an earlier prompt ended
-            for totals in self._totals:
-                totals.continued(is_first=not end.is_continued)
+            self.totals.sessions += not end.is_continued
             end.is_continued = True
             asked.run = self.runs.resume(end.run) if end.run else None
             return None
@@ -229,8 +216,7 @@ class Discovery:
             return None
         if served is not None:
             self.why_not.count(served.reasons)
-            for totals in self._totals:
-                totals.served(served)
+            self.totals.served(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
             text = token_bytes.pack(answer)

@@ -14,8 +14,6 @@ from kedge.types import AgentId, WorkflowId
 
 BLOCK_TOKENS = 16
 """Tokens of a block, and the least that an agent is known by"""
-MAX_TEMPLATES = 4
-"""Templates of an agent that are remembered"""
 LEAST_SHARE = 1 / 16
 """Share of an agent's fixed prompt by which prompts that begin alike for longer may be another agent's"""
 
@@ -61,13 +59,13 @@ class FoundAgent:
 
     def add(self, templates: Sequence[PromptTemplate]) -> None:
         """Let it have further templates, which are tried first; the oldest go."""
-        self.templates = [*templates, *self.templates][:MAX_TEMPLATES]
+        self.templates = [*templates, *self.templates][:MAX_OF_ONE]
 
     def absorb(self, other: FoundAgent) -> None:
         """Take over the calls and templates of an agent that is this one."""
         other.same_as = self
         self.names = [*self.names, *other.names][:MAX_OF_ONE]
-        self.templates = [*self.templates, *other.templates][:MAX_TEMPLATES]
+        self.templates = [*self.templates, *other.templates][:MAX_OF_ONE]
         self.calls += other.calls
         self.prompt_tokens += other.prompt_tokens
         self.shared_tokens += other.shared_tokens

@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import LEAST_TOKENS
+from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES
 from kedge.discovery.templates import Occurrence
 from kedge.structures.bounded import BoundedDict
 from kedge.types import SampleId, Tokens
 
-LOOSE_HEAD, LOOSE_TAIL = 1, 2
-"""Tokens at a text's two ends that a tokenizer may have joined with what is around it"""
-START = 4
-"""Tokens of an answer that are looked up"""
+LOOSE = 2
+"""Tokens at either end of a text that a tokenizer may have joined with what is around it"""
+START = LEAST_TOKENS - 2 * LOOSE
+"""Tokens of an answer that are looked up, as many as the shortest has in between"""
 MAX_SEARCHED = 8192
-"""Tokens of a text, the last ones, that are searched"""
-MAX_COMPARED = 2048
-"""Comparisons of a place in a prompt with an answer: many answers may begin alike"""
+"""Tokens of a text, the last ones, that are searched, and comparisons with answers: many may begin alike"""
 
 
 class AnswerIndex:
@@ -35,7 +33,7 @@ class AnswerIndex:
         """How many starts begin with a token: most tokens of a prompt are passed over by this alone"""
 
     def put(self, answer: bytes, sample: SampleId) -> None:
-        """Remember a packed answer of at least `START + LOOSE_HEAD + LOOSE_TAIL` tokens."""
+        """Remember a packed answer of at least `LEAST_TOKENS` tokens."""
         inner = _inner(answer)
         start = inner[:START]
         if start not in self._answers:
@@ -62,11 +60,9 @@ class AnswerIndex:
         return self._answers.get(inner[:START], {}).get(inner)
 
     def find(self, prompt: bytes) -> Iterator[SampleId]:
-        """Yield the answers in a packed prompt, the last one first, of those that begin alike the latest. O(tokens
-        searched), and no more than `MAX_COMPARED` comparisons.
-        """
+        """Yield the answers in a packed prompt, the last one first, of those that begin alike the latest."""
         tokens = token_bytes.unpack(prompt)[-MAX_SEARCHED:]
-        for at, inner, sample in islice(self._candidates(tokens), MAX_COMPARED):
+        for at, inner, sample in islice(self._candidates(tokens), MAX_SEARCHED):
             end = at + len(inner)
             if end <= len(tokens) and tokens[end - 1] == inner[-1] and tokens[at:end] == inner:
                 yield sample
@@ -80,13 +76,9 @@ class AnswerIndex:
 
 
 def _inner(answer: bytes) -> Tokens:
-    return token_bytes.unpack(token_bytes.cut(answer, LOOSE_HEAD, token_bytes.size(answer) - LOOSE_TAIL))
+    return token_bytes.unpack(token_bytes.cut(answer, LOOSE, token_bytes.size(answer) - LOOSE))
 
 
-MAX_TEXTS = 512
-"""Texts that are remembered; the oldest is forgotten first"""
-MAX_TEXT_BYTES = 1 << 22
-"""Bytes of texts that are remembered"""
 MAX_SAYERS = 2
 """Requests with the same answer, the first ones, that may tell what it is"""
 
@@ -115,7 +107,7 @@ class KnownTexts:
     """The texts of one namespace, found by their content or inside of prompts. One thread owns it."""
 
     def __init__(self) -> None:
-        self._texts: BoundedDict[bytes, KnownText] = BoundedDict(MAX_TEXTS, lambda _, text: self._drop(text))
+        self._texts: BoundedDict[bytes, KnownText] = BoundedDict(on_evicted=lambda _, text: self._drop(text))
         self._answers: dict[bytes, SampleId] = {}
         self._index = AnswerIndex()
         self.nbytes = 0
@@ -137,7 +129,7 @@ class KnownTexts:
         if text.sample:
             self._index.put(text.tokens, text.sample)
             self._answers.update(dict.fromkeys(_beginnings(text), text.sample))
-        while self.nbytes > MAX_TEXT_BYTES:
+        while self.nbytes > MAX_BYTES:
             self._drop(self._texts.popitem(last=False)[1])
 
     def answer(self, tokens: bytes) -> SampleId | None:
@@ -166,8 +158,7 @@ class KnownTexts:
     def _occurrences(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
         for text in self._texts.values():
             size = token_bytes.size(text.tokens)
-            core = token_bytes.cut(text.tokens, LOOSE_HEAD, size - LOOSE_TAIL)
-            at = token_bytes.find(prompt, core, start + LOOSE_HEAD)
+            at = token_bytes.find(prompt, token_bytes.cut(text.tokens, LOOSE, size - LOOSE), start + LOOSE)
             if at >= 0 and (label := text.label):
                 yield Occurrence(*_whole(prompt, text.tokens, at), label)
 
@@ -183,17 +174,14 @@ class KnownTexts:
 def _beginnings(text: KnownText) -> Iterator[bytes]:
     """Yield what an answer may be in a prompt: all of it, or without its last tokens."""
     size = token_bytes.size(text.tokens)
-    for less in range(LOOSE_TAIL + 1) if text.sample else ():
+    for less in range(LOOSE + 1) if text.sample else ():
         yield token_bytes.cut(text.tokens, 0, size - less)
 
 
 def _whole(prompt: bytes, text: bytes, at: int) -> tuple[int, int]:
-    """Return how much of a text is in a prompt: its tokens from the second on are at token `at`."""
-    size = token_bytes.size(text)
-    start = at - LOOSE_HEAD
-    if token_bytes.cut(prompt, start, at) != token_bytes.cut(text, 0, LOOSE_HEAD):
-        start = at
-    stop = at - LOOSE_HEAD + size - LOOSE_TAIL
-    end = at - LOOSE_HEAD + size
-    same = token_bytes.common_head([token_bytes.cut(prompt, stop, end), token_bytes.cut(text, size - LOOSE_TAIL, size)])
-    return start, stop + same
+    """Return how much of a text is in a prompt: its tokens but for the loose ends are at token `at`."""
+    size, start = token_bytes.size(text), at - LOOSE
+    stop, end = start + size - LOOSE, start + size
+    before = token_bytes.common_tail([token_bytes.cut(prompt, start, at), token_bytes.cut(text, 0, LOOSE)])
+    behind = token_bytes.common_head([token_bytes.cut(prompt, stop, end), token_bytes.cut(text, size - LOOSE, size)])
+    return at - before, stop + behind

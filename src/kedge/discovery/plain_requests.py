@@ -10,7 +10,7 @@ from itertools import count
 
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.report import find_waste, line
+from kedge.discovery.report import find_waste
 from kedge.discovery.runs import FoundRun
 from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.settings import DiscoveryMode, DiscoverySettings
@@ -66,8 +66,6 @@ class FoundForecasts:
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
 """Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
-LOG_SECONDS = 300.0
-"""Seconds between two lines of the log, at least"""
 
 
 class PlainRequests:
@@ -80,22 +78,20 @@ class PlainRequests:
         """Begin with nothing known. `clock` is in seconds."""
         self._mode, self._clock = settings.mode, clock
         self.forecasts = FoundForecasts()
-        self._next_log, self._logged = self._clock() + LOG_SECONDS, 0
         self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(MAX_NAMESPACES)
-        self.totals = PlainTotals()
 
     def arrived(self, request: GenerateRequest) -> GenerateRequest:
         """Return a request as it is served. What its client said of it stays."""
         if not request.is_plain or self._mode is DiscoveryMode.OFF or request.reuse is ReuseMode.OFF:
             return request
+        discovery, now = self._namespaces.use(request.namespace, Discovery), self._clock()
         try:
-            discovery, now = self._namespaces.use(request.namespace, lambda: Discovery(self.totals)), self._clock()
             found = discovery.arrive(request.request_id, request.tokens, now)
             if found and self._forecasts and not request.run:
                 self.forecasts.follow(request.namespace, discovery, found.run, now)
         except Exception:
             logger.exception("request %s is served as it is", request.request_id)
-            self.totals.failures += 1
+            discovery.totals.failures += 1
             return request
         return request if found is None else self._completed(request, found)
 
@@ -117,15 +113,13 @@ class PlainRequests:
                 self.forecasts.follow(namespace, discovery, run, now)
 
     def clear(self) -> None:
-        """Forget everything but the totals."""
+        """Forget everything."""
         self._namespaces.clear()
 
-    def log(self) -> None:
-        """Log what was found, at most every `LOG_SECONDS` and only where requests have come since."""
-        now = self._clock()
-        if now >= self._next_log and self.totals.requests > self._logged:
-            self._next_log, self._logged = now + LOG_SECONDS, self.totals.requests
-            logger.info(line(self.report()))
+    @property
+    def totals(self) -> PlainTotals:
+        """What was found out in all namespaces that are known now."""
+        return sum((one.totals for one in self._namespaces.values()), PlainTotals())
 
     @property
     def is_idle(self) -> bool:
@@ -152,7 +146,7 @@ class PlainRequests:
             "agents": [one.to_dict() for one in agents[:MAX_LOOKED_AT]],
             "follows": [edge for one in known for edge in one.runs.successors.edges()][:MAX_LOOKED_AT],
             "why_not": WhyNot.most_common(one.why_not for one in known),
-            "findings": [one.to_dict() for one in find_waste(agents)][:MAX_LOOKED_AT],
+            "findings": find_waste(agents)[:MAX_LOOKED_AT],
         }
 
     @property

@@ -1,77 +1,49 @@
-"""The report of plain traffic: what in an application's prompts defeats reuse, as a page, and in one line for a log."""
+"""What in plain requests' prompts defeats reuse, and what to do about it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import nsmallest
-from html import escape
 from typing import Any
 
 from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_LOOKED_AT, SHORT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
-from kedge.types import AgentId
 
 ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if one could share most of the other"""
 SAMPLE = 64
-"""Tokens of a text that tell whether comparing all of them is worth the time"""
-
-
-class FindingKind(StrEnum):
-    """What was found."""
-
-    EARLY_VALUE = "a value in the middle of fixed text"
-    ROLE_FIRST = "a role before shared text"
-    COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"
-
-
+"""Tokens of a text that tell whether comparing all of them is worth the time: it is the engine's thread's"""
+EARLY_VALUE = "a value in the middle of fixed text"
+ROLE_FIRST = "a role before shared text"
+COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"
 ADVICE = {
-    FindingKind.EARLY_VALUE: "put what changes, such as a time or a name, behind all that stays",
-    FindingKind.ROLE_FIRST: "where the model allows it, put the shared text first and the role behind it",
-    FindingKind.COMMON_TEXT: "put what agents have in common first, tools in one order, and what tells them apart last",
+    EARLY_VALUE: "put what changes, such as a time or a name, behind all that stays",
+    ROLE_FIRST: "where the model allows it, put the shared text first and the role behind it",
+    COMMON_TEXT: "put what agents have in common first, tools in one order, and what tells them apart last",
 }
+"""What was found -> what to do about it"""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One place where prompts could share more."""
+def find_waste(agents: Sequence[FoundAgent]) -> list[dict[str, Any]]:
+    """Return as plain data where prompts of some agents could share more, what saves the most first.
 
-    kind: FindingKind
-    agent: AgentId
-    tokens: int
-    """Tokens of each of its calls that would come from the cache"""
-    calls: int
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the finding as plain data, with what to do about it."""
-        return {
-            "kind": self.kind.value,
-            "agent": self.agent,
-            "tokens_per_call": self.tokens,
-            "calls": self.calls,
-            "advice": ADVICE[self.kind],
-        }
-
-
-def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
-    """Return what was found in the prompts of some agents, what saves the most first."""
-    found: list[Finding] = []
+    `tokens_per_call` are the tokens of each of the agent's calls that would come from the cache.
+    """
+    found: list[tuple[str, FoundAgent, int]] = []
     readers = Counter(slot.label for agent in agents for slot in agent.templates[0].slots)
     for agent in agents:
         slots = agent.templates[0].slots
         # A short value of its own, and much fixed text between it and the next one.
         if len(slots) > 1 and _is_own(slots[0], agent) and token_bytes.size(slots[0].first) <= SHORT:
-            found.append(Finding(FindingKind.EARLY_VALUE, agent.id, token_bytes.size(slots[0].after), agent.calls))
+            found.append((EARLY_VALUE, agent, token_bytes.size(slots[0].after)))
         # A text that another reads too, behind another beginning.
         first = next((slot for slot in slots if readers[slot.label] > 1), None)
         if first is not None and not _is_own(first, agent):
-            found.append(Finding(FindingKind.ROLE_FIRST, agent.id, token_bytes.size(first.first), agent.calls))
+            found.append((ROLE_FIRST, agent, token_bytes.size(first.first)))
     # A fixed prompt that is nearly that of an agent with more calls.
     heads = [agent.templates[0].head for agent in agents[:MAX_LOOKED_AT]]
     samples = [_sample(head) for head in heads]
@@ -79,9 +51,12 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[Finding]:
         likely = (heads[one] for one in range(at) if 2 * len(samples[one] & samples[at]) >= len(samples[at]))
         if other := next((one for one in likely if _alike(one, head)), None):
             lost = max(map(token_bytes.size, (other, head))) - token_bytes.common_head((other, head))
-            found.append(Finding(FindingKind.COMMON_TEXT, agent.id, lost, agent.calls))
-    worth = [one for one in found if one.tokens >= SHORT]
-    return sorted(worth, key=lambda one: one.tokens * one.calls, reverse=True)
+            found.append((COMMON_TEXT, agent, lost))
+    worth = [one for one in found if one[2] >= SHORT]
+    return [
+        {"kind": kind, "agent": agent.id, "tokens_per_call": tokens, "calls": agent.calls, "advice": ADVICE[kind]}
+        for kind, agent, tokens in sorted(worth, key=lambda one: one[2] * one[1].calls, reverse=True)
+    ]
 
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
@@ -101,93 +76,3 @@ def _alike(one: bytes, other: bytes) -> bool:
 def _is_own(slot: Slot, agent: FoundAgent) -> bool:
     """Return whether a value is known from nowhere else."""
     return slot.label.startswith(f"{agent.id}.")
-
-
-Report = Mapping[str, Any]
-"""What `PlainRequests.report` returns"""
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #1c2430;
-  background: #fff }
-h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884; vertical-align: top }
-td.n { text-align: right }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem 2.5rem } .figures b { display: block; font-size: 1.5rem }
-@media (prefers-color-scheme: dark) { body { color: #dde3ea; background: #14181d } }
-"""
-NO_REPORT = "Nothing has been reported yet: the figures come with the first requests, and every few seconds."
-
-
-def page(report: Report | None) -> str:
-    """Return the page as HTML, without scripts; `report` is None where there is none yet."""
-    body = _body(report) if report else f"<p>{NO_REPORT}</p>"
-    head = '<meta charset="utf-8"><meta http-equiv="refresh" content="10">'
-    head += '<meta name="viewport" content="width=device-width"><title>Kedge: plain traffic</title>'
-    return f"<!doctype html><html lang=en><head>{head}<style>{STYLE}</style></head><body>{body}</body></html>"
-
-
-def line(report: Report) -> str:
-    """Return the report in one line for a log."""
-    return (
-        f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
-        f"{_share(report['known_agents'], report['requests'])} of them, {report['sessions']} sessions; of "
-        f"{report['prompt_tokens']} prompt tokens {report['exact_tokens']} were cached, "
-        f"{report['translated_tokens']} translated, and {report['shared_tokens']} read or answered before elsewhere"
-    )
-
-
-def _body(report: Report) -> str:
-    figures = {
-        "requests": report["requests"],
-        "with a known agent": _share(report["known_agents"], report["requests"]),
-        "sessions": report["sessions"],
-        "of the requests went on with one": _share(report["session_turns"], report["requests"]),
-        "prompt tokens": report["prompt_tokens"],
-        "of them saved by the prefix cache": _share(report["exact_tokens"], report["prompt_tokens"]),
-        "saved by translation": _share(report["translated_tokens"], report["prompt_tokens"]),
-        "read or answered before elsewhere": _share(report["shared_tokens"], report["prompt_tokens"]),
-        "runs under way": report["runs"],
-    }
-    shown = "".join(f"<div><b>{_number(value)}</b>{name}</div>" for name, value in figures.items())
-    parts = [f"<h1>Kedge: plain traffic</h1><p>{MODES[report['mode']]}</p><div class=figures>{shown}</div>"]
-    columns = ("agent", "team", "calls", "fixed tokens", "prompt tokens", "shared")
-    parts.append(_table("Agents", columns, map(_agent_row, report["agents"])))
-    follows = [(before, after, f"{share:.0%}") for before, after, share in report["follows"]]
-    parts.append(_table("Who calls next", ("agent", "next", "how often"), follows))
-    parts.append(_table("What kept text from being translated", ("reason", "requests"), report["why_not"]))
-    found = [(one["kind"], one["agent"], one["tokens_per_call"], one["advice"]) for one in report["findings"]]
-    parts.append(_table("What defeats reuse", ("what", "agent", "tokens a call", "what to do"), found))
-    return "".join(parts)
-
-
-MODES = {
-    "off": "Nothing is looked for.",
-    "observe": "Mode observe: nothing is changed. Set discovery.mode to exact or translate to use what was found.",
-    "exact": "Mode exact: caches follow what was found; nothing is translated.",
-    "translate": "Mode translate: caches follow what was found, and shared text is translated.",
-}
-
-
-def _agent_row(agent: Mapping[str, Any]) -> tuple[object, ...]:
-    shared = _share(agent["shared_tokens"], agent["prompt_tokens"])
-    return agent["id"], agent["team"], agent["calls"], agent["fixed_tokens"], agent["prompt_tokens"], shared
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    cells = ["".join(map(_cell, row)) for row in rows]
-    if not cells:
-        return f"<h2>{title}</h2><p>None so far.</p>"
-    head = "".join(f"<th>{name}</th>" for name in columns)
-    return f"<h2>{title}</h2><table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-
-
-def _cell(value: object) -> str:
-    return f"<td{' class=n' if isinstance(value, int) else ''}>{escape(_number(value))}</td>"
-
-
-def _number(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "0%"

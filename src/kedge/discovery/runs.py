@@ -22,8 +22,8 @@ UNKNOWN, LEAST_ODDS = 0.3, 0.02
 which a call is part of a forecast"""
 AT_ONCE = 0.02
 """Seconds that make no difference"""
-PATIENCE, LEAST_SECONDS = 8, 5.0
-"""A run is over after so many times the usual gap, and seconds, without a call"""
+PATIENCE = 8
+"""A run is over after so many times the usual gap without a call, or `USUAL_GAP` if that is more"""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +99,7 @@ class FoundRuns:
         at.
         """
         for run in list(islice(self._runs.values(), MAX_LOOKED_AT)):
-            if not run.running and now - run.answered > LEAST_SECONDS + PATIENCE * self.successors.gap(run.last):
+            if not run.running and now - run.answered > PATIENCE * max(USUAL_GAP, self.successors.gap(run.last)):
                 del self._runs[run.id]
                 self._idle.pop(run.id, None)
                 if run.is_open:
@@ -145,8 +145,6 @@ USUAL = 0.5
 """Share of an agent's calls after which texts of its run were read, from which on that is expected"""
 LEAST_CALLS, LEAST_SHARE = 2.0, 0.15
 """Calls of an agent, and share of them that went on to another, from which on that is expected again"""
-HORIZON = 16
-"""Steps that are looked ahead"""
 USUAL_GAP = 1.0
 """Seconds from an answer to the next call, until some were observed"""
 END = AgentId("")
@@ -225,14 +223,12 @@ class Successors:
         return known.likely
 
     def forecast(self, last: AgentId, *, runs: bool) -> dict[AgentId, NextRun]:
-        """Return the next runs of all agents that are expected within `HORIZON` steps after `last`, which `runs` now or
-        has answered.
-        """
+        """Return the next runs of all agents that are expected after `last`, which `runs` now or has answered."""
         found = {last: NextRun(0.0)} if runs else {}
         queue = deque([(last, 1.0 if runs else 0.0, 1.0)])
         while queue:
             agent, steps, odds = queue.popleft()
-            for after, share in self.likely(agent).items() if steps < HORIZON else ():
+            for after, share in self.likely(agent).items():
                 if after not in found and odds * share >= LEAST_ODDS:
                     found[after] = NextRun(steps, odds * share)
                     queue.append((after, steps + 1, odds * share))
@@ -243,8 +239,6 @@ class Successors:
         return [(agent, after, share) for agent in self._after for after, share in self.likely(agent).items()]
 
 
-MAX_READERS = 32
-"""Agents that read a text, of which more tell nothing"""
 MOST_SHARED = 0.25
 """Share of the values of a kind that were read in several runs, up to which one tells which run it is of"""
 
@@ -256,7 +250,7 @@ class _RunText:
     run: RunId | None
     """The run that it is of; None where several have it"""
     readers: set[AgentId] = field(default_factory=set)
-    """Agents that read it in this run"""
+    """Agents that read it in this run; more of them tell nothing"""
 
 
 @dataclass(eq=False, slots=True)
@@ -317,7 +311,7 @@ class TextsOfRuns:
             elif known.run not in (run, None) and agent in known.readers:
                 kind.shared += 1
                 known.run = None
-            if len(known.readers) < MAX_READERS:
+            if len(known.readers) < MAX_OF_ONE:
                 known.readers.add(agent)
             else:
                 known.run = None

@@ -63,8 +63,6 @@ class PlainTotals:
     translated_tokens: int = 0
     sessions: int = 0
     """Prompts that another went on with"""
-    session_turns: int = 0
-    """Requests that went on with an earlier prompt"""
     failures: int = 0
     """Requests about which nothing was found out because of an error in Kedge"""
 
@@ -79,11 +77,6 @@ class PlainTotals:
         """Count where the tokens of an ended request came from."""
         self.exact_tokens += served.exact
         self.translated_tokens += served.translated
-
-    def continued(self, *, is_first: bool) -> None:
-        """Count a request that goes on with an earlier prompt; whether it is the first one to do so."""
-        self.session_turns += 1
-        self.sessions += is_first
 
     def __add__(self, other: PlainTotals) -> PlainTotals:
         """Return the sum of both."""

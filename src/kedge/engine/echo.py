@@ -21,12 +21,12 @@ from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.reuse.plan import ALL_COMPUTED
+from kedge.reuse.reasons import with_reasons
 from kedge.types import (
     AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
-    Miss,
     Receipt,
     RequestId,
     ReuseMode,
@@ -324,20 +324,9 @@ def _receipt(job: _Job, ttft_ms: float) -> Receipt:
     if job.lease is None:
         return Receipt(request.request_id, request.reuse, (), parts_ms={"queue": ttft_ms})
     exact, stop = job.lease.exact_tokens, request.prompt_tokens
-    spans = (Span(0, exact, Source.DEVICE), Span(exact, stop, Source.COMPUTED))
+    misses = (ALL_COMPUTED,) if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF else ()
+    spans: tuple[Span, ...] = (Span(0, exact, Source.DEVICE), Span(exact, stop, Source.COMPUTED))
     queue_ms = 1e3 * (job.admitted - job.arrived)
     parts = {"queue": queue_ms, "compute": ttft_ms - queue_ms}
-    return Receipt(request.request_id, request.reuse, spans if exact else spans[1:], _misses(request, exact), parts)
-
-
-def _misses(request: GenerateRequest, exact: int) -> tuple[Miss, ...]:
-    """Return the segments that were computed, in whole or in part; the last prompt token is always computed and does
-    not count.
-    """
-    if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
-        return (ALL_COMPUTED,)
-    reason = "reuse is off" if request.reuse is ReuseMode.OFF else "not in the cache"
-    stops = itertools.accumulate(len(segment.tokens) for segment in request.segments)
-    wanted = request.prompt_tokens - 1
-    ends = zip(request.segments, stops, strict=True)
-    return tuple(Miss(segment.name, reason) for segment, stop in ends if exact < min(stop, wanted))
+    spans = spans if exact else spans[1:]
+    return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, misses), parts)

@@ -71,21 +71,14 @@ class Wishes:
         self.keep_for = max(self.keep_for or 0.0, min(seconds, MAX_KEPT_SECONDS))
 
 
-class _Answer(NamedTuple):
-    outcome: ActionResult
-    reason: str
-    session: str = ""
-    """The other session that the action is about"""
-
-
-SHARED = _Answer(ActionResult.APPLIED, "equal beginnings of prompts share their KV within a tenant")
-AWAITED = _Answer(ActionResult.DEFERRED, "loads what the host has of the session, if it is known and idle")
-GOES_FIRST = _Answer(ActionResult.DEFERRED, "goes before other KV while the session is idle, if it is known")
-KEPT = _Answer(ActionResult.APPLIED, "is kept before KV that is expected to be needed later")
-SHORTENED = _Answer(ActionResult.CLIPPED, f"is kept for {MAX_KEPT_SECONDS:g} s at most")
-AS_A_WHOLE = _Answer(ActionResult.CLIPPED, "a session's KV is kept as a whole, and all priorities above 0 alike")
-OWN_ONLY = _Answer(ActionResult.REJECTED, "of other sessions than the own one, only prefetch and demote are supported")
-NAMELESS = _Answer(ActionResult.REJECTED, "needs a session_id: what the request itself reads is loaded anyway")
+SHARED = ActionOutcome("", "equal beginnings of prompts share their KV within a tenant", ActionResult.APPLIED)
+AWAITED = ActionOutcome("", "loads what the host has of the session, if it is known and idle", ActionResult.DEFERRED)
+GOES_FIRST = ActionOutcome("", "goes before other KV while the session is idle, if it is known", ActionResult.DEFERRED)
+KEPT = ActionOutcome("", "is kept before KV that is expected to be needed later", ActionResult.APPLIED)
+SHORTENED = ActionOutcome("", f"is kept for {MAX_KEPT_SECONDS:g} s at most", ActionResult.CLIPPED)
+AS_A_WHOLE = ActionOutcome("", "a session's KV is kept whole, and all priorities above 0 alike", ActionResult.CLIPPED)
+OWN_ONLY = ActionOutcome("", "of other sessions than the own one, only prefetch and demote are supported")
+NAMELESS = ActionOutcome("", "needs a session_id: what the request itself reads is loaded anyway")
 
 
 def read_actions(envelope: Any) -> Wishes:
@@ -112,17 +105,16 @@ def _outcome(action: Any, wishes: Wishes) -> ActionOutcome:
         return ActionOutcome(name, "unknown action_type")
     payload = action.get("payload")
     try:
-        answer = apply(payload if isinstance(payload, dict) else {}, wishes)
+        return apply(payload if isinstance(payload, dict) else {}, wishes)._replace(action_id=name)
     except ValueError:
         return ActionOutcome(name, "its payload has a value that is not accepted")
-    return ActionOutcome(name, answer.reason, answer.outcome, answer.session)
 
 
-def _share(payload: Payload, wishes: Wishes) -> _Answer:  # noqa: ARG001 (nothing is left to do)
+def _share(payload: Payload, wishes: Wishes) -> ActionOutcome:  # noqa: ARG001 (nothing is left to do)
     return SHARED
 
 
-def _prefetch(payload: Payload, wishes: Wishes) -> _Answer:
+def _prefetch(payload: Payload, wishes: Wishes) -> ActionOutcome:
     session = _session(payload)
     if not session:
         return NAMELESS
@@ -130,7 +122,7 @@ def _prefetch(payload: Payload, wishes: Wishes) -> _Answer:
     return AWAITED._replace(session=session)
 
 
-def _demote(payload: Payload, wishes: Wishes) -> _Answer:
+def _demote(payload: Payload, wishes: Wishes) -> ActionOutcome:
     if session := _session(payload):
         wishes.expects[session] = math.inf
     else:
@@ -138,7 +130,7 @@ def _demote(payload: Payload, wishes: Wishes) -> _Answer:
     return GOES_FIRST._replace(session=session)
 
 
-def _retain(payload: Payload, wishes: Wishes) -> _Answer:
+def _retain(payload: Payload, wishes: Wishes) -> ActionOutcome:
     """Keep the session for as long as the longest of the `directives`, or the payload itself, says."""
     if _session(payload):
         return OWN_ONLY
@@ -173,7 +165,7 @@ def _seconds(payload: Payload, *names: str) -> float | None:
     return None if value is None else read_seconds(value)
 
 
-APPLIES: Mapping[str, Callable[[Payload, Wishes], _Answer]] = {
+APPLIES: Mapping[str, Callable[[Payload, Wishes], ActionOutcome]] = {
     **dict.fromkeys(("share", "kv.share"), _share),
     **dict.fromkeys(("prefetch", "kv.prefetch", "kv.fetch"), _prefetch),
     **dict.fromkeys(("demote", "kv.demote"), _demote),

@@ -61,10 +61,6 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _negated(value: Any) -> float:
-    return -_number(value)
-
-
 def _flag(value: Any) -> bool:
     if value in ("true", "True", "1", "false", "False", "0"):
         return value in ("true", "True", "1")
@@ -126,9 +122,6 @@ KEDGE = tuple(
     )
 )
 BODY = (
-    Rule("openai", ("safety_identifier",), "end_user", read_text),
-    Rule("openai", ("user",), "end_user", read_text),
-    Rule("openai", ("prompt_cache_key",), "cache_key", read_text),
     Rule("langgraph", ("metadata", "langgraph_node"), "agent", read_text),
     Rule("langgraph", ("metadata", "thread_id"), "run", read_text),
     Rule("agents-sdk", ("metadata", "workflow_name"), "workflow", read_text),
@@ -136,13 +129,8 @@ BODY = (
     Rule("openai", ("prompt_cache_retention",), "keep_for", _retention),
     Rule("vllm", ("session_id",), "session", read_text),
     Rule("openai", ("conversation",), "session", _id),
-    Rule("vllm", ("request_id",), "request_id", read_text),
     Rule("vllm", ("cache_salt",), "salt", _salt),
-    Rule("sglang", ("rid",), "request_id", read_text),
     Rule("sglang", ("extra_key",), "salt", _salt),
-    Rule("dynamo", ("nvext", "agent_hints", "priority"), "priority", _number),
-    Rule("vllm", ("priority",), "priority", _negated),
-    Rule("dynamo", ("nvext", "agent_hints", "osl"), "output_tokens", read_whole),
     Rule("sglang", ("agent_hints", "workflow_id"), "workflow", read_text),
     Rule("sglang", ("agent_hints", "agent_id"), "agent", read_text),
     Rule("dynamo", ("nvext", "cache_control"), "keep_for", kept_for),
@@ -171,19 +159,19 @@ RULES = (*KEDGE, *BODY, *HEADERS)
 
 CARRIERS = (("kv_transfer_params", "vllm"), ("vllm_xargs", "vllm"), ("custom_params", "sglang"))
 """Pass-through fields of other servers, which may contain the `kedge` field, with their dialects."""
-NAMING = {"salt", "session", "request_id", "end_user", "cache_key"}
+NAMING = {"salt", "session"}
 """What separates or names: a client that sends it as a field of its own relies on it, so it must be valid"""
 ACCEPTED_NAME = f"must be a printable text of 1 to {MAX_NAME_LENGTH} characters"
 STRICT = {"reuse", "guard", "fidelity", "bindings"}
 """Fields of `kedge` that must be valid."""
 NO_HINTS = {
     *("metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity", "include"),
-    "previous_response_id",
+    *("previous_response_id", "user", "safety_identifier", "prompt_cache_key", "request_id", "rid", "priority"),
 }
-"""Known fields without an effect here: one engine has one cache, and nothing is stored."""
+"""Known fields without an effect here: one engine has one cache, nothing is stored, and requests have Kedge's ids."""
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, frozenset[str]]] = {
     ("nvext",): ("dynamo", frozenset()),
-    ("nvext", "agent_hints"): ("dynamo", frozenset({"strict_priority", "speculative_prefill"})),
+    ("nvext", "agent_hints"): ("dynamo", frozenset({"priority", "strict_priority", "osl", "speculative_prefill"})),
     ("agent_hints",): ("sglang", frozenset({"step_id", "parent_step_id", "reuse_hint"})),
 }
 """Objects with hints -> their dialect, and hints in them that are known and have no effect here"""
@@ -220,15 +208,8 @@ class Hints:
     """Session that started this one."""
     final: bool = False
     """Whether this is the last call of the run."""
-    priority: float | None = None
-    """Higher goes first, also where the dialect counts the other way."""
-    output_tokens: int | None = None
-    """Expected length of the answer."""
     salt: str = ""
     """Exact and translated KV are shared only among requests with the same salt."""
-    request_id: str = ""
-    """The client's id of the request, not the engine's."""
-    end_user: str = ""
     returns_in: float | None = None
     """Seconds until the session's next request"""
     keep_for: float | None = None
@@ -310,7 +291,6 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
     if bindings is not None and not is_read:
         raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
-    given.pop("cache_key", None)  # one engine has one cache: it only has to be valid
     return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, ignored=unknown, **given), ignored
 
 
@@ -368,7 +348,8 @@ def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> tuple[str,
             ignored[dialect, IgnoredReason.UNSUPPORTED] += _count_others(body[name], {"kedge"})
     for path, (dialect, unsupported) in UNSUPPORTED.items():
         data = _at(path, body)
-        effective = {rule.path[len(path)] for rule in BODY if rule.path[: len(path)] == path}
+        places = (*(rule.path for rule in BODY), *UNSUPPORTED)
+        effective = {one[len(path)] for one in places if len(one) > len(path) and one[: len(path)] == path}
         ignored[dialect, IgnoredReason.UNKNOWN] += _count_others(data, effective | unsupported)
         ignored[dialect, IgnoredReason.UNSUPPORTED] += len(data.keys() & unsupported) if isinstance(data, dict) else 0
     return unknown

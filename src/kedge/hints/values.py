@@ -13,7 +13,7 @@ MAX_NAME_LENGTH = 256
 MAX_HINT_AGENTS = 4096
 """Agents in one hint."""
 MAX_EXPECTED = 64
-"""Sessions in one hint, and actions of a call that get an outcome"""
+"""Sessions in one hint, actions of a call that get an outcome, and names of what it had besides"""
 MAX_KEPT_SECONDS = 3600.0
 """Time for which KV is kept at a client's word, at most."""
 

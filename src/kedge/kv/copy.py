@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kedge.cache.copies import Copied, Copy, Direction
-from kedge.kv.checksums import Seals
 from kedge.kv.storage import PagedStorage
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,6 @@ class _Order:
     urgent: bool = False
     done: int = 0
     seconds: float = 0.0
-    corrupt: tuple[int, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, bool, int]:
@@ -67,8 +65,7 @@ class _Order:
 
 class PoolCopier:
     """A copier with its own thread, as `kedge.cache.Copier` specifies: urgent copies first, then loads, then offloads.
-    It copies piece by piece, so that a running copy delays an urgent one by at most a piece. What went to the host is
-    verified when it comes back.
+    It copies piece by piece, so that a running copy delays an urgent one by at most a piece.
 
     On a GPU it uses its own stream, ordered after all work started before `submit`. On the CPU it copies with one
     thread only, since the model needs the others.
@@ -93,7 +90,6 @@ class PoolCopier:
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
-        self._seals = Seals([device for _, device in pools], block_size, pools[0][0].shape[1] // block_size)
         self._orders: dict[int, _Order] = {}
         self._changed = threading.Condition()
         self._count = itertools.count()
@@ -149,7 +145,7 @@ class PoolCopier:
         began = self._clock.now()
         piece = slice(order.done, order.done + self._piece)
         try:
-            order.corrupt += self._copy(order, piece)
+            self._copy(order, piece)
         except Exception:  # whatever a driver raises: the cache counts it and computes the blocks
             logger.exception("copy %s failed", order.copy.copy_id)
             return Copied(order.copy.copy_id, ok=False)
@@ -158,12 +154,10 @@ class PoolCopier:
         self._clock.wait(max(0.0, throttled - self._clock.now()), self._closed)
         order.seconds += self._clock.now() - began
         is_whole = order.done == len(order.copy.sources)
-        return Copied(order.copy.copy_id, True, order.seconds, order.corrupt) if is_whole else None
+        return Copied(order.copy.copy_id, True, order.seconds) if is_whole else None
 
-    def _copy(self, order: _Order, piece: slice) -> tuple[int, ...]:
-        """Copy a piece, and note the checksums of what goes to the host. Returns, once the target holds the data, which
-        blocks of the order came back corrupted.
-        """
+    def _copy(self, order: _Order, piece: slice) -> None:
+        """Copy a piece. Returns once the target holds the data."""
         runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
         is_load = order.copy.direction is Direction.LOAD
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
@@ -178,11 +172,6 @@ class PoolCopier:
                     copy_slots(source[:, a : a + size], target[:, b : b + size])
         if self._stream:
             self._stream.synchronize()
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if is_load:
-                return tuple(piece.start + at for at in self._seals.broken(runs))
-            self._seals.note(runs)
-        return ()
 
 
 def block_runs(sources: tuple[int, ...], targets: tuple[int, ...]) -> list[tuple[int, int, int]]:

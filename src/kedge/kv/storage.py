@@ -42,16 +42,6 @@ class SlotTable:
         first = slots[torch.tensor(edges[:-1])].tolist()
         return tuple(slice(slot, slot + b - a) for slot, (a, b) in zip(first, pairwise(edges), strict=True))
 
-    def runs_beside(self, other: SlotTable, positions: Sequence[int]) -> tuple[tuple[slice, slice], ...]:
-        """Return the slots of these positions here and in another request, as contiguous slices of the same lengths."""
-        places = torch.tensor(positions, dtype=torch.int64)
-        mine, theirs = self.slots[places], other.slots[places]
-        breaks = ((mine.diff() != 1) | (theirs.diff() != 1)).nonzero().flatten().tolist()
-        edges = [0, *(at + 1 for at in breaks), len(mine)] if len(mine) else []
-        firsts = mine[edges[:-1]].tolist(), theirs[edges[:-1]].tolist()
-        lengths = [b - a for a, b in pairwise(edges)]
-        return tuple((slice(a, a + size), slice(b, b + size)) for a, b, size in zip(*firsts, lengths, strict=True))
-
 
 @dataclass(frozen=True, slots=True)
 class KernelSlots:
@@ -155,12 +145,6 @@ class PagedStorage:
             add_offsets(base.keys, offsets.keys, out=(total := torch.empty_like(base.keys)))
             add_offsets(base.values, offsets.values, out=out.values)
         self.rotary.rotate(total, positions, out=out.keys)
-
-    def copy(self, source: SlotTable, target: SlotTable, positions: Sequence[int]) -> None:
-        """Copy these positions of one request, ascending, to the same ones of another: keys stay as rotated."""
-        for there, here in source.runs_beside(target, positions):
-            for pool in (self.keys, self.values):
-                pool[:, here] = pool[:, there]
 
     def copy_beginning(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of block `source` to block `target`, for the same positions."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kedge.settings import TierSettings
 from kedge.settings.sections import VIRTUAL_STEP
-from kedge.types import Namespace
 
 EvictionKey = tuple[float, ...]
 
@@ -29,30 +28,10 @@ class StepView(Protocol):
         """Whether the KV follows a fixed prompt."""
 
 
-class NodeView(StepView, Protocol):
-    """What a policy may look at: a node of the radix tree."""
-
-    @property
-    def namespace(self) -> Namespace: ...
-
-    @property
-    def size(self) -> int:
-        """Blocks in the node."""
-
-    def prefix(self) -> bytes:
-        """Return the token ids from the root to the node's end, as int32 bytes. O(tokens)."""
-
-
-class EvictionPolicy(Protocol):
-    """Pure: the same node and outside state give the same key. Of all unlocked leaves the least key goes first."""
-
-    def __call__(self, node: NodeView, /) -> EvictionKey: ...
-
-
-class StepPolicy(Protocol):
-    """A policy that needs no tree. The last number of its keys is `last_access`."""
-
-    def __call__(self, kv: StepView, /) -> EvictionKey: ...
+EvictionPolicy = Callable[[StepView], EvictionKey]
+"""Pure: the same KV and outside state give the same key, whose last number is `last_access`. The least key goes first;
+in the radix tree, of all unlocked leaves.
+"""
 
 
 def lru(node: StepView) -> EvictionKey:
@@ -60,19 +39,13 @@ def lru(node: StepView) -> EvictionKey:
     return (node.last_access,)
 
 
-NAMED_STEPS = 64
-"""Whole steps up to this one are counted one by one; others by powers of two."""
-
-
-def step_name(kv: StepView) -> str:
-    """Return the step as evictions are counted by: "varying", "unlabelled", "inf", a number, or "<=" a number."""
-    if kv.step is None:
-        return "varying" if kv.varying else "unlabelled"
-    if kv.step < 0:
-        return "waiting"
-    if kv.step <= NAMED_STEPS and kv.step == int(kv.step) or math.isinf(kv.step):
-        return f"{kv.step:g}"
-    return f"<={2 ** math.ceil(math.log2(kv.step)):g}" if kv.step > 0 else "0"
+def kind_of(kv: StepView) -> str:
+    """Return what KV is, as evictions are counted by: "labelled" with a step, "varying" behind a fixed prompt, or
+    "unlabelled".
+    """
+    if kv.step is not None:
+        return "labelled"
+    return "varying" if kv.varying else "unlabelled"
 
 
 def distance(node: StepView, virtual_step: float = VIRTUAL_STEP) -> float:
@@ -82,7 +55,7 @@ def distance(node: StepView, virtual_step: float = VIRTUAL_STEP) -> float:
     return math.inf if node.varying else virtual_step
 
 
-def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
+def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> EvictionPolicy:
     """Evict varying suffixes first, then what is needed last (KVFlow, section 3.1). Without labels, this is LRU."""
 
     def key(node: StepView) -> EvictionKey:
@@ -93,15 +66,15 @@ def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> StepPolicy:
     return key
 
 
-def policy_of(tiers: TierSettings) -> StepPolicy:
+def policy_of(tiers: TierSettings) -> EvictionPolicy:
     """Return the eviction policy that the settings name."""
     return lru if tiers.policy == "lru" else steps_to_execution(tiers.unlabelled_step)
 
 
-def belady(next_use: Callable[[NodeView], float]) -> EvictionPolicy:
+def belady(next_use: Callable[[Any], float]) -> EvictionPolicy:
     """Evict first what is used again last: an oracle for benchmarks.
 
-    `next_use` gives the time at which a node is used next, on a clock that stays the same until it is (so not "in how
-    many requests"), and `inf` for never.
+    `next_use` gives the time at which a tree node is used next, on a clock that stays the same until it is (so not "in
+    how many requests"), and `inf` for never.
     """
     return lambda node: (-next_use(node), node.last_access)

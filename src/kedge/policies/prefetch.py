@@ -19,8 +19,6 @@ COPY_JOBS = 2
 """Copies that may be under way in each direction: one is copied while the next is prepared"""
 MAX_WAIT_S = 10.0
 """Seconds that a request waits for KV from the host; then it computes what it lacks. A bound for safety: loads pay"""
-LIKELY = 0.5
-"""An agent's next run is worth a loss where it is more probable than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def may_replace(victim: StepView, step: float, virtual_step: float, probability:
     an agent that is likelier to run then than not, since the victim would have to be loaded again.
     """
     later = distance(victim, virtual_step)
-    return later > step and (probability > LIKELY or later == math.inf)
+    return later > step and (probability > 1 - probability or later == math.inf)
 
 
 _WEIGHT = 0.2

@@ -15,6 +15,7 @@ Beside that stands a cap on active runs (`may_start`).
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -45,51 +46,61 @@ def missing_share(total: float, on_device: float, on_host: float = 0) -> float:
 
 class LiveContexts:
     """The tokens that the live sessions' contexts need together: sessions with a request that waits or runs, and those
-    that have been idle for less than `IDLE_SECONDS`. O(1) amortised per call.
+    that have been idle for less than `idle_seconds`. O(1) amortised per call.
     """
 
-    def __init__(self, idle_seconds: float = IDLE_SECONDS, limit: int = MAX_SESSIONS) -> None:
-        self._idle_seconds = idle_seconds
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        idle_seconds: float = IDLE_SECONDS,
+        limit: int = MAX_SESSIONS,
+    ) -> None:
+        """Begin without requests. `clock` is in seconds; at most `limit` idle sessions count."""
+        self._clock, self._idle_seconds = clock, idle_seconds
+        self._began: dict[Hashable, tuple[Hashable, int]] = {}
+        """The requests in the engine, each with its session and the tokens with which it began"""
         self._busy: dict[Hashable, list[int]] = {}
-        """Tokens of the requests in the engine"""
+        """The tokens of the requests of each session"""
         self._idle: BoundedDict[Hashable, tuple[float, int]] = BoundedDict(limit, lambda _, one: self._add(-one[1]))
         """When a session's last request ended, and its tokens; in order of time"""
         self._tokens = 0
 
-    def began(self, session: Hashable, tokens: int) -> None:
-        """Count a request of `tokens` tokens that has arrived."""
-        self.forget(session)
-        requests = self._busy.setdefault(session, [])
+    def __len__(self) -> int:
+        """Return how many requests have begun and not ended."""
+        return len(self._began)
+
+    def began(self, request: Hashable, session: Hashable | None, tokens: int) -> None:
+        """Count a request of `tokens` tokens that has arrived; one that has begun is ignored."""
+        if request in self._began:
+            return
+        context = request if session is None else session
+        self._began[request] = context, tokens
+        self._add(-self._idle.pop(context, (0.0, 0))[1])
+        requests = self._busy.setdefault(context, [])
         self._add(max(0, tokens - max(requests, default=0)))
         requests.append(tokens)
 
-    def ended(self, session: Hashable, began_with: int, tokens: int, now: float) -> None:
-        """Count a request as over that began with `began_with` tokens and has `tokens` now; its session is idle if it
-        has no other. Raises `PlanError` for a request that has not begun.
+    def ended(self, request: Hashable, tokens: int) -> None:
+        """Count a request as over that has `tokens` tokens now; one that has not begun is ignored. A session without
+        other requests is idle then; a request without a session cannot be continued.
         """
-        requests = self._busy.get(session, [])
-        if began_with not in requests:
-            raise PlanError("session", session, f"has no request of {began_with} tokens")
+        session, began_with = self._began.pop(request, (None, 0))
+        if session is None:
+            return
+        requests = self._busy[session]
         before = max(requests)
         requests.remove(began_with)
         self._add(max(requests, default=0) - before)
         if not requests:
             del self._busy[session]
-            self._add(tokens)
-            self._idle[session] = now, tokens
+            if session != request:
+                self._add(tokens)
+                self._idle[session] = self._clock(), tokens
 
-    def forget(self, session: Hashable) -> None:
-        """Drop an idle session, which is known to be over."""
-        _, tokens = self._idle.pop(session, (0.0, 0))
-        self._add(-tokens)
-
-    def tokens(self, now: float) -> int:
+    def tokens(self) -> int:
         """Return the tokens of all live contexts."""
-        while self._idle:
-            session = next(iter(self._idle))
-            if now - self._idle[session][0] < self._idle_seconds:
-                break
-            self.forget(session)
+        while self._idle and self._clock() - next(iter(self._idle.values()))[0] >= self._idle_seconds:
+            self._add(-self._idle.popitem(last=False)[1][1])
         return self._tokens
 
     def check_integrity(self) -> None:
@@ -197,10 +208,9 @@ class ServiceOrder(Generic[T]):
 
 ACTIVE_SHARE = 0.25
 """Share of the cache that running requests may hold when another cold prompt starts."""
-COLD = 0.5
-"""Share of a prompt that has to be computed, from which on it is cold."""
-RETURNING = 0.5
-"""Share of requests that sessions come back with, from which on cold prompts are held back."""
+MOST = 0.5
+"""Share of a prompt that has to be computed, from which on it is cold; and share of requests that sessions come back
+with, from which on cold prompts are held back."""
 WAIT_SHARE = 0.5
 """Most time to write an answer, over that of computing the prompt that waits for it."""
 GROWTH = 1.02
@@ -252,6 +262,6 @@ def may_start(tokens: int, missing: float, running: int, capacity: int, returnin
     does. Nothing is computed while a cold prompt waits for the answers of others. So it waits only where answers are
     short against prompts, by the measured times of steps, and where most requests continue a session.
     """
-    if not running or missing < COLD or returning < RETURNING or not times.wait_pays(int(missing * tokens)):
+    if not running or missing < MOST or returning < MOST or not times.wait_pays(int(missing * tokens)):
         return True
     return running + tokens <= ACTIVE_SHARE * capacity

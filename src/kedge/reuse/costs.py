@@ -12,6 +12,13 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_PENDING = 64
+"""Pieces of work of one kind that may wait while nobody waits for them, a bound for memory: prompts to learn from, base
+prefills, prompts prepared ahead, checks of the guard. Beyond it the oldest is dropped"""
+LONGEST, REPEATS = 128, 3
+"""Tokens of the longest piece of work that is measured on a CPU before any is given, and how often each is"""
+LEARNING_SHARE = 0.5
+"""Share of each pass that base prefills and learning may take while requests wait for their first token"""
 FORGET = 0.995
 """Factor on an observation's weight at every later one."""
 OUTLIER = 4.0
@@ -20,8 +27,8 @@ machine.
 """
 CERTAIN = 2.0
 """Weight of a certain delay, relative to time saved only if the expectation comes true."""
-REFIT, RARE = 8, 64
-"""Observations between two fits of the coefficients: at first, and once there are many times as many."""
+REFIT = 8
+"""Observations between two fits of the coefficients; the first ones count at once"""
 RIDGE = 1e-6
 """Ridge that keeps the fit defined if observations are alike, in units of each feature's mean square."""
 SETTLED_RIDGE = 3e-2
@@ -57,8 +64,7 @@ class LinearCost:
         self._observed += 1
         if self._observed >= self._next_fit:
             self._seconds = self._fit()
-            wait = 1 if self._observed < REFIT else min(RARE, max(REFIT, self._observed // REFIT))
-            self._next_fit = self._observed + wait
+            self._next_fit = self._observed + (1 if self._observed < REFIT else REFIT)
 
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""
@@ -144,11 +150,11 @@ class EngineCosts:
         """
         return not self.is_by_cost or self._translation_saves(tokens, spared) > 0
 
-    def base_pays(self, base_tokens: int, tokens: int, spared: float, readers: float) -> bool:
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
         """Return whether a base prefill of `base_tokens` tokens takes less time than it saves for `readers` readers of
-        its value, each as in `translation_pays`.
+        its value, which translate all of its `tokens`.
         """
-        saved = readers * self._translation_saves(tokens, spared)
+        saved = readers * self._translation_saves(tokens, tokens)
         return not self.is_by_cost or saved > self.added_seconds(base_tokens, 1)
 
     def ahead_pays(self, tokens: int, running: int) -> bool:
@@ -162,15 +168,3 @@ class EngineCosts:
 
     def _translation_saves(self, tokens: int, spared: float) -> float:
         return float(self._passes.coefficients[1] * spared - self._translations.of((1, tokens)))
-
-    def stats(self) -> dict[str, float]:
-        """Return milliseconds by kind of work."""
-        once, token, sequence = (1e3 * seconds for seconds in self._passes.coefficients)
-        segment, translated = (1e3 * seconds for seconds in self._translations.coefficients)
-        return {
-            "pass_ms": once,
-            "pass_ms_per_token": token,
-            "pass_ms_per_sequence": sequence,
-            "translation_ms_per_segment": segment,
-            "translation_ms_per_token": translated,
-        }

@@ -5,37 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kedge.errors import PlanError
 from kedge.reuse.holes import Holes, joined
 from kedge.types import Miss, Source, Span
 
+if TYPE_CHECKING:
+    from kedge.anchors.sites import OffsetEstimate
+    from kedge.anchors.translator import Translation
+
 ALL_COMPUTED = Miss("*", "the log-probabilities of the prompt need all of it to be computed")
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """Tokens to be written by translation, from a position on: base KV plus a blend of observed offsets."""
-
-    start: int
-    base: Any
-    """KVSegment, keys unrotated"""
-    blend: Any
-    """Blend over the rows of `table`, one per token of `base`"""
-    table: Any
-    """OffsetTable of the agent's slot"""
-
-    @property
-    def tokens(self) -> int:
-        return int(self.base.tokens)
-
-    def within(self, start: int, stop: int) -> Translation | None:
-        """Return the part of it that is at positions [start, stop), if there is one."""
-        first, last = max(start - self.start, 0), min(stop - self.start, self.base.tokens)
-        if first >= last:
-            return None
-        return Translation(self.start + first, self.base.slice(first, last), self.blend.slice(first, last), self.table)
+CHEAPER = "computing it takes less time than translating it"
 
 
 class Sentinel(NamedTuple):
@@ -56,7 +37,7 @@ class ReusePlan:
     spans: tuple[Span, ...]
     translations: tuple[Translation, ...] = ()
     misses: tuple[Miss, ...] = ()
-    estimates: tuple[Any, ...] = field(default=(), repr=False)
+    estimates: tuple[OffsetEstimate, ...] = field(default=(), repr=False)
     """The estimates that were used, for counting anchor hits."""
     teaches: bool = False
     """A value in it is computed so that something can be learned from it."""

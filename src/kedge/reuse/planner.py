@@ -8,17 +8,9 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
+from kedge.anchors.translator import Translation
 from kedge.guard import EVERYTHING
-from kedge.reuse.contracts import (
-    KV,
-    Anchors,
-    BaseEntry,
-    Bases,
-    Estimate,
-    PlaceholderSite,
-    PoolKey,
-    SampleView,
-)
 from kedge.reuse.guard.fidelity import RUNGS, Rung
 from kedge.reuse.layout import (
     Placed,
@@ -29,53 +21,22 @@ from kedge.reuse.layout import (
     shared_text,
     template_key,
 )
-from kedge.reuse.plan import ALL_COMPUTED, ReusePlan, Sentinel, Translation, spans_of
+from kedge.reuse.plan import ALL_COMPUTED, CHEAPER, ReusePlan, Sentinel, spans_of
 from kedge.settings import PlannerConstants, PlannerSettings
-from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span, Tokens
+from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
 
 if TYPE_CHECKING:
+    from kedge.anchors.base_store import BaseStore, KnownBase
+    from kedge.anchors.sites import OffsetEstimate
+    from kedge.anchors.store import AnchorStore
+    from kedge.kv.segment import KVSegment
     from kedge.reuse.costs import EngineCosts
 
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
-CHEAPER = "computing it takes less time than translating it"
 WITHHELD = "the guard withholds it: with it translated, answers changed"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
-UNREAD = "no other agent of the run has read it before"
 UNLEARNED = "nothing is known yet of the template behind this value"
-TRIED = 16
-"""One value in so many is assumed to be saved whole, so that a placeholder that pays again is noticed."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    tokens: float = 0.0
-    spared: float = 0.0
-
-
-class Savings:
-    """How much of a value translating it saves, by placeholder: averages over what was translated lately. Bounded."""
-
-    def __init__(self, forget: float = 0.95) -> None:
-        """Begin with nothing. `forget` is the factor on a translation's weight at every later one."""
-        self._forget = forget
-        self._sums: BoundedDict[PoolKey, _Sums] = BoundedDict()
-
-    def observe(self, placeholder: PoolKey, tokens: int, spared: int) -> None:
-        """Learn that translating a value of `tokens` tokens saved computing `spared` of them."""
-        sums = self._sums.use(placeholder, _Sums)
-        sums.tokens, sums.spared = self._forget * sums.tokens + tokens, self._forget * sums.spared + spared
-
-    def expected(self, placeholder: PoolKey, value: Tokens) -> float:
-        """Return how many of a value's tokens translating it is expected to save.
-
-        All of them while nothing is known, and for one value in `TRIED`, the same one for all its readers.
-        """
-        sums = self._sums.get(placeholder)
-        if sums is None or not sums.tokens or hash(value) % TRIED == 0:
-            return len(value)
-        return len(value) * sums.spared / sums.tokens
 
 
 @dataclass(slots=True)
@@ -97,7 +58,7 @@ class Draft:
     dense: bool = False
     """Nothing of this prompt is translated, for its segments or those before them forbid it"""
     translations: list[Translation] = field(default_factory=list)
-    estimates: list[Estimate] = field(default_factory=list)
+    estimates: list[OffsetEstimate] = field(default_factory=list)
     sentinels: list[Sentinel] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
@@ -135,8 +96,7 @@ class Draft:
 
 
 class Planner:
-    """Asks, segment by segment: exact? else translatable? else computed. It changes no store, and notes in `savings`
-    what translations spare.
+    """Asks, segment by segment: exact? else translatable? else computed. It changes no store.
 
     A prompt of which only the beginning is known is drafted as far as that goes, and on when more is known: what has
     been decided stands. `plan` does all of it at once.
@@ -144,8 +104,8 @@ class Planner:
 
     def __init__(
         self,
-        anchors: Anchors,
-        bases: Bases,
+        anchors: AnchorStore,
+        bases: BaseStore,
         policy: PlannerSettings,
         refusal: str | None,
         costs: EngineCosts,
@@ -153,8 +113,8 @@ class Planner:
     ) -> None:
         """Create a planner. `weights` are those of errors in inputs, and in what readers before have left."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
-        self._policy, self._constants = policy, PlannerConstants.of(policy)
-        self._costs, self._savings = costs, Savings()
+        self._policy = PlannerConstants(**dict(policy))
+        self._costs = costs
         self._of_inputs, self._of_readers = weights
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
@@ -203,7 +163,7 @@ class Planner:
             last = draft.placed[-1]
             self._compute(draft, last.stop - 1)
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
-            if share < self._constants.min_translated and (draft.translations or not draft.misses):
+            if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 
@@ -216,7 +176,7 @@ class Planner:
         if request.guard.withholds(here.segment.name):
             draft.misses.append(Miss(here.segment.name, UNPROVED if EVERYTHING in request.guard.withheld else WITHHELD))
             return
-        if not self.pays(request, here):
+        if not self.pays(here):
             if len(here) > self.short:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
@@ -235,15 +195,12 @@ class Planner:
         draft: Draft,
         here: Placed,
         after: Placed | None,
-        prefixes: Mapping[int, KV],
+        prefixes: Mapping[int, KVSegment],
     ) -> bool:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
-        sample, rung = self.sample(request, here), rung_of(request)
+        sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
-            return False
-        if rung and rung.of_readers and here.segment.is_answer and self.sample_of_reader(request, here) is None:
-            draft.misses.append(Miss(here.segment.name, UNREAD))
             return False
         estimate, teaches = self._estimate(request, draft, here, after, sample)
         own = None if estimate.shareable else self._sample_of_producer(request, here)
@@ -256,10 +213,7 @@ class Planner:
         if draft.dense:
             return False
         weak = estimate.weak_positions()
-        spared = len(here) - len(weak)
-        if not request.guard.is_proving:  # what is tried on other rungs says nothing of what serves
-            self._savings.observe(pool_of(request, here), len(here), spared)
-        if not self._costs.translation_pays(len(here), spared):
+        if not self._costs.translation_pays(len(here), len(here) - len(weak)):
             draft.misses.append(Miss(here.segment.name, CHEAPER))
             return False
         draft.estimates.append(estimate)
@@ -289,7 +243,7 @@ class Planner:
 
     def _estimate(
         self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None, sample: SampleView
-    ) -> tuple[Estimate, bool]:
+    ) -> tuple[OffsetEstimate, bool]:
         """Return how a value is translated, and whether computing it, or what is behind it, would teach something."""
         if not self.needs_anchors(request, here, after):
             return self._anchors.without_offsets(sample), False
@@ -304,10 +258,10 @@ class Planner:
             return self._anchors.without_offsets(sample, estimate), teaches
         return estimate, teaches
 
-    def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> Estimate:
+    def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
         rung = rung_of(request)
         weak_error = rung.weak_error if rung and rung.by_anchors else None
-        return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.left_out)
+        return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.held_out)
 
     def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
@@ -337,7 +291,7 @@ class Planner:
         )
         self._translate(draft, after, entry.kv, blend.value, blend.value_table, ())
 
-    def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> BaseEntry | None:
+    def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> KnownBase | None:
         """Return the KV of a value, or of the prefix segment behind one, that an earlier prompt of the run has left."""
         if not (request.run and self.rotates):
             return None
@@ -346,14 +300,16 @@ class Planner:
     @property
     def short(self) -> int:
         """Segments of at most so many tokens are computed."""
-        return self._constants.recompute_short
+        return self._policy.recompute_short
 
     @property
     def rotates(self) -> bool:
         """Whether something is translated before there are anchors of it."""
         return self._policy.move != "never"
 
-    def _translate(self, draft: Draft, placed: Placed, base: KV, blend: Any, table: Any, weak: Iterable[int]) -> None:
+    def _translate(
+        self, draft: Draft, placed: Placed, base: KVSegment, blend: Any, table: Any, weak: Iterable[int]
+    ) -> None:
         """Write what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
         skip = max(0, draft.exact_tokens - placed.start)
         if skip >= len(placed):
@@ -361,7 +317,7 @@ class Planner:
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
         draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
-        first = 0 if rung_of(draft.request) else self._constants.recompute_head
+        first = 0 if rung_of(draft.request) else self._policy.recompute_head
         head = range(start, min(placed.start + first, placed.stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
@@ -390,17 +346,14 @@ class Planner:
         if position >= draft.exact_tokens:
             draft.sources[position] = Source.COMPUTED
 
-    def pays(self, request: GenerateRequest, placed: Placed) -> bool:
-        """Return whether translating a placeholder's value is expected to take less time than computing it."""
-        return len(placed) > self.short and self._costs.translation_pays(len(placed), self._spared(request, placed))
+    def pays(self, placed: Placed) -> bool:
+        """Return whether translating all of a value takes less time than computing it."""
+        return len(placed) > self.short and self._costs.translation_pays(len(placed), len(placed))
 
-    def base_pays(self, request: GenerateRequest, placed: Placed, readers: float) -> bool:
+    def base_pays(self, placed: Placed, readers: float) -> bool:
         """Return whether to compute base KV of a value that so many requests are going to read."""
         base = len(placed.segment.base_context) + len(placed)
-        return self._costs.base_pays(base, len(placed), self._spared(request, placed), readers)
-
-    def _spared(self, request: GenerateRequest, placed: Placed) -> float:
-        return self._savings.expected(pool_of(request, placed), placed.segment.tokens)
+        return self._costs.base_pays(base, len(placed), readers)
 
     def sample(self, request: GenerateRequest, placed: Placed) -> SampleView | None:
         """Return the base KV of a placeholder's value, where it is known: as another agent of the run has read it, else

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kedge.reuse.planner import CHEAPER
+from kedge.reuse.plan import CHEAPER
 from kedge.types import GenerateRequest, Miss, ReuseMode, Segment, Source, Span
 
 REUSE_OFF = "reuse is off"

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kedge.reuse.contracts import (
-    KV,
-    Anchors,
-    BaseNeed,
-    Bases,
-    Cut,
-    PlaceholderSite,
-    PoolKey,
-    ReadKV,
-)
+from kedge.anchors.anchor import PlaceholderSite, PoolKey
 from kedge.reuse.layout import (
     Placed,
     later_prefixes,
@@ -27,13 +18,17 @@ from kedge.reuse.layout import (
     template_key,
     template_tokens,
 )
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft, Planner, pool_of
 from kedge.settings import PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 
 if TYPE_CHECKING:
+    from kedge.anchors.base_store import BaseStore
+    from kedge.anchors.store import AnchorStore
+    from kedge.anchors.translator import Translation
+    from kedge.kv.segment import KVSegment
     from kedge.reuse.costs import EngineCosts
 
 
@@ -43,6 +38,26 @@ MAX_VALUES = 256
 """Values of a placeholder whose readers are being counted; beyond that, the oldest one's count is final."""
 UNKNOWN = 2.0
 """Readers of a value that are assumed at least, while no count is final."""
+ReadKV = Callable[[int, int], "KVSegment"]
+"""The real KV of prompt positions [start, stop), keys unrotated"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a base prefill that is kept, and where it goes."""
+
+    start: int
+    stop: int
+    keep: Callable[[KVSegment], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseNeed:
+    """A base prefill that is worth doing off the critical path: its tokens and what to keep of its KV."""
+
+    namespace: Namespace
+    tokens: Tokens
+    cuts: tuple[Cut, ...]
 
 
 class _Counts:
@@ -94,8 +109,8 @@ class Runtime:
 
     def __init__(
         self,
-        anchors: Anchors,
-        bases: Bases,
+        anchors: AnchorStore,
+        bases: BaseStore,
         policy: PlannerSettings,
         refusal: str | None,
         costs: EngineCosts,
@@ -121,7 +136,7 @@ class Runtime:
     def has_bases(self, request: GenerateRequest, segments: range) -> bool:
         """Return whether base KV is there for all values among these segments that are worth translating."""
         values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
-        wanted = [one for one in values if self._planner.pays(request, one)]
+        wanted = [one for one in values if self._planner.pays(one)]
         return all(self._planner.sample(request, one) is not None for one in wanted)
 
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
@@ -151,7 +166,7 @@ class Runtime:
         if not self.learns(request):
             return []
         key, placed = template_key(request), layout(request)
-        values = self._worth_translating(request, placed)
+        values = self._worth_translating(placed)
         if not values:
             return []
         for one in values:
@@ -190,20 +205,14 @@ class Runtime:
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
-        paying = [one for one in ready if self._planner.pays(request, one) and self._lacks_base(request, one)]
+        paying = [one for one in ready if self._planner.pays(one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
-    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KV) -> None:
+    def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
         """Keep an answer's own KV as the base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
             self._bases.put_sample(run, sample, tokens, kv)
-
-    def leaves_base(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
-        """Return whether `keep_base` has something to keep from this request's prompt, once it is computed."""
-        if not self.learns(request):
-            return False
-        return bool(self._in_place(request) or self._shared_texts(request, plan))
 
     def keep_base(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
         """Keep from a computed prompt what other prompts of its run read: the base KV of values that it reads in their
@@ -272,11 +281,6 @@ class Runtime:
         """Forget what a run shared between its agents."""
         self._bases.end_run(run)
 
-    @property
-    def learned(self) -> tuple[Anchors, Bases]:
-        """The anchors and the base KV: what may outlive a process."""
-        return self._anchors, self._bases
-
     def stats(self) -> dict[str, object]:
         """Return figures of the anchors and of the base KV."""
         return {"anchors": asdict(self._anchors.stats()), "base_kv": asdict(self._bases.stats())}
@@ -296,7 +300,7 @@ class Runtime:
         """Return the values whose base KV this prompt's own KV is, where that is not kept yet and others read it."""
         return [
             one
-            for one in self._worth_translating(request, layout(request))
+            for one in self._worth_translating(layout(request))
             if reads_in_place(request, one)
             and self._readers.expected(pool_of(request, one)) > 1
             and self._planner.sample(request, one) is None
@@ -315,7 +319,7 @@ class Runtime:
             is_moved = plan is not None and any(
                 one.start <= its.start < one.stop and not its.blend.adds for its in plan.translations
             )
-            is_read = self._planner.pays(request, value) and self._readers.expected(pool_of(request, value)) > 1
+            is_read = self._planner.pays(value) and self._readers.expected(pool_of(request, value)) > 1
             if is_read and not is_moved:
                 found.append(one)
         return found
@@ -335,15 +339,15 @@ class Runtime:
         """Return whether a value is moved without anchors and a translated template, once base KV of it is there."""
         return placed.segment.in_context and self._planner.rotates
 
-    def _worth_translating(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> list[Placed]:
+    def _worth_translating(self, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""
-        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(request, one)]
+        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(one)]
 
     def _worth_learning(self, request: GenerateRequest) -> list[Placed]:
         """Return those of them that anchors are to translate, or the prefix segment behind them."""
         placed = layout(request)
         after = (*placed[1:], None)
-        values = self._worth_translating(request, placed)
+        values = self._worth_translating(placed)
         return [one for one in values if self._planner.needs_anchors(request, one, after[one.index])]
 
     def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[tuple[Placed, Placed | None]]:
@@ -361,7 +365,7 @@ class Runtime:
         if self._planner.sample(request, placed) is not None:
             return False
         readers = self._readers.expected(pool_of(request, placed))
-        return self._planner.base_pays(request, placed, readers)
+        return self._planner.base_pays(placed, readers)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
@@ -370,7 +374,7 @@ class Runtime:
         cut = Cut(lead, lead + len(placed), keep)
         return BaseNeed(request.namespace, segment.base_context + segment.tokens, (cut,))
 
-    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KV) -> None:
+    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KVSegment) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
         self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
         if sample := self._planner.sample(request, placed):

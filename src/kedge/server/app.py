@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -22,16 +22,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kedge import __version__
 from kedge.engine.base import Engine
-from kedge.errors import ConfigError, EngineClosed, StateRefused
+from kedge.engine.common.state.saving import Snapshots
+from kedge.errors import ConfigError, EngineClosed
 from kedge.server import anthropic as anthropic_api
 from kedge.server import responses as responses_api
-from kedge.server.connections import BoundedConnection
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.dashboard.history import text_policy
-from kedge.server.dashboard.routes import Dashboard
 from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
-from kedge.server.middleware import BodySizeLimit, HostCheck, TrustedHosts
+from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
 from kedge.server.openai import routes as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
 from kedge.server.tenancy import KeyRing, apply_quotas
@@ -59,21 +57,20 @@ def create_app(
     settings = settings or ServerSettings()
     keys = keys or KeyRing({}, settings.limits)
     apply_quotas(engine, keys.tenants)
-    watching = Dashboard(engine, text_policy(settings, keys))
-    service = Service(watching.engine, settings, keys, tracing, watching.history.failed)
+    service = Service(engine, settings, keys, tracing)
     # FastAPI's own pages run scripts of a CDN at the dashboard's origin
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
-    app.state.service, app.state.workflows, app.state.dashboard = service, Workflows(service), watching
+    app.state.service, app.state.workflows = service, Workflows(service)
     app.state.snapshots = None
     if settings.state is not None and engine.state != settings.state:
-        app.state.snapshots = Snapshots(engine, settings.state, service.metrics.snapshot)
+        app.state.snapshots = snapshots_of(engine, settings.state, service.metrics.snapshot)
         app.state.snapshots.load()
     for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
         app.include_router(api.router)
     app.include_router(_router)
     install_errors(app)
     app.add_middleware(BodySizeLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(HostCheck, hosts=TrustedHosts(settings.host, settings.allowed_hosts))
+    app.add_middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(AccessLogMiddleware, tracing=tracing)
     return app
 
@@ -88,9 +85,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     watching.cancel()
     app.state.workflows.server_runs.cancel_all()
-    await asyncio.to_thread(service.threads.shut)
+    await service.shut()
     if snapshots and not service.is_hung:
-        await asyncio.wait([in_own_thread(snapshots.end, "kedge-last-snapshot")], timeout=20)
+        await asyncio.wait([in_own_thread(snapshots.close, "kedge-last-snapshot")], timeout=20)
 
 
 _router = APIRouter(tags=["Operation"], responses=ERRORS)
@@ -135,71 +132,14 @@ class Saving(Protocol):
     def load(self, folder: str | Path) -> SavedState: ...
 
 
-class Snapshots:
-    """Thread that saves an engine to a folder every `SNAPSHOT_SECONDS`.
-
-    A failure is logged and counted and does not end the server; the last complete snapshot is kept.
-    """
-
-    def __init__(self, engine: Engine, folder: Path, count: Callable[[str], None]) -> None:
-        """`count` counts outcomes by name. Raises `ConfigError` for an engine that cannot be saved."""
-        if not isinstance(engine, Saving):
-            raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
-        self._engine, self._folder, self._count, self._ending = engine, folder, count, threading.Event()
-        self._thread = threading.Thread(target=self._every, name="kedge-snapshots", daemon=True)
-
-    def load(self) -> None:
-        """Load the saved state, if any. Raises `ConfigError` if the folder is not usable or in use by another process.
-
-        Damaged files are counted and logged, and the rest is loaded. State of another model or format is
-        refused and logged; the server then starts with nothing learned, and the first snapshot moves that state away.
-        """
-        try:
-            found = self._engine.load(self._folder)
-            for _ in found.damaged:
-                self._count("damaged")
-            logger.info("loaded %s", _summary(found, self._folder))
-        except StateRefused as refusal:
-            self._count("refused")
-            logger.error("starting with nothing learned, the saved state is refused: %s", refusal)
-        except OSError as error:
-            raise ConfigError("server.state", str(self._folder), f"cannot be used: {error}") from error
-
-    def start(self) -> None:
-        """Start the periodic snapshots."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """Take the last snapshot; return when it is saved."""
-        if self._thread.is_alive():
-            self._ending.set()
-            self._thread.join()
-            self._save()
-
-    def _every(self) -> None:
-        while not self._ending.wait(SNAPSHOT_SECONDS):
-            self._save()
-
-    def _save(self) -> None:
-        try:
-            saved = self._engine.save(self._folder)
-        except EngineClosed:
-            logger.warning("no snapshot: the engine has ended")
-        except OSError as error:
-            self._count("failed")
-            logger.error("no snapshot: %s", error)
-        else:
-            self._count("saved")
-            logger.info("saved %s", _summary(saved, self._folder))
+def snapshots_of(engine: Engine, folder: Path, count: Callable[[str], None]) -> Snapshots:
+    """Return what saves an engine to a folder. Raises `ConfigError` for an engine that cannot be saved."""
+    if not isinstance(engine, Saving):
+        raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
+    load, save = partial(engine.load, folder), partial(engine.save, folder)
+    return Snapshots(folder, load, save, "server.state", count)
 
 
-def _summary(saved: SavedState, folder: Path) -> str:
-    size, took = saved.nbytes / 2**20, saved.seconds * 1e3
-    return f"{saved.pools} pools and {saved.templates} templates, {size:.1f} MiB in {took:.0f} ms ({folder})"
-
-
-SNAPSHOT_SECONDS = 60.0
-"""Time between two snapshots: what a crash loses is learned again within as much."""
 MARGIN_SECONDS = 5
 """How long the engine's answer is waited for; after the grace, failed answers are sent for as long."""
 

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -136,7 +135,6 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 JSON_TYPE = "application/json"
 YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 """RFC 9512, and older names."""
@@ -150,7 +148,7 @@ class TypedRoute(APIRoute):
     request before JSON or YAML, which this server does not grant.
     """
 
-    def get_route_handler(self, long_body: int = 1 << 16) -> Handler:
+    def get_route_handler(self, long_body: int = 1 << 16) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         body = (self.openapi_extra or {}).get("requestBody", {})
         declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
         handle = super().get_route_handler()
@@ -215,16 +213,18 @@ class Body(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "") -> Model:
+def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "", places: Sequence[str] = ()) -> Model:
     """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value, with its
-    place behind `at`.
+    place behind `at`; of a message, behind its place in `places`.
     """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, (at, *first["loc"]) if at else first["loc"]))
-        raise RequestError(place, brief(first["input"]), first["msg"]) from None
+        place = list(map(str, first["loc"]))
+        if places and place[0] == "messages" and len(place) > 1:
+            place[:2] = [places[int(place[1])]]
+        raise RequestError(".".join((at, *place) if at else place), brief(first["input"]), first["msg"]) from None
 
 
 @contextmanager
@@ -275,15 +275,9 @@ class ErrorBody(BaseModel):
 Answers = dict[int | str, dict[str, Any]]
 """Status, or a range of them, -> documentation of the answer."""
 ERRORS: Answers = {
-    421: {"model": ErrorBody, "description": "`Host` names no host that this server answers to."},
     "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
     "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
 }
-BODY_ERRORS: Answers = {
-    400: {"model": ErrorBody, "description": "The body cannot be read, or has a wrong value."},
-    415: {"model": ErrorBody, "description": "The body has another type than those that are read."},
-}
-"""Errors of routes that read a body, besides `ERRORS`."""
 JSON, EVENTS = ("application/json",), ("text/event-stream",)
 
 
@@ -333,13 +327,6 @@ def problem_body(message: str, problem: Problem, param: str | None = None) -> di
     return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
 
 
-def refusal(path: str, status: int, why: str, code: str, param: str | None = None) -> JSONAnswer:
-    """Return the answer to a call that is refused before it reaches its route."""
-    return JSONAnswer(
-        in_dialect(path, problem_body(why, Problem(status, INVALID_REQUEST, code), param), status), status
-    )
-
-
 ANTHROPIC_TYPES = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     500: "api_error", 503: "overloaded_error",
@@ -362,58 +349,50 @@ def error_body(error: KedgeError) -> dict[str, Any]:
     return problem_body(message, problem, error.key if problem.status in (400, 404) else None)
 
 
+CODES = {
+    400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout",
+    413: "request_too_large", 415: "unsupported_media_type", 421: "untrusted_host",
+}  # fmt: skip
+"""Status of what is refused before it reaches its route -> its code"""
+
+
 def install_errors(app: FastAPI) -> None:
     """Answer every error of `app` in this format."""
-    app.add_exception_handler(KedgeError, answer_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _bug)
+    for kind in (KedgeError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, error: Exception) -> JSONAnswer:
-    """Return the answer to a call that ended in a `KedgeError`."""
-    assert isinstance(error, KedgeError)
-    status = problem_of(error).status
-    if status == INTERNAL.status:
-        logger.error("a call failed: %s", error)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
-    if isinstance(error, LimitReached):
-        headers = {"Retry-After": str(math.ceil(error.retry_after))}
-    body = error_body(error)
-    if isinstance(error, PromptTooLong) and request.url.path.startswith("/v1/messages"):  # which clients look for
-        body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
-    return _answer(request, body, status, headers)
-
-
-async def _validation_error(request: Request, error: Exception) -> JSONAnswer:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
-    is_json = first["type"] != "json_invalid"
-    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
-    message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
-    param = place[0] if is_json and place else None
-    return _answer(request, problem_body(message, Problem(400, INVALID_REQUEST, None), param), 400)
-
-
-async def _http_error(request: Request, error: Exception) -> JSONAnswer:
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(error.status_code)
-    kind = INVALID_REQUEST if error.status_code < 500 else INTERNAL.type
-    body = problem_body(str(error.detail), Problem(error.status_code, kind, code))
-    return _answer(request, body, error.status_code, error.headers)
-
-
-async def _bug(request: Request, error: Exception) -> JSONAnswer:  # noqa: ARG001 (Starlette logs it)
-    return _answer(request, problem_body(BUG, INTERNAL), INTERNAL.status)
-
-
-def _answer(
-    request: Request, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
-) -> JSONAnswer:
-    """Return the answer; count it, and report it, for the calling tenant, if it is known."""
+    """Return the answer to a call that ended in an error; count it, and report it, for the calling tenant, if it is
+    known.
+    """
+    path, status, headers = request.scope["path"], INTERNAL.status, dict[str, str]()
+    body = problem_body(BUG, INTERNAL)  # Starlette logs it
+    match error:
+        case KedgeError():
+            body, status = error_body(error), problem_of(error).status
+            if status == INTERNAL.status:
+                logger.error("a call failed: %s", error)
+            headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status, {})
+            if isinstance(error, LimitReached):
+                headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            if isinstance(error, PromptTooLong) and path.startswith("/v1/messages"):  # which clients look for
+                body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+        case RequestValidationError():
+            first, status = error.errors()[0], 400
+            place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
+            is_json = first["type"] != "json_invalid"
+            why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+            message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
+            param = place[0] if is_json and place else None
+            body = problem_body(message, Problem(400, INVALID_REQUEST, None), param)
+        case HTTPException():
+            status, headers = error.status_code, dict(error.headers or {})
+            kind = INVALID_REQUEST if status < 500 else INTERNAL.type
+            param = "Host" if status == 421 else None
+            body = problem_body(str(error.detail), Problem(status, kind, CODES.get(status)), param)
     tenant, service = getattr(request.state, "tenant", None), request.app.state.service
-    path, owner = request.url.path, tenant.id if tenant else None
+    owner = tenant.id if tenant else None
     if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
         service.failed(owner, failure_of(request, body, status))
     else:
@@ -424,7 +403,7 @@ def _answer(
 def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
     """Return the record of a call that was answered with an error; its agent is known once its hints were read."""
     error, hints = body["error"], getattr(request.state, "hints", None)
-    route = f"{request.method} {unquote(request.url.path)}"
+    route = f"{request.method} {request.scope['path']}"
     agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}
     return CallFailure(status, error["code"] or error["type"], error["message"], route, **agent)
 

@@ -89,8 +89,8 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
 
 
 logger = logging.getLogger("kedge.access")
-QUIET = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that machines poll; their calls are logged at level DEBUG."""
+QUIET = frozenset({"/health", "/ready", "/metrics", "/v1/dashboard", "/v1/dashboard/engine"})
+"""Paths that are polled; their calls are logged at level DEBUG."""
 CLIENT_GONE = 499
 """Status of a call whose client has disconnected before an answer, as in nginx."""
 

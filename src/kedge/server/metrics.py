@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,9 +19,9 @@ from kedge.engine.base import Engine
 from kedge.errors import EngineClosed
 from kedge.guard import GuardState
 from kedge.hints import IgnoredHints
+from kedge.server.history import CallState, History
 from kedge.server.threads import Threads
-from kedge.types import Completion, RequestId, ReuseMode, Source, TenantId
-from kedge.workflow.forecast import Ignored
+from kedge.types import Completion, ReuseMode, Source, TenantId
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
 NO_TENANT = ""
@@ -31,14 +31,13 @@ NO_TENANT = ""
 class ServerMetrics:
     """Metrics of one server. Any thread may update and read them."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, history: History | None = None) -> None:
+        """`history` has the generations in flight."""
+        self._history = history or History()
         self._registry, self._model_name = CollectorRegistry(auto_describe=False), model_name
-        self._ignored_forecasts: Mapping[Ignored, int] = {}
-        self._stages: dict[RequestId, Gauge] = {}
-        """The gauge that counts a generation"""
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
-        self.running = gauge("num_requests_running", "Generations whose first token has come.")
-        self.waiting = gauge("num_requests_waiting", "Generations that wait for their first token.")
+        self._running = gauge("num_requests_running", "Generations whose first token has come.")
+        self._waiting = gauge("num_requests_waiting", "Generations that wait for their first token.")
         self.runs = gauge("num_runs_running", "Workflow runs that go on.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
@@ -82,14 +81,6 @@ class ServerMetrics:
             between = (completion.total_ms - completion.ttft_ms) / 1e3 / (tokens - 1)
             self._per_token.labels(tenant).observe(between)
 
-    def moved(self, tenant: TenantId, request: RequestId, to: Gauge | None) -> None:
-        """Count a generation as waiting or as running from now on, or for None no longer. Belongs to the event loop."""
-        if left := self._stages.pop(request, None):
-            left.labels(tenant).dec()
-        if to is not None:
-            self._stages[request] = to
-            to.labels(tenant).inc()
-
     def failed(self, tenant: TenantId | str, status: int) -> None:
         """Count a call that was answered with an error, for `NO_TENANT` if its key is unknown."""
         self._errors.labels(tenant, status).inc()
@@ -104,10 +95,6 @@ class ServerMetrics:
             if count:
                 self._ignored.labels(tenant, dialect, reason).inc(count)
 
-    def expose_ignored_forecasts(self, by_reason: Mapping[Ignored, int]) -> None:
-        """Expose these counts to the operator, as they are at the time of each exposition."""
-        self._ignored_forecasts = by_reason
-
     def snapshot(self, status: str) -> None:
         """Count a snapshot (`saved`, `failed`), one that was not loaded (`refused`), or a file of one (`damaged`)."""
         self._snapshots.labels(NO_TENANT, status).inc()
@@ -118,12 +105,13 @@ class ServerMetrics:
         """Return the metrics in Prometheus' text format: one tenant's series, or for None all, with those `of_all`
         tenants together.
         """
+        for name, states in self._history.in_flight().items():
+            self._waiting.labels(name).set(states[CallState.WAITING])
+            self._running.labels(name).set(states[CallState.RUNNING])
         view = CollectorRegistry(auto_describe=False)
         view.register(_TenantView(self._registry, self._model_name, tenant))
-        if tenant is None:
-            view.register(_IgnoredForecasts(self._ignored_forecasts))
-            if of_all is not None:
-                view.register(of_all)
+        if tenant is None and of_all is not None:
+            view.register(of_all)
         return generate_latest(view)
 
 
@@ -143,18 +131,6 @@ class _TenantView(Collector):
             yield family
 
 
-class _IgnoredForecasts(Collector):
-    def __init__(self, by_reason: Mapping[Ignored, int]) -> None:
-        self._by_reason = by_reason
-
-    def collect(self) -> Iterator[Metric]:
-        text = "Forecasts, or what they say of an agent, that were ignored."
-        family = CounterMetricFamily("kedge:ignored_forecasts", text, labels=["reason"])
-        for reason, count in self._by_reason.items():
-            family.add_metric([reason], count)
-        yield family
-
-
 PATIENCE = 0.5
 """Longest wait for a busy engine, in seconds; then the figures of the last answer are shown."""
 COUNTERS = {
@@ -165,7 +141,6 @@ COUNTERS = {
     "blocks_loaded": "Blocks copied from the host to the device.",
     "blocks_offloaded": "Blocks copied from the device to the host.",
     "failed_copies": "Copies that failed; their blocks were computed.",
-    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
     "skipped_backups": "Backups that found no room on the host.",
 }
 GAUGES = {
@@ -179,11 +154,10 @@ class CacheMetrics(Collector):
 
     def __init__(self, engine: Engine, threads: Threads) -> None:
         self._engine, self._threads = engine, threads
-        self._look: Future[Mapping[str, Any]] | None = None
         self._seen: Mapping[str, Any] = {}
 
     async def refresh(self) -> None:
-        """Ask the engine, unless it still owes an answer, and wait for it for `PATIENCE` seconds at most."""
+        """Ask the engine, and wait for it for `PATIENCE` seconds at most."""
 
         def ask() -> Mapping[str, Any]:
             try:
@@ -191,13 +165,8 @@ class CacheMetrics(Collector):
             except EngineClosed:
                 return {}
 
-        if self._look is None:
-            self._look = self._threads.wait(ask)
-        look = self._look
-        await asyncio.wait([asyncio.wrap_future(look)], timeout=PATIENCE)
-        if look.done():
-            self._look = None if self._look is look else self._look
-            self._seen = look.result() or self._seen
+        with suppress(TimeoutError):
+            self._seen = await asyncio.wait_for(self._threads.ask("metrics", ask), PATIENCE) or self._seen
 
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""

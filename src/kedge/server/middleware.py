@@ -1,18 +1,27 @@
-"""Middleware: the check of `Host` headers, and limits on the size and the duration of bodies."""
+"""What strangers may do: the check of `Host` headers, and bounds of connections, heads of requests and bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kedge.checks import parse_host
 from kedge.errors import Unauthenticated
-from kedge.server.http import CallFailure, answer_error, refusal
+from kedge.server.http import answer_error
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+else:
+    Protocol = AutoHTTPProtocol
 
 ANY = "*"
 PROBES = frozenset({"/health", "/ready"})
@@ -20,13 +29,21 @@ PROBES = frozenset({"/health", "/ready"})
 _HEADER = re.compile(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::[0-9]*)?")
 
 
-class TrustedHosts:
-    """Trusted host names and addresses, with any port: the loopback interface's, the allowed ones, and the one that the
-    server is bound to. If it is bound to every address (`0.0.0.0`, `::`), every address is trusted."""
+class HostCheck:
+    """Middleware that refuses calls whose `Host` is not trusted (421), against DNS rebinding.
 
-    def __init__(self, bound: str, allowed: Iterable[str]) -> None:
+    A web page can point its own host name at 127.0.0.1; its scripts would then have the rights of a page of this
+    server. Such a call has the page's name in `Host`, so names must be known. An address proves that no name was
+    redirected. Trusted are, with any port, the loopback interface's names and addresses, the allowed ones, and the one
+    that the server is bound to. If it is bound to every address (`0.0.0.0`, `::`), every address is trusted.
+
+    Starlette's `TrustedHostMiddleware` supports neither networks (127.0.0.0/8) nor exempt paths, splits IPv6 addresses
+    at their colons in older versions, and answers in plain text.
+    """
+
+    def __init__(self, app: ASGIApp, bound: str, allowed: Iterable[str] = ()) -> None:
         own = parse_host(bound or "0.0.0.0")
-        self._known = {own, "localhost", *map(parse_host, allowed)}
+        self._app, self._known = app, {own, "localhost", *map(parse_host, allowed)}
         self._any_address = not isinstance(own, str) and own.is_unspecified
 
     def trusts(self, values: Sequence[str]) -> bool:
@@ -41,31 +58,13 @@ class TrustedHosts:
             return host in self._known
         return host.is_loopback or self._any_address or host in self._known
 
-
-class HostCheck:
-    """Middleware that refuses calls whose `Host` is not trusted (421), against DNS rebinding.
-
-    A web page can point its own host name at 127.0.0.1; its scripts would then have the rights of a page of this
-    server. Such a call has the page's name in `Host`, so names must be known. An address proves that no name was
-    redirected.
-
-    Starlette's `TrustedHostMiddleware` supports neither networks (127.0.0.0/8) nor exempt paths, splits IPv6 addresses
-    at their colons in older versions, and answers in plain text.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: TrustedHosts) -> None:
-        self._app, self._hosts = app, hosts
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PROBES:
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).getlist("host")
-        if self._hosts.trusts(given):
+        given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
+        if scope["type"] != "http" or scope["path"] in PROBES or self.trusts(given):
             await self._app(scope, receive, send)
             return
         why = f"Host={', '.join(given)!r}: is not a name of this server (kedge serve --allowed-host NAME adds one)"
-        await refusal(scope["path"], 421, why, "untrusted_host", param="Host")(scope, receive, send)
+        await (await answer_error(Request(scope), HTTPException(421, why)))(scope, receive, send)
 
 
 MAX_DRAINED = 16
@@ -86,28 +85,24 @@ class BodySizeLimit:
             is_head = scope.get("method") == "HEAD"  # the server leaves the body out
             await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, request = Headers(scope=scope), Request(scope)
         try:
-            scope["app"].state.service.keys.of_headers(headers)
-        except Unauthenticated as error:
-            await (await answer_error(Request(scope), error))(scope, receive, send)
-            return
-        if "transfer-encoding" in headers and "content-length" in headers:
-            await _refuse(400, "has two lengths", "invalid_request", scope, receive, send)
-            return
-        try:
+            request.state.tenant = scope["app"].state.service.keys.of_headers(headers)
+            if "transfer-encoding" in headers and "content-length" in headers:
+                raise HTTPException(400, "has two lengths")
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(receive)
+            if body is not None and len(body) > self._max_bytes:
+                raise HTTPException(413, f"a body has at most {self._max_bytes} bytes")
         except TimeoutError:
-            await _refuse(408, "the body did not come in time", "request_timeout", scope, receive, send)
+            error: Exception = HTTPException(408, "the body did not come in time")
+        except (Unauthenticated, HTTPException) as refused:
+            error = refused
+        else:
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), send)
             return
-        if body is None:
-            return
-        if len(body) > self._max_bytes:
-            reason = f"a body has at most {self._max_bytes} bytes"
-            await _refuse(413, reason, "request_too_large", scope, receive, send)
-            return
-        await self._app(scope, _replayed(body, receive), send)
+        await (await answer_error(request, error))(scope, receive, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Return the body, or a little more than is allowed of it; None if the client has disconnected."""
@@ -122,12 +117,6 @@ class BodySizeLimit:
         return None
 
 
-async def _refuse(status: int, reason: str, code: str, scope: Scope, receive: Receive, send: Send) -> None:
-    route = f"{scope['method']} {scope['path']}"
-    scope["app"].state.service.report_failure(None, CallFailure(status, code, reason, route))
-    await refusal(scope["path"], status, reason, code)(scope, receive, send)
-
-
 def _replayed(body: bytes, receive: Receive) -> Receive:
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -135,3 +124,52 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return next_message
+
+
+def most_connections(most: int = 4096, spare: int = 128) -> int:
+    """Return how many connections the process can have open, besides `spare` files of its own."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else max(spare // 4, min(most, files - spare))
+
+
+class BoundedConnection(Protocol):
+    """A connection that is cut if the head of a request does not come in time.
+
+    Once there are too many connections, the oldest of those that wait for a head is cut, else the new one.
+    """
+
+    head_seconds = 15.0
+    _waits: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            waiting: Any = [one for one in self.connections if getattr(one, "_waits", None)]
+            min(waiting, key=lambda one: one._waits.when(), default=self).cut()
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+        else:
+            self._has_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._has_head()
+        super().connection_lost(exc)
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        self._has_head()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _await_head(self) -> None:
+        if self._waits is None and not self.transport.is_closing():
+            self._waits = self.loop.call_later(self.head_seconds, self.cut)
+
+    def _has_head(self) -> None:
+        if self._waits is not None:
+            self._waits.cancel()
+            self._waits = None

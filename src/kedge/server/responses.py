@@ -7,52 +7,44 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from kedge.checks import brief
 from kedge.errors import PromptTooLong, RequestError
 from kedge.server.http import (
-    BODY_ERRORS,
     ERRORS,
     EVENTS,
-    JSON,
-    Body,
-    StreamEvent,
     TypedRoute,
     accepted,
-    answers,
+    event,
     read_as,
-    sent_as,
     usage,
 )
-from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Count, Function, Tool
-from kedge.server.openai.single import AnswerWriter, answer, failure
-from kedge.server.openai.tool_calls import ParsedText, ToolCall, read_json
-from kedge.server.service import TheService, TheTenant
-from kedge.server.workflows.server_runs import TheWorkflows
-from kedge.types import Completion, FinishReason, GenerateRequest
+from kedge.server.openai.generation import ANSWERS, TheCaller, answer, failure
+from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
+from kedge.server.openai.tool_calls import ToolCall, read_json
+from kedge.server.openai.writers import AnswerWriter, Said
+from kedge.server.service import Service
+from kedge.types import Completion, FinishReason
 
-NO_EFFECT = (
-    "store", "include", "reasoning", "truncation", "service_tier", "background", "stream_options", "max_tool_calls",
-    "text", "instructions", "input", "max_output_tokens", "tools", "tool_choice", "previous_response_id",
-)  # fmt: skip
-"""Fields that a chat does not have; all others are passed on."""
-SENT = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""Field of a chat -> the field that it is read from"""
+NO_EFFECT = ("store", "include", "truncation", "service_tier", "stream_options", "max_tool_calls")
+"""Fields that neither a chat has nor a hint is; all others that the body does not list are passed on"""
 Input = Annotated[str | list[dict[str, Any]], accepted("a string or a list of items (objects)")]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(CallBody):
     """Body of `/v1/responses`. Fields that it does not list are those of a chat, or hints."""
 
+    sent = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -64,43 +56,75 @@ class ResponsesBody(Body):
     background: bool | None = None
 
     def chat(self) -> ChatBody:
-        """Return the same call as a chat. Raises `RequestError` naming what this server cannot read."""
-        if not self.input:
-            raise RequestError("input", self.input, "must have a text or at least one item")
-        if self.previous_response_id is not None:
-            why = "this server stores no responses: send the whole conversation as `input`"
-            raise RequestError("previous_response_id", self.previous_response_id, why)
-        if self.background:
-            raise RequestError("background", self.background, "this server stores no responses")
-        if asked := (self.model_extra or {}).get("top_logprobs"):
-            raise RequestError("top_logprobs", brief(asked), "this server's responses have no log-probabilities")
-        messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        others = self.model_extra or {}
+        unstored = "this server stores no responses"
+        for name, value, why in (
+            ("previous_response_id", self.previous_response_id, f"{unstored}: send the whole conversation as `input`"),
+            ("background", self.background or None, unstored),
+            ("top_logprobs", others.get("top_logprobs") or None, "this server's responses have no log-probabilities"),
+            ("input", None if self.input else self.input, "must have a text or at least one item"),
+        ):
+            if value is not None:
+                raise RequestError(name, brief(value), why)
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        offered = self.offered
-        skipped = [f"tools.{one.kind}" for one in offered if not one.tool]
+        skipped = [f"tools.{one.kind}" for one in self.offered if not one.tool]
+        said = [] if self.instructions is None else [("", {"role": "system", "content": self.instructions})]
         for at, item in enumerate(items):
-            if not _add(messages, item, f"input.{at}", offered):
+            if not self._add(said, item, f"input.{at}"):
                 skipped.append(f"input.{brief(item.get('type'))}")
-        choice = _choice(self.tool_choice, offered)
+        choice = _choice(self.tool_choice, self.offered)
         if choice is None and self.tool_choice is not None:
             skipped.append("tool_choice")
-        others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
-        effort = (self.reasoning or {}).get("effort")
-        chat = read_as(
-            ChatBody,
-            {
-                **others,
-                "messages": messages,
-                "max_completion_tokens": self.max_output_tokens,
-                "tools": [one.tool for one in offered if one.tool] or None,
-                "tool_choice": choice,
-                "response_format": _format((self.text or {}).get("format")),
-                "reasoning_effort": effort if isinstance(effort, str) else None,
-            },
-        )
-        return chat.skip(skipped)
+        wanted, effort = (self.text or {}).get("format"), (self.reasoning or {}).get("effort")
+        if isinstance(wanted, dict) and wanted.get("type") == "json_schema":  # chats have it one level deeper
+            wanted = {"type": "json_schema", "json_schema": wanted}
+        fields = {
+            **{name: value for name, value in others.items() if name not in NO_EFFECT},
+            "messages": [message for _, message in said],
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [one.tool for one in self.offered if one.tool] or None,
+            "tool_choice": choice,
+            "response_format": wanted,
+            "reasoning_effort": effort if isinstance(effort, str) else None,
+        }
+        chat = read_as(ChatBody, fields, places=[place for place, _ in said])
+        chat.left_out.extend(skipped)
+        return chat
 
-    @property
+    def _add(self, said: list[tuple[str, dict[str, Any]]], item: dict[str, Any], place: str) -> bool:
+        """Add an item to the messages of a chat and their places here; calls belong to the message before them, if that
+        is the assistant's. Returns whether it is one that a chat can have.
+        """
+        match item.get("type", "message"):
+            case "message":
+                if "content" not in item:
+                    raise RequestError(f"{place}.content", None, "must be a string or a list of parts")
+                said.append((place, {"role": item.get("role"), "content": item["content"]}))
+            case "function_call" | "custom_tool_call" | "local_shell_call" as kind:
+                name = "local_shell" if kind == "local_shell_call" else _text(item, "name", place)
+                whole = name, item.get("namespace")
+                named = (one.called for one in self.offered if (one.name, one.namespace) == whole)
+                given: Any = {"input": item.get("input")}
+                if kind != "custom_tool_call":
+                    given = item.get("arguments" if kind == "function_call" else "action")
+                function = {"name": next(named, name), "arguments": given}
+                call = {"id": _text(item, "call_id", place), "function": function}
+                if not said or said[-1][1]["role"] != "assistant":
+                    said.append((place, {"role": "assistant"}))
+                said[-1][1].setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                number = _text(item, "call_id" if "call_id" in item else "id", place)
+                result = item.get("output") or ""
+                if isinstance(result, dict):  # of clients before outputs were texts
+                    result = json.dumps(result, ensure_ascii=False)
+                said.append((place, {"role": "tool", "content": result, "tool_call_id": number}))
+            case "reasoning":
+                pass
+            case _:
+                return False
+        return True
+
+    @cached_property
     def offered(self) -> list[NamedTool]:
         """The tools, with those in a namespace each by itself. Raises `RequestError`."""
         offered: list[NamedTool] = []
@@ -156,50 +180,6 @@ def _choice(choice: Any, offered: Sequence[NamedTool]) -> Any:
     return {"type": "function", "function": {"name": next(named, choice.get("name"))}}
 
 
-def _format(given: Any) -> Any:
-    """Return a format of the text as chats have it; they have a schema one level deeper."""
-    if isinstance(given, dict) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": given}
-    return given
-
-
-def _add(messages: list[ChatMessage], item: dict[str, Any], place: str, offered: Sequence[NamedTool]) -> bool:
-    """Add an item to a conversation; calls belong to the message before them, if that is the assistant's.
-
-    Returns whether it is one that a chat can have.
-    """
-    match item.get("type", "message"):
-        case "message":
-            if "content" not in item:
-                raise RequestError(f"{place}.content", None, "must be a string or a list of parts")
-            fields = {"role": item.get("role"), "content": item["content"]}
-            messages.append(read_as(ChatMessage, fields, place))
-        case "function_call" | "custom_tool_call" | "local_shell_call" as kind:
-            name = "local_shell" if kind == "local_shell_call" else _text(item, "name", place)
-            named = (one.called for one in offered if (one.name, one.namespace) == (name, item.get("namespace")))
-            given: Any = {"input": item.get("input")}
-            if kind != "custom_tool_call":
-                given = item.get("arguments" if kind == "function_call" else "action")
-            function = {"name": next(named, name), "arguments": given}
-            call = read_as(CalledTool, {"id": _text(item, "call_id", place), "function": function}, place)
-            if messages and messages[-1].role == "assistant":
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
-            else:
-                messages.append(ChatMessage(role="assistant", tool_calls=[call]))
-        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            number = _text(item, "call_id" if "call_id" in item else "id", place)
-            result = item.get("output") or ""
-            if isinstance(result, dict):  # of clients before outputs were texts
-                result = json.dumps(result, ensure_ascii=False)
-            fields = {"role": "tool", "content": result, "tool_call_id": number}
-            messages.append(read_as(ChatMessage, fields, place))
-        case "reasoning":
-            pass
-        case _:
-            return False
-    return True
-
-
 def _text(item: dict[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
@@ -210,25 +190,28 @@ def _text(item: dict[str, Any], name: str, place: str) -> str:
 class ResponsesWriter(AnswerWriter):
     """Writer of one response. Its items are messages, unless they are empty, and the calls of tools."""
 
-    def __init__(self, body: ResponsesBody, model: str) -> None:
-        self._id, self._created = _new_id("resp"), int(time.time())
-        self._body, self._model = body, model
-        self._tools = {one.called: one for one in body.offered}
+    def __init__(self, service: Service, asked: ResponsesBody) -> None:
+        super().__init__(service)
+        self._id, self._created, self._asked = _new_id("resp"), int(time.time()), asked
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is a message that goes on"""
-        self._events = 0
+        self._events, self._is_silent = 0, False
 
-    def whole(self, parsed: ParsedText, completion: Completion) -> dict[str, Any]:
-        for _ in (*self.add(parsed), *self._end(completion)):
+    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+        self._is_silent = True
+        for _ in self.add(0, said[0], {}):
             pass  # the events of a stream that nobody reads; they leave the items behind
+        completion = said[0][1].completion
+        assert completion
         return self._response(_status(completion), completion)
 
-    def begin(self, request: GenerateRequest | None) -> Iterator[StreamEvent]:  # noqa: ARG002 (all events have it)
-        for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._response("in_progress"))
+    def begin(self) -> bytes:
+        response = self._response("in_progress")
+        return b"".join(self._event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
-    def add(self, parsed: ParsedText) -> Iterator[StreamEvent]:
+    def add(self, at: int, said: Said, kedge: Mapping[str, Any] | None) -> Iterator[bytes]:  # noqa: ARG002 (one choice)
+        parsed, delta = said
         if parsed.content:
             yield from self._open()
             self._items[-1]["content"][0]["text"] += parsed.content
@@ -236,22 +219,24 @@ class ResponsesWriter(AnswerWriter):
         for call in parsed.calls:
             yield from self._close("completed")  # clients keep items in the order in which they end
             yield from self._call(call)
+        if delta.completion:
+            status = _status(delta.completion)
+            if not self._items:  # an answer without calls has a message, even if it is empty
+                yield from self._open()
+            yield from self._close(status)
+            response = {**self._response(status, delta.completion), "kedge": kedge}
+            yield self._event(f"response.{status}", response=response)
 
-    def end(self, completion: Completion, kedge: Mapping[str, Any]) -> Iterator[StreamEvent]:
-        yield from self._end(completion)
-        status = _status(completion)
-        yield self._event(f"response.{status}", response={**self._response(status, completion), "kedge": kedge})
-
-    def failed(self, error: Mapping[str, Any]) -> Iterator[StreamEvent]:
+    def failed(self, error: Mapping[str, Any]) -> Iterator[bytes]:
         if not self._events:
-            yield from self.begin(None)
+            yield self.begin()
         yield self._event("error", code=error["code"], message=error["message"], param=error["param"])
         why = {"code": error["code"], "message": error["message"]}
         yield self._event("response.failed", response={**self._response("failed"), "error": why})
 
     # items ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Iterator[StreamEvent]:
+    def _open(self) -> Iterator[bytes]:
         """Begin a message, if none is open."""
         if not self._is_open:
             self._is_open = True
@@ -261,7 +246,7 @@ class ResponsesWriter(AnswerWriter):
             yield self._item_event("added", {**item, "content": []})
             yield self._event("response.content_part.added", **self._place(), part=dict(part))
 
-    def _close(self, status: str) -> Iterator[StreamEvent]:
+    def _close(self, status: str) -> Iterator[bytes]:
         """End the message, if one is open."""
         if self._is_open:
             self._is_open = False
@@ -271,14 +256,9 @@ class ResponsesWriter(AnswerWriter):
             yield self._event("response.content_part.done", **self._place(), part=part)
             yield self._item_event("done", message)
 
-    def _end(self, completion: Completion) -> Iterator[StreamEvent]:
-        """End the items; an answer without calls has a message, even if it is empty."""
-        if not self._items:
-            yield from self._open()
-        yield from self._close(_status(completion))
-
-    def _call(self, call: ToolCall) -> Iterator[StreamEvent]:
-        tool = self._tools.get(call.name) or NamedTool("function", call.name)
+    def _call(self, call: ToolCall) -> Iterator[bytes]:
+        known = {one.called: one for one in self._asked.offered}
+        tool = known.get(call.name) or NamedTool("function", call.name)
         field, kind, given = "arguments", "function_call", call.arguments
         if tool.kind == "custom":
             field, kind = "input", "custom_tool_call"
@@ -288,24 +268,26 @@ class ResponsesWriter(AnswerWriter):
         item |= {"namespace": tool.namespace} if tool.namespace else {}
         self._items.append({**item, field: given, "status": "completed"})
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        event = f"response.{kind}_{field}"
+        name = f"response.{kind}_{field}"
         yield self._item_event("added", {**item, field: "", "status": "in_progress"})
-        yield self._event(f"{event}.delta", **place, delta=given)
-        yield self._event(f"{event}.done", **place, **{field: given}, name=tool.name)
+        yield self._event(f"{name}.delta", **place, delta=given)
+        yield self._event(f"{name}.done", **place, **{field: given}, name=tool.name)
         yield self._item_event("done", self._items[-1])
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _item_event(self, what: str, item: Mapping[str, Any]) -> StreamEvent:
+    def _item_event(self, what: str, item: Mapping[str, Any]) -> bytes:
         return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
 
-    def _event(self, kind: str, /, **data: Any) -> StreamEvent:
+    def _event(self, kind: str, /, **data: Any) -> bytes:
         self._events += 1
-        return StreamEvent(kind, {"type": kind, "sequence_number": self._events - 1, **data})
+        if self._is_silent:
+            return b""
+        return event({"type": kind, "sequence_number": self._events - 1, **data}, name=kind)
 
     def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
-        body = self._body
+        body, more = self._asked, self._asked.model_extra or {}
         return {
             "id": self._id,
             "object": "response",
@@ -315,17 +297,17 @@ class ResponsesWriter(AnswerWriter):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": (body.model_extra or {}).get("metadata") or {},
-            "model": self._model,
+            "metadata": more.get("metadata") or {},
+            "model": self.model,
             "output": list(self._items),
-            "parallel_tool_calls": (body.model_extra or {}).get("parallel_tool_calls") is not False,
+            "parallel_tool_calls": more.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": (body.model_extra or {}).get("temperature"),
+            "temperature": more.get("temperature"),
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": (body.model_extra or {}).get("top_p"),
+            "top_p": more.get("top_p"),
             "usage": _usage(completion) if completion else None,
         }
 
@@ -350,19 +332,15 @@ def _new_id(prefix: str) -> str:
 
 
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
-ANSWERS = answers(200, kinds=(*JSON, *EVENTS)) | BODY_ERRORS
 
 
 @router.post("/v1/responses", response_model=None, responses=ANSWERS)
-async def responses(
-    body: ResponsesBody, request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant
-) -> Response:
+async def responses(body: ResponsesBody, caller: TheCaller) -> Response:
     """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
+    writer = ResponsesWriter(caller.service, body)
     try:
-        with sent_as(SENT):
-            chat, writer = await service.threads.work(lambda: (body.chat(), ResponsesWriter(body, service.model_name)))
-            return await answer(chat, writer, request, service, workflows, tenant)
+        return await answer(body, writer, caller)
     except PromptTooLong as error:  # Codex compacts after an event that says so, and after no status
-        if not chat.stream:
+        if not (body.model_extra or {}).get("stream"):
             raise
-        return Response(failure(writer, error, request, service, tenant), media_type=EVENTS[0])
+        return Response(failure(writer, error, caller), media_type=EVENTS[0])

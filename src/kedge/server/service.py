@@ -14,6 +14,7 @@ from kedge.engine.base import Engine, Item, Stream
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import ActionOutcome, Hints, read_hints
+from kedge.server.history import History, text_policy
 from kedge.server.http import CallFailure
 from kedge.server.metrics import CacheMetrics, ServerMetrics
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant, Ticket
@@ -42,20 +43,20 @@ class Service:
 
     def __init__(
         self,
-        engine: WatchedEngine,
+        engine: Engine,
         settings: ServerSettings,
         keys: KeyRing,
         tracing: OpenTelemetry | None = None,
-        on_failure: Callable[[TenantId, CallFailure], None] = lambda *_: None,
     ) -> None:
-        """`on_failure` is called with every refused or failed call and run of a known tenant."""
-        self.engine, self.settings, self.keys, self.tracing = engine, settings, keys, tracing
-        self._on_failure = on_failure
+        self.history = History(keeps_texts=text_policy(settings, keys))
+        self.engine = WatchedEngine(engine, self.history)
+        self.settings, self.keys, self.tracing = settings, keys, tracing
         self.model_name = settings.model_name or BUNDLED_MODEL
         self.is_ending = False
         """Whether new work is refused."""
-        self.threads = Threads(engine, settings.max_in_flight)
-        self.metrics, self.cache_metrics = ServerMetrics(self.model_name), CacheMetrics(engine, self.threads)
+        self.threads = Threads(self.engine, settings.max_in_flight)
+        self.metrics = ServerMetrics(self.model_name, self.history)
+        self.cache_metrics = CacheMetrics(engine, self.threads)
         self.started = int(time.time())
         self._sampling: Mapping[str, Any] = engine.inspect().get("sampling", {})
         self.is_hung = False
@@ -116,7 +117,7 @@ class Service:
     @property
     def is_quiet(self) -> bool:
         """Whether no generation is in flight, and no call is left whose end is to be booked."""
-        return not self.calls and not any(meter.in_flight for meter in self._meters.values())
+        return not self.calls and not self.in_flight
 
     @property
     def in_flight(self) -> int:
@@ -138,6 +139,13 @@ class Service:
         """Raise `EngineClosed` once the engine has ended by itself."""
         if error := self.engine_error:
             raise error
+
+    async def shut(self, patience: float = 10.0) -> None:
+        """Wait for the end of all calls, and end the threads. Those of an engine that hangs end when it is killed."""
+        last = time.monotonic() + patience
+        while self.calls and time.monotonic() < last:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self.threads.shut, wait=not self.calls)
 
     def fail_all(self, error: KedgeError) -> None:
         """End every running call with an error."""
@@ -187,15 +195,15 @@ class Service:
                 span.submitting(built)
             submit = partial(submit_all, self.engine, built)
             if any(request.sampling.grammar for request in built):  # which may wait for others of its tenant to be read
-                requests, streams = await asyncio.wrap_future(self.threads.wait(submit))
+                streams = await asyncio.wrap_future(self.threads.wait(submit))
             else:
-                requests, streams = await self.threads.work(submit)
+                streams = await self.threads.work(submit)
         except BaseException as error:  # cancellation too must free the room
             ticket.release()
             if span:
                 span.failed(error)
             raise
-        call = GenerationCall(self, tenant, ticket, span, requests, streams, on_over)
+        call = GenerationCall(self, tenant, ticket, span, built, streams, on_over)
         self.calls.add(call)
         return call
 
@@ -213,7 +221,7 @@ class Service:
         """Report what ended in an error. Where no keys are asked for, everything is the one tenant's."""
         owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
         if owner is not None:
-            self._on_failure(owner, failure)
+            self.history.failed(owner, failure)
 
 
 class GenerationCall:
@@ -240,8 +248,6 @@ class GenerationCall:
         self._following, self._ended = len(streams), False
         self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
         self._has_news = asyncio.Event()
-        for name in self._ids:
-            service.metrics.moved(tenant.id, name, service.metrics.waiting)
         for at, stream in enumerate(streams):
             service.threads.follow(stream, partial(self._take, at))
 
@@ -250,25 +256,21 @@ class GenerationCall:
         if isinstance(item, BaseException):
             self.arrive(item)
         else:
-            if at not in self._begun and item.tokens:
+            if self._span and item.tokens and at not in self._begun:
                 self._begun.add(at)
-                if self._span:
-                    self._span.begun()
-                self._service.metrics.moved(self._tenant.id, self._ids[at], self._service.metrics.running)
+                self._span.begun()
             if item.completion:
                 self.completions[at] = item.completion
                 # Before the client gets the completion: if it calls again at once, the room is free.
                 self._ticket.give_back_one()
-                self._service.metrics.moved(self._tenant.id, self._ids[at], None)
                 self._service.finished(self._tenant, item.completion)
-            self.arrive((at, item))
+            is_cancelled = item.completion and item.completion.finish_reason is FinishReason.CANCELLED
+            self.arrive(EngineClosed("choice", at, "its generation was cancelled") if is_cancelled else (at, item))
             if not item.completion:
                 return
         self._following -= 1
         if not self._following:
             self._ticket.release()
-            for name in self._ids:
-                self._service.metrics.moved(self._tenant.id, name, None)
             if self._span:
                 self._span.ended([one for one in self.completions if one])
             self._on_over(self)
@@ -289,17 +291,9 @@ class GenerationCall:
             await self._has_news.wait()
             self._has_news.clear()
             arrived, self._arrived = self._arrived, []
-            deltas: list[tuple[int, TokenDelta]] = []
-            error: BaseException | None = None
-            for item in arrived:
-                if isinstance(item, BaseException):
-                    error = item
-                    break
-                at, delta = item
-                if delta.completion and delta.completion.finish_reason is FinishReason.CANCELLED:
-                    error = EngineClosed("choice", at, "its generation was cancelled")
-                    break
-                deltas.append(item)
+            error = next((one for one in arrived if isinstance(one, BaseException)), None)
+            before = arrived if error is None else arrived[: arrived.index(error)]
+            deltas = [one for one in before if not isinstance(one, BaseException)]
             left -= sum(delta.completion is not None for _, delta in deltas)
             if deltas:
                 yield deltas
@@ -320,10 +314,8 @@ class GenerationCall:
             self._service.threads.cancel(left)
 
 
-def submit_all(
-    engine: Engine, requests: Sequence[GenerateRequest]
-) -> tuple[Sequence[GenerateRequest], Sequence[Stream]]:
-    """Submit all requests or, if one is refused, none. Returns the requests with their streams."""
+def submit_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Stream]:
+    """Submit all requests or, if one is refused, none. Returns their streams."""
     streams: list[Stream] = []
     try:
         for request in requests:
@@ -332,7 +324,7 @@ def submit_all(
         for stream in streams:
             engine.cancel(stream.request_id)
         raise
-    return requests, streams
+    return streams
 
 
 async def _service(request: Request) -> Service:

@@ -7,7 +7,6 @@ A tenant is what the server authenticated, never what a client claims. Without k
     requests_in_flight = 8
     tokens_per_minute = 100000
     hints_per_minute = 12000
-    anchor_bytes = "256MiB"
     anchor_bytes = "64MiB"
     host_memory = "1GiB"
     keep_texts = true                           # the dashboard may keep its prompts and answers for a while

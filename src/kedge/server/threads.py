@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kedge.engine.base import Engine, Item, Listener, Stream
 from kedge.errors import EngineClosed
 from kedge.types import RequestId
 
-logger = logging.getLogger(__name__)
 WORK_THREADS = 4
 """Threads for work of milliseconds: tokenizing, submitting, cancelling."""
 T = TypeVar("T")
@@ -52,8 +50,7 @@ class Threads:
         self._engine = engine
         self._work = ThreadPoolExecutor(WORK_THREADS, "kedge-work")
         self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
-        self._followed = 0
-        self._all_ended = threading.Condition()
+        self._asked: dict[Hashable, Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._items: deque[tuple[Listener, Item]] = deque()
         self._is_woken = False
@@ -66,11 +63,16 @@ class Threads:
         """Run a task that mostly waits in a thread of its own."""
         return self._wait.submit(task)
 
+    async def ask(self, key: Hashable, question: Callable[[], T]) -> T:
+        """Run a task that the engine answers between two steps; who asks the same meanwhile gets the same answer."""
+        answer: Future[T] | None = self._asked.get(key)
+        if answer is None or answer.done():
+            answer = self._asked[key] = self.wait(question)
+        return await asyncio.shield(asyncio.wrap_future(answer))
+
     def follow(self, stream: Stream, take: Listener) -> None:
         """Call `take` on the running event loop with each delta of a stream, in their order, and with its error."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        with self._all_ended:
-            self._followed += 1
         stream.listen(partial(self._hear, loop, take))
 
     def _hear(self, loop: asyncio.AbstractEventLoop, take: Listener, item: Item) -> None:
@@ -79,10 +81,6 @@ class Threads:
             self._is_woken = True
             with suppress(RuntimeError):  # the loop is closed, so nothing waits for the item
                 loop.call_soon_threadsafe(self._empty)
-        if isinstance(item, BaseException) or item.completion:
-            with self._all_ended:
-                self._followed -= 1
-                self._all_ended.notify_all()
 
     def _empty(self) -> None:
         self._is_woken = False  # first, so that an item that comes from now on wakes the loop again
@@ -92,18 +90,15 @@ class Threads:
 
     def cancel(self, requests: Sequence[RequestId]) -> None:
         """Schedule the cancellation of requests in the engine, each of which waits for the end of a step."""
+
+        def cancel(request_id: RequestId) -> None:
+            with suppress(EngineClosed):  # it ended with the engine
+                self._engine.cancel(request_id)
+
         for request_id in requests:
-            self._wait.submit(self._cancel, request_id)
+            self._wait.submit(cancel, request_id)
 
-    def _cancel(self, request_id: RequestId) -> None:
-        try:
-            self._engine.cancel(request_id)
-        except EngineClosed:
-            logger.debug("request %s ended with the engine", request_id)
-
-    def shut(self, patience: float = 10.0) -> None:
-        """Wait for all running tasks and refuse new ones. Those of an engine that hangs end when it is killed."""
-        with self._all_ended:
-            has_ended = self._all_ended.wait_for(lambda: not self._followed, patience)
-        self._wait.shutdown(wait=has_ended)
-        self._work.shutdown(wait=has_ended)
+    def shut(self, *, wait: bool) -> None:
+        """Refuse new tasks and, if asked to, wait for all that run."""
+        self._wait.shutdown(wait=wait)
+        self._work.shutdown(wait=wait)

@@ -119,7 +119,16 @@ class GenerationSpan:
 
     def ended(self, completions: Sequence[Completion]) -> None:
         """End the span: nothing of the call is left in the engine."""
-        _set(self._span, _answer_attributes(completions, self._model_name))
+        receipts = [one.receipt for one in completions]
+        tokens = {f"kedge.prompt_tokens.{source}": sum(one.tokens(source) for one in receipts) for source in Source}
+        attributes = {
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
+            "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in receipts),
+            "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
+            **tokens,
+        }
+        _set(self._span, attributes)
         self._span.end()
 
     def failed(self, error: BaseException) -> None:
@@ -140,24 +149,27 @@ class WorkflowSpan:
 
     def record(self, event: RunEvent) -> None:
         """Record an event of the run."""
+        agent, request = self._workflow.agent(event.agent), event.request_id
         match event.kind:
             case EventKind.SUBMITTED:
-                agent = self._workflow.agent(event.agent)
                 attributes = {
                     "gen_ai.request.model": self._model_name,
                     "kedge.turn": event.turn,
                     "kedge.reuse": agent.reuse.value if agent.reuse else None,
                     **_request_attributes(agent.sampling),
                 }
-                self._open[event.request_id] = self._child("invoke_agent", agent, agent.id, attributes)
-            case EventKind.TEXT:
-                if event.request_id not in self._begun:
-                    self._begun.add(event.request_id)
-                    self._open[event.request_id].add_event(FIRST_TOKEN)
-            case EventKind.ANSWERED:
-                self._answered(event)
+                self._open[request] = self._child("invoke_agent", agent, agent.id, attributes)
+            case EventKind.TEXT if request not in self._begun:
+                self._begun.add(request)
+                self._open[request].add_event(FIRST_TOKEN)
+            case EventKind.ANSWERED if event.completion:
+                GenerationSpan(self._open.pop(request), self._model_name).ended([event.completion])
+                if agent.tool is not None:
+                    name = tool_name(agent.tool)
+                    attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": event.turn}
+                    self._open[request] = self._child("execute_tool", agent, name, attributes)
             case EventKind.TOOL:
-                self._open.pop(event.request_id).end()
+                self._open.pop(request).end()
 
     def ended(self, status: str, error: BaseException | None) -> None:
         """End the span and those of unfinished calls, with the error if one ended the run."""
@@ -167,16 +179,6 @@ class WorkflowSpan:
                 span.end()
             else:
                 _fail(span, error)
-
-    def _answered(self, event: RunEvent) -> None:
-        assert event.completion is not None
-        span, agent = self._open.pop(event.request_id), self._workflow.agent(event.agent)
-        _set(span, _answer_attributes([event.completion], self._model_name))
-        span.end()
-        if agent.tool is not None:
-            name = tool_name(agent.tool)
-            attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": event.turn}
-            self._open[event.request_id] = self._child("execute_tool", agent, name, attributes)
 
     def _child(self, operation: str, agent: Agent, name: str, attributes: Mapping[str, Any]) -> Span:
         from opentelemetry.trace import set_span_in_context
@@ -193,19 +195,6 @@ def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.stop_sequences": list(sampling.stop) or None,
-    }
-
-
-def _answer_attributes(completions: Sequence[Completion], model_name: str) -> dict[str, Any]:
-    by_source = {
-        f"kedge.prompt_tokens.{source}": sum(one.receipt.tokens(source) for one in completions) for source in Source
-    }
-    return {
-        "gen_ai.response.model": model_name,
-        "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
-        "gen_ai.usage.input_tokens": sum(one.receipt.prompt_tokens for one in completions),
-        "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
-        **by_source,
     }
 
 

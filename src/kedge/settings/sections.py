@@ -156,14 +156,6 @@ class PlannerConstants(PlannerSettings):
     min_translated: Share = 0.2
     """Share of the tokens without exact KV that must be translatable; below it the prompt is prefilled densely."""
 
-    @staticmethod
-    def of(settings: PlannerSettings) -> PlannerConstants:
-        """Return the constants to plan with."""
-        return settings if isinstance(settings, PlannerConstants) else PLANNER_CONSTANTS
-
-
-PLANNER_CONSTANTS = PlannerConstants()
-
 
 FIDELITIES = {"strict": 0.0003, "fp8": 0.002, "fast": 0.01, "any": math.inf}
 """Names of budgets, in nats a token"""

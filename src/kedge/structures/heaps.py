@@ -33,14 +33,19 @@ class LazyHeap(Generic[Item]):
         if len(self._heap) > self._limit:
             self._drop_outdated()
 
+    def peek(self) -> Item | None:
+        """Return the candidate with the least key, which stays; None if there is none."""
+        while self._heap and not self._is_current(self._heap[0]):
+            heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
     def pop(self) -> Item | None:
         """Remove and return the candidate with the least key; None if there is none."""
-        while self._heap:
-            entry = heappop(self._heap)
-            if self._is_current(entry):
-                del self._tickets[entry[2]]
-                return entry[2]
-        return None
+        item = self.peek()
+        if item is not None:
+            heappop(self._heap)
+            del self._tickets[item]
+        return item
 
     def covers(self, items: Iterable[Item]) -> bool:
         """Return whether exactly `items` would be popped, each under the key that it has now."""

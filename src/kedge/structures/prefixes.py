@@ -7,40 +7,15 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import takewhile
-from typing import TypeVar, overload
+from typing import TypeVar
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 Packed = TypeVar("Packed", bytes, "array[int]")
 
 
-class Prefix(Sequence[T_co]):
-    """The first items of a longer sequence, without a copy of them."""
-
-    __slots__ = ("_items", "_length")
-
-    def __init__(self, items: Sequence[T_co], length: int) -> None:
-        self._items, self._length = items, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, at: int) -> T_co: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[T_co]: ...
-    def __getitem__(self, at: int | slice) -> T_co | Sequence[T_co]:
-        if isinstance(at, slice):
-            start, stop, step = at.indices(self._length)
-            return self._items[start:stop:step] if step > 0 else [self._items[one] for one in range(start, stop, step)]
-        if not -self._length <= at < self._length:
-            raise IndexError(at)
-        return self._items[at if at >= 0 else at + self._length]
-
-
 def first_of(items: Sequence[T], length: int) -> Sequence[T]:
-    """Return the first items of a sequence: itself where it is no longer, else a `Prefix`. O(1)."""
-    return items if length >= len(items) else Prefix(items, length)
+    """Return the first items of a sequence: itself where it is no longer."""
+    return items if length >= len(items) else items[:length]
 
 
 def leading_count(holds: Callable[[int], bool], stop: int, start: int = 0, guess: int = -1) -> int:
@@ -78,7 +53,7 @@ def common_length(one: Packed, other: Packed) -> int:
     return same
 
 
-def chain_of(tokens: Sequence[int], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
+def chain_of(tokens: Sequence[Hashable], block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
     """Return the prefix hashes of the full blocks of `tokens`; `known` are those of what they begin with, or more."""
     chain = list(known[: len(tokens) // block_size])
     before = chain[-1] if chain else 0

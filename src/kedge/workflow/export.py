@@ -1,9 +1,9 @@
-"""Workflows and step graphs as Mermaid and as DOT (Graphviz) text."""
+"""Workflows and step graphs as the text of a Mermaid flowchart."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import yaml
@@ -18,8 +18,6 @@ LOOP = "#a03030"
 
 _MERMAID_SPECIAL = re.compile(r"(?<![^\W_])[-_@]|[-_@](?![^\W_])|[^\w @-]")
 """All but letters, digits, spaces, and the joiners within a name: outside of it they may begin Markdown."""
-_DOT_SPECIAL = re.compile(r"^%|[&\x00-\x1f\x7f]")
-"""Graphviz keeps names that begin with a percent sign for itself."""
 
 
 class Edge(NamedTuple):
@@ -44,20 +42,11 @@ class Edge(NamedTuple):
         return LOOP if self.is_loop else COLOURS[((self.alternative or 1) - 1) % len(COLOURS)]
 
 
-class Diagram(NamedTuple):
-    """What is exported of a graph: its nodes by column, from left to right, and its edges."""
-
-    name: str
-    columns: Sequence[Sequence[str]]
-    edges: Sequence[Edge]
-
-
-def export(flow: Workflow | StepGraph, form: str) -> str:
-    """Return the agents of a workflow, or the nodes of a step graph, as text in one of `FORMATS`."""
+def export(flow: Workflow | StepGraph) -> str:
+    """Return the agents of a workflow, or the nodes of a step graph, as a Mermaid flowchart."""
     if isinstance(flow, Workflow):
-        return FORMATS[form](Diagram(flow.name, columns(flow), tuple(workflow_edges(flow))))
-    by_step = [[node.id for node in lane] for lane in lanes(flow)]
-    return FORMATS[form](Diagram(flow.name, by_step, tuple(step_edges(flow))))
+        return mermaid(flow.name, columns(flow), workflow_edges(flow))
+    return mermaid(flow.name, [[node.id for node in lane] for lane in lanes(flow)], step_edges(flow))
 
 
 def columns(workflow: Workflow) -> list[list[AgentId]]:
@@ -96,46 +85,21 @@ def step_edges(graph: StepGraph) -> Iterator[Edge]:
                     yield Edge(name, node.id, is_loop, alternative, odds[name].get(node.id))
 
 
-# formats --------------------------------------------------------------------------------------------------------------
+def mermaid(name: str, columns: Sequence[Sequence[str]], edges: Iterable[Edge]) -> str:
+    """Return a flowchart of nodes by column, from left to right, and the edges between them.
 
-
-def mermaid(diagram: Diagram) -> str:
-    """Return a diagram as a Mermaid flowchart. Nodes are numbered, since words such as `end` are no ids there."""
-    ids = {name: f"n{at}" for at, name in enumerate(name for column in diagram.columns for name in column)}
-    title = yaml.safe_dump(diagram.name, default_style='"', allow_unicode=True, width=float("inf")).strip()
+    Nodes are numbered, since words such as `end` are no ids in Mermaid.
+    """
+    ids = {node: f"n{at}" for at, node in enumerate(node for column in columns for node in column)}
+    title = yaml.safe_dump(name, default_style='"', allow_unicode=True, width=float("inf")).strip()
     lines = ["---", f"title: {title}", "---", "flowchart LR"]
-    for name, node in ids.items():
-        text = _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", name)
-        lines.append(f'  {node}["{text}"]')
+    for node, number in ids.items():
+        text = _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", node)
+        lines.append(f'  {number}["{text}"]')
     by_colour: dict[str, list[str]] = {}
-    for at, edge in enumerate(diagram.edges):
+    for at, edge in enumerate(edges):
         by_colour.setdefault(edge.colour, []).append(str(at))
         arrow = ("-.->" if edge.is_loop else "-->") + (f'|"{edge.label}"|' if edge.label else "")
         lines.append(f"  {ids[edge.start]} {arrow} {ids[edge.to]}")
     lines += [f"  linkStyle {','.join(places)} stroke:{colour}" for colour, places in by_colour.items()]
     return "\n".join(lines) + "\n"
-
-
-def dot(diagram: Diagram) -> str:
-    """Return a diagram in Graphviz's language, columns as ranks."""
-    name = _dot_string(diagram.name)
-    lines = [
-        f"digraph {name} {{",
-        f"  graph [rankdir=LR, label={name}, labelloc=t]",
-        "  node [shape=box, style=rounded]",
-        *(f"  {{rank=same; {'; '.join(map(_dot_string, column))}}}" for column in diagram.columns),
-    ]
-    for edge in diagram.edges:
-        label = [f"label={_dot_string(edge.label)}"] if edge.label else []
-        loop = ["style=dashed", "constraint=false"] if edge.is_loop else []
-        style = ", ".join([*label, *loop, f'color="{edge.colour}"'])
-        lines.append(f"  {_dot_string(edge.start)} -> {_dot_string(edge.to)} [{style}]")
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _dot_string(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + _DOT_SPECIAL.sub(lambda found: f"&#{ord(found[0])};", escaped) + '"'
-
-
-FORMATS: Mapping[str, Callable[[Diagram], str]] = {"mermaid": mermaid, "dot": dot}

@@ -7,7 +7,7 @@ error.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -44,8 +44,6 @@ class Forecast:
     expires: float
     """The time from which it is ignored."""
     next_runs: Mapping[AgentId, NextRun]
-    agents: frozenset[AgentId] | None = None
-    """The run's agents; None: all that its hints name."""
     ended: bool = False
     """An ended run stays for one `ttl`, so that a late hint does not bring it back."""
 
@@ -85,13 +83,6 @@ class ForecastBoard:
         self._runs: OrderedDict[RunKey, Forecast] = OrderedDict()  # by expiry
         self.ignored: Counter[Ignored] = Counter()
 
-    def open(self, run: RunKey, agents: Iterable[AgentId], now: float) -> Changes:
-        """Declare the agents of a run: from now on, hints about others are ignored."""
-        changes = self.expire(now)
-        if run not in self._runs:
-            self._put(Forecast(run, -1, now + self._ttl, {}, frozenset(agents)))
-        return changes
-
     def update(self, run: RunKey, seq: int, next_runs: Mapping[AgentId, NextRun], now: float) -> Changes:
         """Replace the forecast of `run`: whole or, where the hint is ignored, not at all."""
         changes = self.expire(now)
@@ -102,8 +93,7 @@ class ForecastBoard:
         if reason:
             self.ignored[reason] += 1
             return changes
-        agents = old.agents if old else None
-        new = Forecast(run, seq, now + self._ttl, self._sound(next_runs, agents), agents)
+        new = Forecast(run, seq, now + self._ttl, self._sound(next_runs))
         self._put(new)
         return {**changes, **new.changes_from(old)}
 
@@ -136,16 +126,11 @@ class ForecastBoard:
         self._runs[known.run] = known
         self._runs.move_to_end(known.run)
 
-    def _sound(self, next_runs: Mapping[AgentId, NextRun], agents: frozenset[AgentId] | None) -> dict[AgentId, NextRun]:
+    def _sound(self, next_runs: Mapping[AgentId, NextRun]) -> dict[AgentId, NextRun]:
         """Return the valid entries of a hint, and count the others."""
-        sound = {}
-        for agent, next_run in next_runs.items():
-            if agents is not None and agent not in agents:
-                self.ignored[Ignored.UNKNOWN_AGENT] += 1
-            elif not (next_run.steps >= 0 and 0 <= next_run.probability <= 1):
-                self.ignored[Ignored.BAD_VALUE] += 1
-            else:
-                sound[agent] = next_run
+        sound = {agent: one for agent, one in next_runs.items() if one.steps >= 0 and 0 <= one.probability <= 1}
+        if len(sound) < len(next_runs):
+            self.ignored[Ignored.BAD_VALUE] += len(next_runs) - len(sound)
         return sound
 
 
@@ -163,8 +148,7 @@ class RunProgress:
 
     def begin(self, now: float) -> Changes:
         """Publish the first forecast: nothing runs yet."""
-        opened = self._board.open(self.run, self.graph.nodes_of, now)
-        return {**opened, **self._publish(now)}
+        return self._publish(now)
 
     def started(self, agent: AgentId, now: float) -> Changes:
         """Record that `agent` runs. Where it was done before, the next iteration of its loop begins."""

@@ -8,12 +8,12 @@ is counted with a tokenizer; the lengths of what fills the placeholders are assu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kedge.settings import EngineSettings
-from kedge.structures.prefixes import common_prefix
+from kedge.structures.prefixes import chain_of, common_prefix
 from kedge.types import AgentId, ReuseMode, ValueKind
 from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.template import ChatTokenizer, CompiledAgent, Placeholder, compile_agents
@@ -139,38 +139,19 @@ def _call(
 # ways of serving ------------------------------------------------------------------------------------------------------
 
 
-class _PrefixCache:
-    """The whole blocks of all token sequences so far."""
-
-    def __init__(self) -> None:
-        self._children: dict[tuple[int, Tokens], int] = {}
-
-    def match(self, tokens: Sequence[Hashable]) -> int:
-        """Return the length of the longest prefix that is cached; the last token is never part of it."""
-        node, found = 0, 0
-        for block in _blocks(tokens):
-            child = self._children.get((node, block))
-            if child is None:
-                break
-            node, found = child, found + BLOCK
-        return min(found, len(tokens) - 1)
-
-    def add(self, tokens: Sequence[Hashable]) -> None:
-        node = 0
-        for block in _blocks(tokens):
-            node = self._children.setdefault((node, block), len(self._children) + 1)
-
-
-def _blocks(tokens: Sequence[Hashable]) -> Iterator[Tokens]:
-    return (tuple(tokens[at : at + BLOCK]) for at in range(0, len(tokens) - BLOCK + 1, BLOCK))
+def _match(cache: set[Hashable], tokens: Tokens) -> int:
+    """Return the length of the longest prefix that a cache of whole blocks has; the last token is never part of it."""
+    chain = chain_of(tokens, BLOCK)
+    blocks = next((at for at, block in enumerate(chain) if block not in cache), len(chain))
+    return min(BLOCK * blocks, len(tokens) - 1)
 
 
 def _found(calls: Iterable[_Call]) -> Iterator[int]:
     """Yield for each call how much of its prompt a prefix cache has."""
-    cache = _PrefixCache()
+    cache = set[Hashable]()
     for call in calls:
-        yield cache.match(call.tokens)
-        cache.add((*call.tokens, *call.answer.tokens))
+        yield _match(cache, call.tokens)
+        cache.update(chain_of((*call.tokens, *call.answer.tokens), BLOCK))
 
 
 def _translated(calls: Iterable[_Call]) -> Iterator[int]:
@@ -179,13 +160,14 @@ def _translated(calls: Iterable[_Call]) -> Iterator[int]:
     A prompt enters the prefix cache up to its first translated token. Inputs and results of tools are computed by
     their first reader; answers have KV since they were written.
     """
-    cache, known = _PrefixCache(), set[_Value | None]()
+    cache, known = set[Hashable](), set[_Value | None]()
     for call in calls:
-        exact = cache.match(call.tokens) if call.reuse is not ReuseMode.OFF else 0
+        exact = _match(cache, call.tokens) if call.reuse is not ReuseMode.OFF else 0
         may = call.reuse in (None, ReuseMode.TRANSLATE)
         translated = list(_translatable(call, exact, known)) if may else []
         yield min(exact + sum(stop - start for start, stop in translated), len(call.tokens) - 1)
-        cache.add(call.tokens[: translated[0][0]] if translated else (*call.tokens, *call.answer.tokens))
+        cached = call.tokens[: translated[0][0]] if translated else (*call.tokens, *call.answer.tokens)
+        cache.update(chain_of(cached, BLOCK))
         known |= {piece.value for piece in (*call.pieces, call.answer)}
 
 
@@ -200,47 +182,22 @@ def _translatable(call: _Call, exact: int, known: set[_Value | None]) -> Iterato
             yield start, at
 
 
-# role last ------------------------------------------------------------------------------------------------------------
-
-
-def _role_last(calls: Sequence[_Call], workflow: Workflow) -> list[_Call]:
+def _role_last(calls: Sequence[_Call], workflow: Workflow) -> Iterator[_Call]:
     """Rewrite the prompts: what all begin with, then the values in one order for all, then the rest of the fixed text.
 
-    A value keeps the words in front of it that all of its readers have there ("Question:"). Values that only one call
-    reads come after the others.
+    Values that only one call reads come after the others.
     """
     head = len(common_prefix([call.pieces[0].tokens for call in calls]))
     readers = Counter(piece.value for call in calls for piece in call.pieces)
-    before: dict[tuple[ValueKind, str], list[Tokens]] = {}
-    for call in calls:
-        for tokens, piece in _pairs(call, head):
-            if piece.value and readers[piece.value] > 1:
-                before.setdefault((piece.value.kind, piece.value.of), []).append(tokens[::-1])
-    labels = {of: len(common_prefix(found)) for of, found in before.items()}
 
-    def order(value: _Value) -> tuple[object, ...]:
+    def order(piece: _Piece) -> tuple[object, ...]:
+        value = piece.value
+        assert value is not None
         names: Sequence[str] = workflow.inputs if value.kind is ValueKind.INPUT else workflow.order
         is_answer = value.kind is not ValueKind.INPUT
         return readers[value] == 1, is_answer, value.turn, names.index(value.of), value.kind
 
-    return [_reordered(call, head, labels, order) for call in calls]
-
-
-def _pairs(call: _Call, head: int) -> Iterator[tuple[Tokens, _Piece]]:
-    """Yield every value with the fixed text in front of it, without the first `head` tokens of the prompt."""
-    for i in range(1, len(call.pieces), 2):
-        yield call.pieces[i - 1].tokens[head if i == 1 else 0 :], call.pieces[i]
-
-
-def _reordered(
-    call: _Call, head: int, labels: Mapping[tuple[ValueKind, str], int], order: Callable[[_Value], Any]
-) -> _Call:
-    values, rest = list[tuple[_Value, Tokens]](), Tokens()
-    for tokens, piece in _pairs(call, head):
-        cut = len(tokens) - (labels.get((piece.value.kind, piece.value.of), 0) if piece.value else 0)
-        rest += tokens[:cut]
-        if piece.value:
-            values.append((piece.value, tokens[cut:] + piece.tokens))
-    last = call.pieces[-1].tokens[head if len(call.pieces) == 1 else 0 :]
-    shared = tuple(_Piece(tokens) for _, tokens in sorted(values, key=lambda each: order(each[0])))
-    return replace(call, pieces=(_Piece(call.pieces[0].tokens[:head]), *shared, _Piece(rest + last)))
+    for call in calls:
+        fixed = tuple(token for piece in call.pieces if piece.value is None for token in piece.tokens)
+        values = sorted((piece for piece in call.pieces if piece.value), key=order)
+        yield replace(call, pieces=(_Piece(fixed[:head]), *values, _Piece(fixed[head:])))

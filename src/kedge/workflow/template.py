@@ -95,11 +95,6 @@ def placeholders(*texts: str) -> tuple[Placeholder, ...]:
     return tuple(part for text in texts for part in parse(text) if isinstance(part, Placeholder))
 
 
-def after_last_placeholder(text: str) -> int:
-    """Return where the text behind a template's last placeholder begins; 0 for a template without one."""
-    return max((match.end() for match in _TOKEN.finditer(text) if match[1] is not None), default=0)
-
-
 class ChatTokenizer(Protocol):
     """The part of a tokenizer that compiling needs; `kedge.engine.base.Tokenizer` has it."""
 

@@ -122,26 +122,18 @@ class Wording:
     footer: str = "\n\nNow answer as {title}."
 
 
-@dataclass(frozen=True)
-class PresentedAnswer:
-    """How a prompt presents an answer that is read. `tool_lead` is the text before its tool's result, if it has one."""
-
-    id: str
-    title: str
-    tool_lead: str | None = None
-    turns_back: int = 0
-
-    def template(self, wording: Wording) -> str:
-        text = _titled(wording.speaker, self.title) + self._placeholder(ValueKind.AGENT)
-        return text if self.tool_lead is None else text + self.tool_lead + self._placeholder(ValueKind.CONDITION)
-
-    def _placeholder(self, kind: ValueKind) -> str:
-        return f"{{{Placeholder(kind, self.id, self.turns_back).name}}}"
+def presented(agent: str, title: str, wording: Wording, turns_back: int = 0, *, has_tool: bool) -> str:
+    """Return how a prompt presents the answer of an agent, and the result of its tool if it has one."""
+    answer, result = (
+        f"{{{Placeholder(kind, agent, turns_back).name}}}" for kind in (ValueKind.AGENT, ValueKind.CONDITION)
+    )
+    text = _titled(wording.speaker, title or agent) + answer
+    return text + wording.tool + result if has_tool else text
 
 
-def user_template(title: str, answers: Sequence[PresentedAnswer], wording: Wording) -> str:
-    """Return the user message of the agent with this title, with placeholders for the answers that it reads."""
-    middle = [wording.intro, *(one.template(wording) for one in answers)] if answers else []
+def user_template(title: str, answers: Sequence[str], wording: Wording) -> str:
+    """Return the user message of the agent with this title, which reads answers that are `presented`."""
+    middle = [wording.intro, *answers] if answers else []
     return "".join([wording.header, *middle, _titled(wording.footer, title)])
 
 
@@ -159,20 +151,9 @@ def connect(
     """Make a workflow of these agents, whose `user` templates are written anew from the topology and the wording."""
     wording = wording or Wording()
     by_id = {agent.id: agent for agent in agents}
-
-    def presented(one: AnswerSource) -> PresentedAnswer:
-        speaker = by_id[one.agent]
-        return PresentedAnswer(
-            speaker.id, speaker.title or speaker.id, wording.tool if speaker.tool else None, one.turns_back
-        )
-
-    written = (
-        replace(
-            agent,
-            user=user_template(
-                agent.title or agent.id, [presented(one) for one in topology.reads[AgentId(agent.id)]], wording
-            ),
-        )
-        for agent in agents
-    )
+    written = []
+    for agent in agents:
+        reads = [(by_id[source], turns_back) for source, turns_back in topology.reads[AgentId(agent.id)]]
+        answers = [presented(one.id, one.title, wording, back, has_tool=bool(one.tool)) for one, back in reads]
+        written.append(replace(agent, user=user_template(agent.title or agent.id, answers, wording)))
     return Workflow(name, tuple(written), inputs, topology.turns)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import random
 import re
 from collections.abc import Mapping
-from decimal import Decimal
 
 from kedge.decisions import NUMBER, spelled
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
-from kedge.workloads.base import Question, Team
-from kedge.workloads.rows import Row
+from kedge.workloads.base import Question, Row, Team
 from kedge.workloads.sandbox import SandboxLimits, run_python
 
 _STATED = re.compile(rf"(?:answer is|####)[^\d\n-]{{0,12}}({NUMBER})", re.IGNORECASE)
@@ -26,16 +23,6 @@ def number(text: str) -> str | None:
     """Return the number after the last `answer is` (or `####`), else the last number, normalized; None without one."""
     found = _STATED.findall(text) or _ANY.findall(text)
     return None if not found else spelled(found[-1])
-
-
-def other_number(rng: random.Random, text: str) -> str:
-    """Return `text` with another number in the place of the last one that it states."""
-    found = list(_STATED.finditer(text)) or list(_ANY.finditer(text))
-    if not found:
-        return text
-    group = 1 if found[-1].re is _STATED else 0
-    wrong = str(Decimal(spelled(found[-1][group])) + rng.randint(1, 9))
-    return text[: found[-1].start(group)] + wrong + text[found[-1].end(group) :]
 
 
 def code(text: str) -> str | None:
@@ -94,17 +81,13 @@ _CAST = (
 )  # fmt: skip
 
 
-def agents(ending: str, max_tokens: int, *, pick: str) -> tuple[Agent, ...]:
-    """Return the five agents; `ending` says how to state an answer. It is a template, so braces are doubled. `pick` is
-    where the last one's stands.
-    """
+_ENDING = "End with a line that says: The answer is <number>."
 
-    def agent(name: str, title: str, system: str) -> Agent:
-        said = system if name in SILENT else f"{system} {ending}"
-        tool, picked = run_program if name == "programmer" else None, pick if name == "final" else ""
-        return Agent(name, said, "", tool, title, max_tokens, pick=picked, tool_seconds=30.0)
 
-    return tuple(agent(*one) for one in _CAST)
+def _agent(name: str, title: str, system: str) -> Agent:
+    said = system if name in SILENT else f"{system} {_ENDING}"
+    tool, pick = run_program if name == "programmer" else None, "answer is <number>" if name == "final" else ""
+    return Agent(name, said, "", tool, title, 512, pick=pick, tool_seconds=30.0)
 
 
 def question(row: Row) -> Question:
@@ -115,17 +98,11 @@ def question(row: Row) -> Question:
     return Question(str(row["question"]).strip(), spelled(last.strip()), {"solution": solution.strip()})
 
 
-def same_number(stated: str | None, asked: Question) -> bool:
-    """Return whether both are equal as numbers."""
-    return stated == asked.answer
-
-
 GSM8K = Team(
     "gsm8k",
-    agents("End with a line that says: The answer is <number>.", 512, pick="answer is <number>"),
+    tuple(_agent(*one) for one in _CAST),
     WORDING,
     final=number,
-    accepts=same_number,
+    accepts=lambda number, asked: number == asked.answer,
     silent=SILENT,
-    corrupt=other_number,
 )

@@ -1,5 +1,5 @@
 """Reading: three agents answer questions about paragraphs of XQuAD, with free words or with a pick of its answers; of
-one paragraph, or of the last of several.
+one paragraph, of the last of several, or in sessions about one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from dataclasses import replace
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
-from kedge.workloads.base import Question, Team
-from kedge.workloads.gsm8k import other_number
-from kedge.workloads.rows import Row
+from kedge.workloads.base import Question, Row, Team
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _MARKS = re.compile(r"[^a-z0-9 ]")
@@ -74,6 +72,16 @@ def lengthened(paragraphs: Sequence[Sequence[Question]], passages: int = 4) -> l
     ]
 
 
+def continued(about: Sequence[Question]) -> list[Question]:
+    """Return a paragraph's questions as the turns of a session, each behind the ones before it with their answers."""
+    turns, history = [], ""
+    for one in about:
+        passage, _, asked = one.text.partition("\n\n")
+        turns.append(replace(one, text=f"{passage}{history}\n\n{asked}"))
+        history += f"\n\n{asked}\nAnswer: {one.answer}"
+    return turns
+
+
 def _overlaps(one: str, other: str) -> bool:
     return one[:1] == other[:1] or normal(one) in normal(other) or normal(other) in normal(one)
 
@@ -97,7 +105,6 @@ READING = Team(
     ),
     stated,
     contains_gold,
-    corrupt=other_number,
 )  # fmt: skip
 PICKS = replace(
     READING,
@@ -106,3 +113,4 @@ PICKS = replace(
     grammar=pick_grammar,
 )
 LONG = replace(READING, name="reading-long")
+SESSIONS = replace(READING, name="reading-sessions")

@@ -59,14 +59,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
         chain += range(unused, unused + grown)
         unused += grown
         found.append(arrival(now, session, chain, draw(st.sampled_from(["tool", "user", "?"])), seconds=0.25))
-    return link(found)
-
-
-def link(arrivals: list[Arrival]) -> list[Arrival]:
-    """Set when each session arrives next, looking for it anew each time."""
-    for at, one in enumerate(arrivals):
-        one.next_at = next((x.at for x in arrivals[at + 1 :] if x.session == one.session), float("inf"))
-    return arrivals
+    return found
 
 
 def shipped_traffic() -> Traffic:

@@ -20,7 +20,7 @@ from kedge.bench.sessions.measure import (
 from kedge.cache import CacheManager
 from kedge.settings import TierSettings
 from kedge.types import RequestId
-from tests.bench.sessions.builders import arrival, link, shipped_traffic, traffic
+from tests.bench.sessions.builders import arrival, shipped_traffic, traffic
 
 CAPACITIES = st.integers(1, 25)
 REFERENCE = {0.1: 0.1713, 0.25: 0.4778, 0.5: 0.8283}
@@ -75,23 +75,6 @@ def test_nothing_is_hit_by_prompts_without_a_block() -> None:
     assert lru_hit_rate(empty, 1) == ceiling(empty) == 0
 
 
-class Journal:
-    """Hooks that write down when they are called, and how much of the prompt is cached then."""
-
-    def __init__(self, cache: CacheManager) -> None:
-        self.cache = cache
-        self.events: list[tuple[str, str, int]] = []
-
-    def arrived(self, arrival: Arrival) -> None:
-        self._note("arrived", arrival)
-
-    def answered(self, arrival: Arrival) -> None:
-        self._note("answered", arrival)
-
-    def _note(self, event: str, arrival: Arrival) -> None:
-        self.events.append((event, arrival.session, self.cache.match(SPACE, arrival.chain).tokens_count))
-
-
 @given(traffic(), st.integers(1, 25))
 @settings(deadline=None)
 def test_the_cache_without_hooks_is_lru(arrivals: list[Arrival], capacity: int) -> None:
@@ -104,18 +87,11 @@ def test_the_cache_without_hooks_is_lru(arrivals: list[Arrival], capacity: int) 
 @settings(deadline=None)
 def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capacity: int, host_times: int) -> None:
     cache = tiered_cache(capacity, host_times)
-    replay = CacheReplay(cache, [SessionHooks(cache)])
+    replay = CacheReplay(cache, SessionHooks(cache))
     for one in arrivals:
         assert 0 <= replay.serve(one) <= len(one.chain)
         cache.check_integrity()
         assert (cache.stats().leased_blocks, cache.transferring) == (0, False)
-
-
-def test_hooks_are_called_before_and_after_a_prompt_is_cached() -> None:
-    cache = CacheManager(9, 1)
-    journal = Journal(cache)
-    CacheReplay(cache, [journal]).hit_rate([arrival(0, "a", [1, 2]), arrival(1, "a", [1, 2, 3])])
-    assert journal.events == [("arrived", "a", 0), ("answered", "a", 2), ("arrived", "a", 2), ("answered", "a", 3)]
 
 
 def test_a_request_without_room_hits_nothing_and_takes_nothing() -> None:
@@ -144,7 +120,7 @@ def repeated(pauses: dict[str, float], rounds: int) -> list[Arrival]:
         for start, (name, pause) in enumerate(pauses.items())
         for turn in range(rounds)
     ]
-    return link(sorted(found, key=lambda one: one.at))
+    return sorted(found, key=lambda one: one.at)
 
 
 PACES = repeated({"quick": 3.0, "slow": 40.0, "idle": 41.0, "late": 43.0}, 30)

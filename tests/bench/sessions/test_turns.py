@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.arrivals import conversations
+from kedge.bench.sessions.arrivals import MAX_TOKENS, conversations
 from tests.bench.sessions.builders import record
 
 
@@ -58,8 +58,5 @@ def test_what_a_session_s_first_request_fixes_holds_for_its_later_ones() -> None
 
 
 def test_conversations_with_a_prompt_that_is_too_long_are_left_out() -> None:
-    turns = [record(c="a"), record(c="b", n=2000), record(c="b", n=999)]
-    assert [len(one) for one in conversations(turns, max_tokens=1999)] == [1]
-    assert [len(one) for one in conversations(turns, max_tokens=2000)] == [1, 2]
-    assert [len(one) for one in conversations(turns, max_tokens=None)] == [1, 2]
-    assert conversations(turns, max_tokens=1) == []
+    turns = [record(c="a"), record(c="b", n=MAX_TOKENS + 1), record(c="b", n=999), record(c="c", n=MAX_TOKENS)]
+    assert [one[0].record.conversation for one in conversations(turns)] == ["a", "c"]

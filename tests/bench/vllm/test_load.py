@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.bench import vllm as bench
-from kedge.bench.load import AGENTS, NANO, USUAL, TeamSizes, random_flow
+from kedge.bench.load import AGENTS, USUAL, LoadTeam, TeamSizes, random_flow, random_team, reading_team
 from kedge.bench.shapes import SHAPES
-from kedge.bench.vllm import KEDGE, STOCK, ServedTeam, VllmLoad, engine_settings, measure_load
+from kedge.bench.vllm import KEDGE, LOAD_ROOM, STOCK, VllmBenchSettings, engine_settings, measure_load
 from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
@@ -22,27 +21,25 @@ from kedge.integrations.vllm.engine.options import refuse_foreign
 from kedge.runner.prompts import compiled
 from kedge.types import GenerateRequest, ReuseMode
 
+TINY = VllmBenchSettings(model_size="tiny", clients=(1, 2), seconds=0.2, trials=2)
+
 
 def test_a_random_teams_texts_are_tokens_of_its_folders_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    team = bench.served_team("tiny", tmp_path, 0)
+    model, team = bench.served_team(TINY, tmp_path)
     tokenizer = HFTokenizer.load(tmp_path)
     (question,) = islice(team.questions("a"), 1)
     assert len(tokenizer.encode(question)) == USUAL.question
     vocab = SHAPES["tiny"]["vocab_size"]
-    assert team.flow == random_flow(vocab, USUAL.answer) and team.model == tmp_path
+    assert team.flow == random_flow(vocab, USUAL.answer) and model == tmp_path
     longest = max(sum(map(len, prompt.prefixes)) for prompt in compiled(team.flow, tokenizer).values())
-    assert longest + USUAL.question + AGENTS * (USUAL.answer + 1) < VllmLoad().kv.longest
+    assert longest + USUAL.question + AGENTS * (USUAL.answer + 1) < LOAD_ROOM.longest
     assert all(max(prompt.prefixes[0]) < vocab for prompt in compiled(team.flow, tokenizer).values())
 
 
-NANO_TEAM = bench.served_team(NANO, Path(), 0)
-TEAMS = [NANO_TEAM, replace(NANO_TEAM, model=Path("model"), anchors={"max_error": 2.0})]
-
-
-@pytest.mark.parametrize("team", TEAMS)
-def test_both_engines_have_settings_that_the_plug_in_takes(team: ServedTeam) -> None:
-    settings = engine_settings(VllmLoad(), team)
+@pytest.mark.parametrize("team", [reading_team(0), random_team(100, USUAL, 0)])
+def test_both_engines_have_settings_that_the_plug_in_takes(team: LoadTeam) -> None:
+    settings = engine_settings(Path("model"), team)
     refuse_foreign(settings)
     assert settings.anchors.max_error == team.anchors.get("max_error")
 
@@ -71,24 +68,22 @@ def test_every_combination_has_an_engine_of_its_own_that_one_team_has_warmed_up(
 ) -> None:
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(bench, "VLLMEngine", FakeEngine)
-    load, notes = VllmLoad(clients=(1, 2), seconds=0.2, models=(NANO,), trials=2), list[str]()
-    found = measure_load(load, "tiny", tmp_path, notes.append)
+    notes = list[str]()
+    found = measure_load(TINY, tmp_path, notes.append)
     assert {name: {count: list(engines) for count, engines in counts.items()} for name, counts in found.items()} == {
-        NANO: {"1": [STOCK, KEDGE], "2": [STOCK, KEDGE]}
+        "tiny": {"1": [STOCK, KEDGE], "2": [STOCK, KEDGE]}
     }
     turns = [(1, STOCK), (1, KEDGE), (2, KEDGE), (2, STOCK)]
-    assert notes == [
-        f"load: {NANO}, {count} at once, {name}, trial {trial} of 2" for count in (1, 2) for trial, name in turns
-    ]
+    assert notes == [f"load: {count} at once, {name}, trial {trial} of 2" for count in (1, 2) for trial, name in turns]
     assert [engine.plugged for engine in FakeEngine.made] == [False, True, True, False] * 2
     for engine in FakeEngine.made:
-        team = len(NANO_TEAM.flow.steps)
+        team = AGENTS
         modes = [request.reuse for request in engine.asked]
         assert modes[:team] == [ReuseMode.OFF] * team
         assert set(modes[team:]) == {ReuseMode.TRANSLATE if engine.plugged else ReuseMode.EXACT}
         with pytest.raises(Exception, match="closed"):
             engine.submit(engine.asked[0])
-    for engines in found[NANO].values():
+    for engines in found["tiny"].values():
         assert all(row["teams_per_min"] > 0 and not row["errors"] for row in engines.values())
 
 
@@ -110,7 +105,6 @@ def test_a_small_run_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("vllm", reason="vLLM is not installed")
     file = tmp_path / "vllm.json"
     monkeypatch.setattr(bench, "USUAL", TeamSizes(question=60, answer=7))
-    monkeypatch.setattr(bench, "QUICK_TEAMS", VllmLoad(clients=(2,), seconds=6.0, models=("32m",)))
     done = CliRunner().invoke(app, ["bench", "vllm", "--quick", "--case", "load", "--json", str(file)])
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())["load"]

@@ -100,7 +100,7 @@ def test_an_engine_that_vllm_cannot_run_has_no_figures() -> None:
     data = sessions_figures(LOAD, {4: lanes})
     assert data["live"]["4"][bench.NATIVE] is None and data["live"]["4"][bench.STOCK]["turns"] == 1
     assert json.loads(json.dumps(data))["room_tokens"] == LOAD.kv.tokens
-    assert len(next(tables.vllm_sessions(data)).rows) == 2
+    assert len(next(tables.vllm_sessions(data)).renderables[-1].rows) == 2
 
 
 def test_the_host_tiers_of_both_have_the_same_room(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.engine.common.grammars import MAX_KEPT, Grammars
+from kedge.checks import MAX_GRAMMAR
+from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import InvalidGrammar
@@ -55,12 +56,12 @@ def test_what_is_not_a_grammar_is_refused_each_time(tokenizer: HFTokenizer, comp
 
 
 def test_a_very_long_grammar_is_not_kept(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known, long = grammars(tokenizer), f"{GRAMMAR}\n// {'x' * MAX_KEPT}"
+    known, long = grammars(tokenizer), f"{GRAMMAR}\n// {'x' * MAX_GRAMMAR}"
     assert known.begin(long) and known.begin(long) and compiled == [long, long]
 
 
 def test_what_is_kept_is_a_tenants_own_and_bounded(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known, size = grammars(tokenizer), MAX_KEPT // 3
+    known, size = grammars(tokenizer), MAX_GRAMMAR // 3
     first, *others = (f"{GRAMMAR}\n// {number}{'x' * size}" for number in range(3))
     one, other = TenantId("a"), TenantId("b")
     for grammar in (first, *others):

@@ -15,7 +15,6 @@ from kedge.types import (
     GenerateRequest,
     Namespace,
     RequestId,
-    RunKey,
     SamplingParams,
     Segment,
     TenantId,
@@ -48,9 +47,6 @@ class Notebook(Watcher):
 
     def forecast(self, changes: Changes) -> None:
         self.notes.append(("forecast", changes))
-
-    def run_ended(self, run: RunKey) -> None:
-        self.notes.append(("run ended", run))
 
 
 def request(name: str, max_tokens: int = 4) -> GenerateRequest:
@@ -97,8 +93,7 @@ def test_of_a_forecast_what_can_be_meant_is_told() -> None:
     with EchoEngine() as engine:
         watched = WatchedEngine(engine, notebook)
         watched.forecast({KEY: NextRun(1.0), "nonsense": None})  # type: ignore[dict-item]
-        watched.end_run(KEY.run)
-    assert notebook.notes == [("forecast", {KEY: NextRun(1.0)}), ("run ended", KEY.run)]
+    assert notebook.notes == [("forecast", {KEY: NextRun(1.0)})]
 
 
 def test_a_request_that_is_refused_is_not_told() -> None:

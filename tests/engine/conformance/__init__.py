@@ -19,7 +19,6 @@ from kedge.errors import EngineClosed
 from kedge.types import FinishReason
 from tests.engine.conformance.aborts import AbortTests
 from tests.engine.conformance.answers import AnswerTests
-from tests.engine.conformance.company import CompanyTests
 from tests.engine.conformance.harness import expect as expect
 from tests.engine.conformance.harness import fresh_text as fresh_text
 from tests.engine.conformance.hints import HintTests
@@ -37,7 +36,6 @@ class EngineConformance(
     IdentityTests,
     ValueTests,
     HintTests,
-    CompanyTests,
     ReuseTests,
     LogprobTests,
     AnswerTests,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from kedge.engine.base import Engine
-from kedge.types import FinishReason, ReuseMode
+from kedge.types import FinishReason, RequestId, ReuseMode
 from tests.engine.conformance.harness import Harness, fresh_text
 
 
@@ -49,7 +49,7 @@ class AbortTests(Harness):
         engine.cancel(stream.request_id)
         assert stream.result(self.timeout_s).finish_reason is FinishReason.CANCELLED
         ended = self.run(engine, self.request(engine, fresh_text("aborts")))
-        for request_id in (stream.request_id, ended.request_id):
+        for request_id in (stream.request_id, ended.request_id, RequestId("unknown")):
             assert not engine.cancel(request_id), "a request that has ended is no longer known"
         assert ended.finish_reason is FinishReason.LENGTH
         self.serves(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -45,15 +44,6 @@ LIMITS = Path(__file__).parents[3] / "docs" / "limits.md"
 STEMS = {0: prompt(0, 40), 1: prompt(1, 21)}
 PROMPTS = [STEMS[0], STEMS[1], STEMS[0] + prompt(2, 9), STEMS[0][:32] + prompt(3, 30)]
 """Longer than the small models' window; the last two begin as the first, and find its KV"""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they bring with tensors of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny_config(kind: str) -> PretrainedConfig | None:

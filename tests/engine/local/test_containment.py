@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kedge.engine.common import logprobs
 from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.components import EngineComponents, Translating
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
@@ -170,8 +170,9 @@ def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
 
 
 def test_a_closed_engine_is_told_as_closed_also_on_a_thread_with_its_threads_number(engine: LocalEngine) -> None:
+    assert engine.failure is None
     engine.close()
-    assert not engine._thread.number, "another thread may get it"
+    assert engine.failure is None and not engine._thread.number, "another thread may get it"
     with pytest.raises(EngineClosed):
         engine.inspect()
 
@@ -255,7 +256,7 @@ def test_log_probabilities_that_raise_end_their_request(
 # reuse and learning ---------------------------------------------------------------------------------------------------
 
 
-class FailingAssembler(Translating):
+class FailingAssembler(Assembler):
     """Brings no KV to the victim."""
 
     def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
@@ -267,9 +268,7 @@ class FailingAssembler(Translating):
 def test_an_assembly_that_raises_ends_its_request() -> None:
     with engine_of(tiny_model("llama")) as template:
         runner, tokenizer, config = template.runner, template.tokenizer, template.config
-    with LocalEngine.from_runner(
-        runner, tokenizer, config, components=EngineComponents(assembler=FailingAssembler)
-    ) as engine:
+    with LocalEngine.from_runner(runner, tokenizer, config, assembler=FailingAssembler) as engine:
         for reuse in ReuseMode:
             assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
 
@@ -402,6 +401,7 @@ def test_with_the_engines_thread_everything_ends(engine: LocalEngine, monkeypatc
     with pytest.raises(EngineClosed):
         within(engine.inspect)
     within(engine.close)
+    assert isinstance(engine.failure, Fatal)
 
 
 def _answer(question: Callable[[], object]) -> object:

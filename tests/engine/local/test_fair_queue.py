@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kedge.engine.local import scheduler
 from kedge.engine.local.scheduler import FairQueue
+from kedge.structures.bounded import ENTRIES
 from kedge.types import TenantId
 
 A, B, C = map(TenantId, "abc")
@@ -48,12 +48,11 @@ def test_the_heads_are_every_tenants_next_item_in_the_order_of_service() -> None
 def test_memory_of_idle_tenants_is_bounded() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("stays", A, 1)
-    for number in range(3 * scheduler.MAX_IDLE_TENANTS):
+    for number in range(3 * ENTRIES):
         queue.push(f"{number}", TenantId(f"t{number}"), 5 + number)
         queue.take(f"{number}")
         queue.charge(TenantId(f"s{number}"), number)
-    assert len(queue._idle) <= scheduler.MAX_IDLE_TENANTS
-    assert len(queue._active) == len(queue._queues) == 1
+    assert len(queue._counters) <= ENTRIES and len(queue._queues) == 1
     assert served(queue) == ["stays"]
 
 

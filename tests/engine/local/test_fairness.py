@@ -80,14 +80,6 @@ def test_a_tenants_first_call_is_admitted_in_the_next_pass_whoever_runs(max_runn
     assert [item.sequence for item in of_tenant(engine.passes[-1], STRANGER)] == [sequence]
 
 
-def test_its_second_call_waits_for_a_place_as_the_neighbours_do() -> None:
-    engine = Stepped(max_running=4, kv_memory="512 blocks")
-    backlog(engine, answer=50)
-    first, second = (engine.submit(call(STRANGER, seed=seed, answer=50)) for seed in (98, 99))
-    engine.step()
-    assert first.admitted and not second.admitted
-
-
 def test_partitions_of_a_tenant_are_one_tenant() -> None:
     engine = Stepped(max_running=4, kv_memory="512 blocks")
     backlog(engine, answer=50)

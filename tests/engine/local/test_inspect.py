@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.errors import EngineClosed
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -80,10 +77,3 @@ def test_pools_are_told_to_whom_they_belong() -> None:
     assert (pool["uses"] > 0) == (everything["used"] > 0)
     assert nobodys == []
     assert "tenant" not in pool
-
-
-def test_a_closed_engine_says_so() -> None:
-    engine = engine_of(tiny_model("llama"))
-    engine.close()
-    with pytest.raises(EngineClosed):
-        engine.inspect_tenants(lambda _: True, [])

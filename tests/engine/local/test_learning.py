@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from kedge.anchors.anchor import PoolKey
 from kedge.engine.local import learning as local_learning
-from kedge.engine.local.learning import MAX_CREDIT
 from kedge.engine.local.sequence import RequestSequence
-from kedge.reuse.contracts import PoolKey
 from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings
 from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
 from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of
@@ -236,12 +235,6 @@ def test_learning_takes_no_more_than_its_budget() -> None:
         assert (learning(engine)["pending"], observed(engine)) == (4, 0)
     learns.spend(1e-9)
     assert observed(engine) == 1, "some credit is enough to begin"
-
-
-def test_no_more_than_so_much_is_saved_up() -> None:
-    learns = engine_of(1.0).core.parts.learning
-    learns.spend(1e6)
-    assert learns._credit == MAX_CREDIT
 
 
 # first readers --------------------------------------------------------------------------------------------------------

@@ -84,24 +84,6 @@ def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
     assert second.receipt().spans == (Span(0, 30, Source.DEVICE), Span(30, 50, Source.COMPUTED))
 
 
-def test_a_head_is_exact_from_the_second_call_on() -> None:
-    engine = Stepped()
-    served = [engine.serve(ask(seed)) for seed in range(6)]
-    assert [exact(one) for one in served] == [0, *[30] * 5]
-    assert engine.stats("cache")["copied_hit_tokens"] == 5 * 14
-    for one in served:
-        require_right(one)
-
-
-def test_no_more_than_all_but_the_last_token_is_copied() -> None:
-    engine = Stepped()
-    engine.serve(ask(1, count=20))
-    again = [engine.serve(ask(1)), engine.serve(exact_request(HEAD, max_tokens=4)), engine.serve(ask(1, 5))]
-    assert [exact(one) for one in again] == [48, 29, 32]
-    for one in again:
-        require_right(one)
-
-
 # agents ---------------------------------------------------------------------------------------------------------------
 
 
@@ -161,11 +143,3 @@ def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind
     after = engine.serve(ask(3))
     assert exact(after) == 30
     require_right(after)
-
-
-def test_tenants_copy_from_their_own_blocks_only() -> None:
-    engine = Stepped()
-    served = [engine.serve(ask(seed, tenant=tenant)) for seed, tenant in enumerate(("one", "two", "one", "two"))]
-    assert [exact(one) for one in served] == [0, 0, 30, 30]
-    for one in served:
-        require_right(one)

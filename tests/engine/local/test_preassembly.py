@@ -18,7 +18,7 @@ from kedge.types import (
     ReuseMode,
     Segment,
 )
-from kedge.workflow import Agent, Workflow
+from kedge.workflow.graph import Agent, Workflow
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.stage import (
     ANSWER,
@@ -54,7 +54,7 @@ def test_only_the_last_token_is_left_and_no_token_changes(reuse: ReuseMode) -> N
         assert sequence.receipt().preassembled == sequence.preassembled
     assert outcomes[0] == outcomes[1]
     assert (sequence.receipt().translated > 0) == (reuse is ReuseMode.TRANSLATE)
-    assert (stage.told["used"], stage.told["used_tokens"]) == (1, request.prompt_tokens - 1)
+    assert stage.told["used"] == 1
     assert stage.leased == 0
 
 
@@ -115,7 +115,6 @@ def test_a_value_that_is_not_shareable_makes_all_of_the_prompt_dense() -> None:
         assert not sequence.plan.translates
     assert outcomes[0] == outcomes[1]
     assert sequence.preassembled == sequence.receipt().exact
-    assert stage.told["wasted_tokens"] > 0
 
 
 def test_an_answer_that_no_anchor_knows_may_be_moved_ahead() -> None:

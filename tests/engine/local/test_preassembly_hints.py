@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.local.preassembly import MAX_PREPARED
+from kedge.engine.local import preassembly
 from kedge.types import (
     AgentId,
     ClientId,
@@ -21,7 +21,7 @@ from kedge.types import (
     TenantId,
     WorkflowId,
 )
-from kedge.workflow import NextRun
+from kedge.workflow.steps import NextRun
 from tests.engine.local.stage import (
     ANSWER,
     ASKED,
@@ -220,8 +220,9 @@ def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparatio
     assert (stage.told["cancelled"], stage.leased) == (1, 0)
 
 
-def test_only_so_many_are_kept() -> None:
+def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preassembly, "MAX_PENDING", 4)
     stage = Stage(kv_memory="600 blocks")
-    for at in range(MAX_PREPARED + 3):
+    for at in range(4 + 3):
         stage.prepare(prompt_of(f"agent-{at}", ASKED, ()))
-    assert (stage.told["live"], stage.told["cancelled"]) == (MAX_PREPARED, 3)
+    assert (stage.told["live"], stage.told["cancelled"]) == (4, 3)

@@ -13,9 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from kedge.anchors.offsets import split_rows
+from kedge.bench.fidelity import DENSELY
 from kedge.bench.probe import Probe, ProbeResult, Recorder, method_named
-from kedge.engine.local.components import EngineComponents, Translating
+from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.engine import LocalEngine
+from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
@@ -96,7 +98,7 @@ class Written:
     offsets: KVSegment | None
 
 
-class Noting(Translating):
+class Noting(Assembler):
     """Notes the offsets that the anchor store estimates for each request, and writes as ever."""
 
     def __init__(self, *args: object) -> None:
@@ -169,12 +171,12 @@ class Serving:
     probe: Probe
     noting: list[Noting]
 
-    def ask(self, number: int) -> list[ProbeResult]:
+    def ask(self, number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
         """Return the results of question `number` of `reading`, in speaking order."""
         team, questions = real.load("reading")
         flow = team.workflow()
         flow = replace(flow, agents=tuple(replace(agent, max_tokens=ANSWER) for agent in flow.agents))
-        recorder = Recorder(self.engine, self.probe, lambda request: request, kv=True)
+        recorder = Recorder(self.engine, self.probe, lambda request: replace(request, guard=orders), kv=True)
         run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
         self.engine.wait_idle()
         return [one.result() for one in recorder.pending]
@@ -188,9 +190,9 @@ def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
         noting.append(Noting(*args))
         return noting[-1]
 
-    probe, chosen = Probe(EngineComponents(assembler=assembler), rows=1), method_named(method)
+    probe, chosen = Probe(assembler, rows=1), method_named(method)
     own = {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
-    with chosen.open(smollm2.loaded, components=probe.components, **own) as engine:
+    with chosen.open(smollm2.loaded, assembler=probe.assembler, **own) as engine:
         yield Serving(engine, probe, noting)
 
 
@@ -200,10 +202,8 @@ def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
 @torch.inference_mode()
 def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, taught: int) -> None:
     with serving(smollm2, method) as team:
-        team.probe.teaching = True
         for number in range(taught):
-            team.ask(number)
-        team.probe.teaching = False
+            team.ask(number, DENSELY)
         results = team.ask(taught)
         requests = [one.request for one in results]
         written = [team.noting[0].written.get(one.request_id, []) for one in requests]

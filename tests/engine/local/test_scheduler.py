@@ -16,7 +16,6 @@ class Request:
 
     name: str
     todo: list[int] = field(default_factory=lambda: [0])
-    skips: int = 0
     waits_for_first_token: bool = True
     needs_all_logits: bool = False
     tenant: str = "tenant"
@@ -38,9 +37,6 @@ class World:
     def is_ready(self, request: Request, *, busy: bool) -> bool:  # noqa: ARG002
         self.asked.append(request.name)
         return request.name not in self.loading
-
-    def skipped(self, request: Request) -> None:
-        request.skips += 1
 
     def admit(self, request: Request) -> bool:
         if request.name not in self.full:
@@ -81,7 +77,6 @@ def test_others_go_before_who_waits_for_a_load() -> None:
     scheduler = scheduler_of(world, "abcd")
     scheduler.schedule()
     assert (world.admitted, names(scheduler.loading), names(scheduler.unadmitted)) == (["b", "d"], "ac", "ac")
-    assert [cast(Any, one).skips for one in scheduler.loading] == [2, 1]
     world.loading = {"a"}
     scheduler.schedule()
     assert (world.admitted, names(scheduler.loading)) == (["b", "d", "c"], "a")

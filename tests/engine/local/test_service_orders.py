@@ -135,7 +135,7 @@ def test_who_is_aborted_leaves_nothing_behind(stage: str) -> None:
     assert engine.core.requests.cancel(victim.request.request_id)
     engine.rest()
     service = engine.core.scheduler._service
-    assert service is not None and not service._began and not service._orders and not service._arranged
+    assert service is not None and not service._live and not service._orders and not service._arranged
     assert all(one.is_over for one in calls)
     assert engine.leased == 0
 
@@ -162,4 +162,4 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
         )
     engine.rest()
     assert all(one.is_over for one in calls)
-    assert not service._began and not service._orders
+    assert not service._live and not service._orders

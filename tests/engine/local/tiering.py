@@ -27,7 +27,9 @@ from kedge.types import (
     TenantId,
     Tokens,
 )
-from kedge.workflow import AgentKey, ForecastBoard, NextRun, Node, RunKey, RunProgress, StepGraph
+from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
+from kedge.workflow.step_graph import Node, StepGraph
+from kedge.workflow.steps import NextRun
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_engine import greedy, prompt
 

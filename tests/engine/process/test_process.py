@@ -84,17 +84,6 @@ def dies_at_once() -> EchoEngine:
     os._exit(3)
 
 
-def test_a_forced_answer_has_the_log_probabilities_of_the_one_that_was_decoded(local: ProcessEngine) -> None:
-    asked = replace(SUITE.request(local, fresh_text("force"), max_tokens=20), logprobs=5)
-    sampling = replace(asked.sampling, temperature=1.0, seed=4, ignore_eos=True)
-    slow = local.submit(replace(asked, sampling=sampling)).result(SECONDS)
-    again = replace(asked, request_id=new_request_id(), forced=slow.tokens)
-    quick = local.submit(replace(again, sampling=replace(sampling, temperature=0.0, seed=None))).result(SECONDS)
-    assert quick.tokens == slow.tokens and len(quick.logprobs) == 20
-    for mine, theirs in zip(quick.logprobs, slow.logprobs, strict=True):
-        assert mine.token == theirs.token and mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-
-
 # its end ----------------------------------------------------------------------------------------------------------
 
 

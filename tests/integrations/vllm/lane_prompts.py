@@ -116,7 +116,7 @@ def learning_engine(
         asynchronously(asynchronous),
         driver(model, extra=extra, scheduler_cls=SCHEDULER, async_scheduling=asynchronous, **more) as built,
     ):
-        built.worker._budget._share = None
+        built.worker._budget._is_timed = False
         yield built
 
 

@@ -96,7 +96,7 @@ def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine: Driver, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed: list[list[int]] = []
-    monkeypatch.setattr(engine.side.translations.lanes.bases, "add", lambda _, tokens: needed.append(list(tokens)))
+    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda _, tokens: needed.append(list(tokens)))
     head, after = prompt(41, 1), prompt(70, 2)
     value = engine.answer(prompt(50, 11), ANSWER, ASKED)
     segments = [
@@ -110,44 +110,6 @@ def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine.ask(head + value + after, kedge={**reader, "run": "elsewhere"})
     assert value in needed, "without its producer's KV it is prefilled once more"
     assert len(kept.answers) == 1
-
-
-def test_at_the_end_of_the_context_there_is_no_room_for_a_lane(engine: Driver, kept: Kept) -> None:
-    limit = engine.scheduler.max_model_len
-    answer = engine.answer(prompt(limit - ANSWER, 11), ANSWER, ASKED)
-    assert [tokens for tokens, _ in kept.answers] == [answer[:-1]]
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_an_aborted_answer_is_kept_as_far_as_it_is_there(engine: Driver, kept: Kept, steps: int) -> None:
-    name = engine.add(prompt(50, 11), ANSWER, ASKED)
-    for _ in range(steps):
-        engine.step()
-    engine.engine.abort_request([name])
-    engine.run()
-    assert all(len(tokens) < ANSWER for tokens, _ in kept.answers)
-
-
-def test_a_full_pool_leaves_the_end_out(engine: Driver, kept: Kept) -> None:
-    """The last token would need a new block, which a neighbour may need."""
-    asked = prompt(2 * BLOCK - ANSWER + 1, 11)
-    name = engine.add(asked, ANSWER, ASKED)
-    engine.step()
-    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 1)
-    engine.run(until=lambda: name in engine.finished)
-    held += engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
-    engine.run()
-    engine.pool.free_blocks(held)
-    answer = list(engine.finished[name].outputs[0].token_ids)
-    assert [tokens for tokens, _ in kept.answers] == [answer[:-1]]
-
-
-def test_emptying_the_cache_gives_up_what_waits(engine: Driver, kept: Kept) -> None:
-    name = engine.add(prompt(50, 11), ANSWER, ASKED)
-    engine.run(until=lambda: name in engine.finished)
-    assert engine.scheduler.reset_prefix_cache()
-    engine.run()
-    assert len(kept.answers) <= 1
 
 
 def test_a_step_of_a_lane_alone_counts_as_a_step(engine: Driver, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kedge.integrations.vllm.plugin.translations import MAX_WAITS  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.reuse.lanes import LaneBudget  # noqa: E402
-from kedge.types import Namespace  # noqa: E402
 from tests.integrations.vllm.conftest import SCHEDULING, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     PARTS,
@@ -56,7 +55,7 @@ def nothing_is_left(engine: Driver) -> Iterator[None]:
     yield
     engine.run()
     engine.ask(prompt(40, 9), 1)
-    assert not engine.side.translations.lanes.bases
+    assert not engine.side.translations.lanes.jobs
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
     assert not engine.scheduler.deferred_frees
 
@@ -100,43 +99,6 @@ def test_an_engine_learns_without_any_client(engine: Driver) -> None:
     assert receipt(engine.ask(tokens(5), 4, hints(5)))["tokens"]["translated"] > 200
 
 
-def test_beside_requests_they_take_their_share_of_a_step(
-    engine: Driver, monkeypatch: pytest.MonkeyPatch, stock_answers: dict[Any, list[int]]
-) -> None:
-    bases, shares = engine.side.translations.lanes.bases, []
-    grant = bases.grant
-
-    def granting(*args: Any, **more: Any) -> Any:
-        taken = grant(*args, **more)
-        shares.append((taken.tokens, len(engine.scheduler.requests)))
-        return taken
-
-    monkeypatch.setattr(bases, "grant", granting)
-    monkeypatch.setattr(engine.scheduler._base_share, "beside", lambda *_: 16)
-    names = [engine.add(one, 40) for one in PLAIN]
-    engine.add(tokens(0), 4, hints(0))
-    engine.run()
-    assert [list(engine.finished[name].outputs[0].token_ids) for name in names] == [
-        stock_answers["plain", at] for at in range(len(PLAIN))
-    ]
-    beside = [count for count, requests in shares if requests]
-    assert max(beside) == 16
-
-
-def test_a_full_pool_drops_the_one_under_way(engine: Driver, stock_answers: dict[Any, list[int]]) -> None:
-    bases = engine.side.translations.lanes.bases
-    bases.add(Namespace("default"), tuple(prompt(400, 31)))
-    engine.run(until=lambda: bool(bases._begun))
-    assert bases._begun
-    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
-    name = engine.add(PLAIN[0], 40)
-    engine.run(until=lambda: not bases)
-    assert name not in engine.finished
-    engine.pool.free_blocks(held)
-    engine.run()
-    assert list(engine.finished[name].outputs[0].token_ids) == stock_answers["plain", 0]
-
-
 def test_aborts_and_many_clients_leave_nothing(engine: Driver, stock_answers: dict[Any, list[int]]) -> None:
     names = [engine.add(tokens(number % 7), 8, hints(number % 7)) for number in range(32)]
     plain = [engine.add(one, 40) for one in PLAIN]
@@ -177,10 +139,10 @@ def test_a_request_waits_for_base_kv_for_so_many_steps_and_no_more(
     engine.run(until=lambda: bool(engine.scheduler.running))
     monkeypatch.setattr(learner.rotation, "refusal", None)
     monkeypatch.setattr(learner, "_prerequisites", lambda _: (tuple(prompt(50, 41)),))
-    monkeypatch.setattr(translations.lanes.bases, "grant", lambda *_, **__: LaneBudget(0, 0))
+    monkeypatch.setattr(translations.lanes.jobs, "grant", lambda *_, **__: LaneBudget(0, 0))
     name = engine.add(tokens(5), 4, hints(5))
     live = [*engine.side.requests.values()][-1]
     engine.run(until=lambda: name in engine.finished)
     assert live.waits == MAX_WAITS + 1 and neighbour not in engine.finished
-    translations.lanes.bases.give_up()
+    translations.lanes.jobs.give_up()
     monkeypatch.undo()

@@ -15,10 +15,8 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
 from kedge.integrations.vllm.plugin import learner  # noqa: E402
-from kedge.integrations.vllm.plugin.learner import (  # noqa: E402
-    MAX_EXPECTED,
-    ExpectedPrompts,  # noqa: E402
-)
+from kedge.integrations.vllm.plugin.learner import ExpectedPrompts  # noqa: E402
+from kedge.reuse.costs import MAX_PENDING  # noqa: E402
 from kedge.types import RunId  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
@@ -137,7 +135,7 @@ def test_offsets_that_moved_since_do_not_spoil_it(
 ) -> None:
     """Learning moves the rows of tables, which makes blends of them invalid; what is ready needs none."""
     expect(engine, ONE)
-    for pool in engine.worker._learner._runtime.learned[0].pools.values():
+    for pool in engine.worker._learner.learned[0].pools.values():
         for table in pool.tables:
             table.version += 1
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
@@ -167,10 +165,10 @@ def test_the_end_of_a_run_and_a_cleared_cache_forget_it(engine: Driver) -> None:
 
 
 def test_preparations_are_bounded_in_number_and_in_bytes(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    for at in range(MAX_EXPECTED + 3):
+    for at in range(MAX_PENDING + 3):
         expect(engine, ONE, run=f"many-{at}")
-    assert len(prepared(engine)) == MAX_EXPECTED
-    each = prepared(engine).nbytes // MAX_EXPECTED
+    assert len(prepared(engine)) == MAX_PENDING
+    each = prepared(engine).nbytes // MAX_PENDING
     monkeypatch.setattr(prepared(engine), "_max_bytes", 3 * each)
     expect(engine, OTHER, run="one-more")
     assert prepared(engine).nbytes <= 3 * each

@@ -73,7 +73,7 @@ def read(engine: Driver, number: int, agent: str = "reader", **more: Any) -> Any
 def test_the_first_reader_of_an_answer_translates_it(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.side.translations.lanes.bases, "add", lambda *_: None)  # they would reuse its blocks
+    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda *_: None)  # they would reuse its blocks
     tokens, hints = reads(0, written(engine, 0))
     with recorded(engine) as recorder:
         found = receipt(engine.ask(tokens, 4, hints))
@@ -120,22 +120,3 @@ def test_a_prompt_that_ends_with_its_first_token_is_learned_from_by_its_plan(
     for agent in ("first", "reader"):
         assert receipt(read(engine, 0, agent, count=1))["tokens"]["translated"] == ANSWER - 2
     assert (ANSWER_AT, True) in seen and (ANSWER_AT, False) not in seen
-
-
-def test_a_crowd_translates_what_it_can(engine: Driver) -> None:
-    crowd = range(12)
-    prompts = [reads(number, written(engine, number)) for number in crowd]
-    names = [engine.add(tokens, 4, hints) for tokens, hints in prompts]
-    engine.run()
-    assert all(receipt(engine.finished[name])["tokens"]["translated"] >= ANSWER - 2 for name in names)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_readers_that_are_aborted_leave_nothing_behind(engine: Driver, steps: int) -> None:
-    tokens, hints = reads(0, written(engine, 0))
-    name = engine.add(tokens, 40, hints)
-    for _ in range(steps):
-        engine.step()
-    engine.engine.abort_request([name])
-    engine.run()
-    assert receipt(read(engine, 1))["tokens"]["translated"] >= ANSWER - 2

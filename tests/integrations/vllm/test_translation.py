@@ -194,7 +194,7 @@ def test_translation_can_be_switched_off(taught: Driver, dense: list[list[int]],
 def base_prompts(taught: Driver, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The prompts of base prefills that are asked for."""
     found: list[list[int]] = []
-    bases = taught.side.translations.lanes.bases
+    bases = taught.side.translations.lanes.jobs
     add = bases.add
     monkeypatch.setattr(bases, "add", lambda namespace, one: (found.append(list(one)), add(namespace, one)))
     return found
@@ -203,23 +203,6 @@ def base_prompts(taught: Driver, monkeypatch: pytest.MonkeyPatch) -> list[list[i
 def test_a_tenant_has_anchors_of_its_own(taught: Driver, base_prompts: list[list[int]]) -> None:
     output = taught.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]), salt="somebody else")
     assert receipt(output)["tokens"]["translated"] == 0 and base_prompts
-
-
-def test_an_answer_is_its_own_base_kv(taught: Driver, base_prompts: list[list[int]]) -> None:
-    taught.reset()
-    asked = {"workflow": "w", "run": "chain", "agent": "writer", "produces": "answer@0"}
-    answer = taught.answer(prompt(50, 11), count=20, kedge=asked)
-    segments = [
-        {"name": "p0", "length": len(HEAD)},
-        {"name": "answer", "length": 19, "sample": "answer@0"},
-        {"name": "p1", "length": len(TAIL)},
-    ]
-    reader = {"workflow": "w", "run": "chain", "agent": "reader", "segments": segments}
-    taught.ask(HEAD + answer[:19] + TAIL, kedge=reader)
-    assert all(answer[:19] != base[:19] for base in base_prompts) and len(base_prompts) == 1
-    taught.ask(HEAD + prompt(19, 12) + TAIL, kedge={**reader, "run": "elsewhere"})
-    assert prompt(19, 12) in base_prompts
-    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 
 def test_pages_give_back_what_the_model_wrote(taught: Driver) -> None:

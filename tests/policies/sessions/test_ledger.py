@@ -32,15 +32,6 @@ def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> 
     assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
 
 
-def test_of_turns_in_flight_the_first_to_arrive_is_needed_first() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
-    turns = [ledger.arrive(HERE, chain(10 * number, 10 * number + 1)) for number in range(3)]
-    steps = ledger.advance().steps
-    values = [(steps[turn.session] or (9.0,))[0] for turn in turns]
-    assert values == sorted(set(values)) and values[-1] < 0
-    assert ledger.advance() == ({}, False), "nothing has changed since"
-
-
 def test_a_request_says_how_long_its_session_is_kept_and_which_others_are_needed() -> None:
     ledger = SessionLedger(100, lambda: 0.0)
     waiting, done = (ledger.arrive(HERE, chain(number), SessionHints(str(number))) for number in (1, 2))

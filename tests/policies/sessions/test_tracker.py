@@ -103,26 +103,6 @@ def test_a_session_that_is_to_be_kept_ranks_before_alike_ones_until_then() -> No
     assert tracker.rank(kept) == pytest.approx(patient.rank(other))
 
 
-def test_a_session_that_need_not_be_kept_goes_first_until_it_returns() -> None:
-    tracker = SessionTracker()
-    key = turn(tracker, [1], 0.0, TurnEnd(keep_for=0.0))
-    assert tracker.advance(0.0)[key] == math.inf == tracker.rank(key)
-    assert turn(tracker, [1, 2], 5.0) == key
-    assert tracker.advance(5.0)[key] != math.inf
-
-
-def test_another_sessions_word_ranks_an_idle_session_and_none_in_flight() -> None:
-    tracker = SessionTracker()
-    key = turn(tracker, [1], 0.0)
-    tracker.expect(key, 1.0, 0.0)
-    assert tracker.advance(1.0)[key] == 0.0
-    tracker.expect(key, 1.0, math.inf)
-    assert tracker.advance(1.0)[key] == math.inf
-    tracker.arrive(HERE, chain(1, 2), 2.0)
-    tracker.expect(key, 2.0, math.inf)
-    assert tracker.advance(2.0)[key] == 0.0
-
-
 def test_an_ended_session_is_forgotten() -> None:
     tracker = SessionTracker()
     key = turn(tracker, [1], 0.0)

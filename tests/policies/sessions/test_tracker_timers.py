@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kedge.policies.sessions import SessionTracker, tracker
 from kedge.policies.sessions.tracker import EDGES
@@ -36,12 +34,6 @@ def timers_set(idle_since: float, now: float, monkeypatch: pytest.MonkeyPatch) -
         sessions.advance(now)
         sessions.advance(now)
     return count
-
-
-@given(st.floats(0, 1e6), st.sampled_from(EDGES[1:]))
-def test_a_bin_that_begins_now_but_for_rounding_sets_no_timer_for_ever(idle_since: float, edge: float) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert timers_set(idle_since, idle_since + edge, monkeypatch) < TIMERS
 
 
 def test_times_that_are_rounded_down() -> None:

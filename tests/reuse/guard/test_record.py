@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.record import AFTER_BREACH, ALPHA, TRIALS, GuardRecord
+from kedge.reuse.guard.record import ALPHA, TRIALS, GuardRecord
 from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings()
@@ -71,7 +71,7 @@ def test_clean_trials_bring_it_back() -> None:
 
 
 def test_changed_trials_are_a_breach_and_the_way_back_is_longer() -> None:
-    record, needed = observed(canary(), CHANGED), TRIALS * AFTER_BREACH
+    record, needed = observed(canary(), CHANGED), 4 * TRIALS
     checks = next(n for n in range(1, 10) if observed(record, CHANGED).epoch)
     assert checks <= 4 and record.withheld
     observed(record, *[CLEAN] * (needed - 1))

@@ -52,19 +52,8 @@ def test_what_is_restored_is_new_to_the_sentinels() -> None:
     assert not record.is_new and from_data(saved(record))[KEY].is_new
 
 
-@pytest.mark.parametrize("change", [
-    {"state": "perhaps"}, {"epoch": -1}, {"evidence": {"checks": 1, "changed": 2}}, {"kl": float("nan")},
-    {"streak": "many"}, {"by_kind": {"mood": {"checks": 1, "changed": 0}}}, {"extra": 1}, {"epoch": 2**60},
-    {"calls": 1},
-])  # fmt: skip
-def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [{"state": "perhaps"}, {"evidence": 3}, {"streak": "many"}])
+def test_data_of_another_shape_is_refused(change: dict[str, Any]) -> None:
     [[*key, record]] = saved(GuardRecord())
-    assert from_data([[*key, record]])
     with pytest.raises(ValueError):
         from_data([[*key, {**record, **change}]])
-
-
-@pytest.mark.parametrize("agent", [3, "x" * 5000])
-def test_nonsense_as_a_name_is_refused(agent: object) -> None:
-    with pytest.raises(ValueError):
-        from_data([[agent, "question", saved(GuardRecord())[0][2]]])

@@ -305,38 +305,14 @@ class OpenAiSdk(Client):
 class LiteLlm(OpenAiSdk):
     """litellm 1.110, as it sends its requests: tools' results have names, and answers fields of litellm's own."""
 
-    def begin(self) -> None:
-        super().begin()
-        self.headers = {"user-agent": "litellm/1.110.2"}
-
     def results(self, texts: Sequence[str], *, image: bool = False) -> None:
         super().results(texts, image=image)
         for call, one in zip(self.made, self.history[-len(texts) :], strict=True):
             one["name"] = call.name
 
-    def ask(self, *, stream: bool) -> None:  # noqa: ARG002
-        answer = self.http.post("/v1/chat/completions", json=self._whole(stream=False), headers=self.headers)
-        if answer.status_code == 400:
-            assert "context_length_exceeded" in answer.text
-            raise Overflow
-        assert answer.status_code == 200, answer.text
-        self._take(answer.json()["choices"][0]["message"])
-
-    def abort(self) -> str:
-        whole = self._whole(stream=True)
-        with self.http.stream("POST", "/v1/chat/completions", json=whole, headers=self.headers) as answer:
-            take: Any = lambda one: one["choices"][0]["delta"].get("content")  # noqa: E731
-            with hung_up(answer, take) as partial:
-                self._take({"role": "assistant", "content": partial})
-                return partial
-
     def replayed(self, message: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in message.items() if value is not None and name != "refusal"}
+        kept = {name: value for name, value in message.items() if name != "refusal"}
         return {**kept, "provider_specific_fields": {"refusal": None, "citations": None, "thinking_blocks": None}}
-
-    def _whole(self, *, stream: bool) -> dict[str, Any]:
-        tools = {"tools": self.shown(), "tool_choice": "auto", "parallel_tool_calls": True}
-        return {"model": MODEL, "messages": self.history, "stream": stream, "max_tokens": 2000, **tools}
 
 
 # OpenAI's responses ---------------------------------------------------------------------------------------------------

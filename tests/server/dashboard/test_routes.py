@@ -1,13 +1,14 @@
-"""The dashboard over HTTP: the page and its files, whose state the events tell, and how many may listen."""
+"""The dashboard over HTTP: the page and its files, and what each tenant is told."""
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,40 +17,26 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.dashboard.history import AgentName
-from kedge.server.dashboard.routes import MAX_WATCHERS
-from kedge.server.tenancy import KeyRing, hashed, load_keys
-from kedge.settings import LimitSettings
-from kedge.types import AgentId, Namespace, TenantId, WorkflowId
+from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import LimitSettings, ServerSettings
+from kedge.types import AgentId, Namespace, TenantId, WorkflowAgent, WorkflowId
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import FLOW, serving, wait_until
+from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 from tests.server.test_local import TEMPLATE
 
-EVENTS = "/v1/dashboard/events"
+STATE = "/v1/dashboard"
 SLOW = {
     "name": "slow",
     "agents": [{"id": "first", "user": "Q: {user_question}"}, {"id": "last", "user": "A: {agent_first_current}"}],
 }
 
 
-@contextmanager
-def states(http: httpx.Client) -> Iterator[Iterator[dict[str, Any]]]:
-    """The states that one open page gets."""
-    with http.stream("GET", EVENTS) as answer:
-        assert answer.status_code == 200, answer.read()
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        yield (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+def state(http: httpx.Client, since: int = 0) -> dict[str, Any]:
+    return http.get(STATE, params={"since": since}).raise_for_status().json()  # type: ignore[no-any-return]
 
 
-def state(http: httpx.Client) -> dict[str, Any]:
-    with states(http) as coming:
-        return next(coming)
-
-
-def seen(http: httpx.Client) -> dict[str, Any]:
-    """The first state in which the engine has answered: a busy one is not waited for."""
-    with states(http) as coming:
-        return next(one for one in coming if one["engine"])
+def inside(http: httpx.Client) -> dict[str, Any]:
+    return http.get(f"{STATE}/engine").raise_for_status().json()  # type: ignore[no-any-return]
 
 
 def chat(http: httpx.Client, text: str = "hello", **fields: Any) -> None:
@@ -82,107 +69,151 @@ def test_no_other_file_is_served(http: httpx.Client, name: str) -> None:
     assert answer.json()["error"]["message"]
 
 
-# the events -----------------------------------------------------------------------------------------------------------
+# what the tenant did --------------------------------------------------------------------------------------------------
 
 
-def test_a_state_comes_at_once_and_another_when_something_has_changed() -> None:
-    with EchoEngine() as engine, serving(engine) as running, running.http() as http, states(http) as coming:
-        first = next(coming)
-        assert (first["requests"], first["runs"], first["receipts"], first["workflows"]) == (0, [], [], [])
-        assert first["server"] == {"model": "kedge-nano", "version": first["server"]["version"], "open": True}
-        chat(running.http())
-        later = next(state for state in coming if state["requests"])
-        assert later["receipts"][0]["agent"] == ""
-        assert sum(later["tokens"].values()) == sum(later["receipts"][0]["tokens"].values()) > 0
+def test_a_call_is_told_once_and_a_page_asks_for_what_is_new() -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        first = state(http)
+        assert (first["calls"], first["runs"], first["failures"], first["workflows"]) == ([], [], [], [])
+        assert first["health"] == {"state": "healthy", "reason": ""}
+        about = {"model": "kedge-nano", "open": True, "started": running.service.started}
+        assert about.items() <= first["server"].items()
+        chat(http)
+        later = state(http, first["version"])
+        (call,) = later["calls"]
+        assert (call["agent"], call["state"], call["answer_tokens"]) == ("", "done", 4)
+        assert state(http, later["version"])["calls"] == []
 
 
 def test_a_run_with_its_graph_its_agents_and_its_end() -> None:
     with EchoEngine(delay_s=0.02) as engine, serving(engine) as running, running.http() as http:
-        http.post("/v1/workflows", content=FLOW, headers={"Content-Type": "application/yaml"}).raise_for_status()
-        with states(http) as coming:
-            inputs = {"user_question": "what is it?"}
-            started = running.http().post("/v1/workflows/pair/runs", json={"inputs": inputs}).json()
-            seen = next(
-                one for one in coming if one["runs"] and one["runs"][0]["agents"]["first"]["state"] == "running"
-            )
-            ended = next(one for one in coming if one["runs"][0]["status"] != "running")
-    (run,) = seen["runs"]
-    assert (run["id"], run["workflow"], run["status"]) == (started["id"], "pair", "running")
-    assert run["agents"]["last"] == {"state": "expected", "calls": 0, "steps": 1}
-    assert seen["workflows"] == [
-        {
-            "name": "pair",
-            "columns": [["first"], ["last"]],
-            "edges": [{"from": "first", "to": "last", "loop": False}],
-            "titles": {},
-        }
-    ]
-    (run,) = ended["runs"]
-    assert run["status"] == "finished"
-    assert {agent: place["calls"] for agent, place in run["agents"].items()} == {"first": 1, "last": 1}
-    assert [one["agent"] for one in ended["receipts"]] == ["last", "first"]
-
-
-def test_a_run_that_fails_says_so() -> None:
-    with EchoEngine(lambda _: "x" * 500, max_prompt=100) as engine, serving(engine) as running, running.http() as http:
-        http.post("/v1/workflows", json=SLOW).raise_for_status()
-        http.post("/v1/workflows/slow/runs", json={"inputs": {"user_question": "?"}, "stream": True})
-        (run,) = state(http)["runs"]
-    assert run["status"] == "failed"
+        http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
+        inputs = {"user_question": "what is it?"}
+        run = http.post("/v1/workflows/pair/runs", json={"inputs": inputs}).json()["id"]
+        wait_until(lambda: [one["state"] for one in state(http)["calls"]] == ["running"])
+        seen = state(http)
+        wait_until(lambda: state(http)["runs"][0]["status"] != "running")
+        ended = state(http)
+    assert seen["runs"] == [{"id": run, "workflow": "pair", "status": "running", "reason": None}]
+    assert [(one["run"], one["agent"]) for one in seen["calls"]] == [(run, "first")]
+    assert {"run": run, "agent": "last", "steps": 1} in seen["steps"]
+    edges = [{"from": "first", "to": "last", "loop": False}]
+    assert seen["workflows"] == [{"name": "pair", "columns": [["first"], ["last"]], "edges": edges, "titles": {}}]
+    assert (ended["runs"][0]["status"], ended["steps"]) == ("finished", [])
+    assert [(one["agent"], one["state"]) for one in ended["calls"]] == [("first", "done"), ("last", "done")]
 
 
 def test_a_run_that_the_client_drives_is_followed_until_it_says_final(http: httpx.Client) -> None:
     hints = {"workflow": "graph", "run": "mine", "agent": "a", "client": "me", "steps": {"a": 0, "b": 1}}
     chat(http, kedge=hints)
-    (run,) = [one for one in state(http)["runs"] if one["workflow"] == "graph"]
-    assert (run["id"], run["status"], run["agents"]["b"]["steps"]) == ("me/mine", "running", 1)
+    told = state(http)
+    assert {"id": "me/mine", "status": "running"} in told["runs"]
+    assert {"run": "me/mine", "agent": "b", "steps": 1} in told["steps"]
     http.post("/v1/hints", json={"kedge": {"run": "mine", "client": "me", "final": True}}).raise_for_status()
-    (run,) = [one for one in state(http)["runs"] if one["workflow"] == "graph"]
-    assert run["status"] == "ended"
+    assert not [one for part in ("runs", "steps") for one in state(http)[part] if "me/mine" in one.values()]
 
 
-# tenants --------------------------------------------------------------------------------------------------------------
+# failures and health --------------------------------------------------------------------------------------------------
 
 
-def keys() -> KeyRing:
-    names = {"acme": "key-a", "other": "key-b", "*": "key-o"}
-    return load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), LimitSettings())
+def test_what_was_refused_is_listed_with_its_reason_and_its_place() -> None:
+    config = ServerSettings(max_body_bytes=1000)
+    with EchoEngine(max_prompt=100) as engine, serving(engine, config) as running, running.http() as http:
+        hints = {"workflow": "flow", "agent": "a", "run": "r"}
+        http.post("/v1/completions", json={"prompt": "x" * 500, "kedge": hints})
+        http.post("/v1/completions", json={"prompt": "x", "temperature": -9})
+        http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+        http.get("/nowhere")
+        http.get("/v1/dashboard/calls/7")
+        http.post("/v1/completions", json={"prompt": "x" * 2000})
+        told = state(http)["failures"]
+    assert [(one["status"], one["count"]) for one in told] == [(413, 1), (400, 2), (400, 1)]
+    assert {one["kind"] for one in told} == {"refused"}
+    too_long = told[-1]
+    assert (too_long["code"], too_long["route"]) == ("context_length_exceeded", "POST /v1/completions")
+    assert {name: too_long[name] for name in hints} == hints
+    assert "100" in too_long["reason"]
 
 
-def test_with_keys_everyone_sees_what_is_theirs_and_no_totals() -> None:
-    with tiny_engine() as engine, serving(engine, keys=keys()) as running:
-        with running.http("key-a") as acme, running.http("key-b") as other:
-            chat(acme, "a secret", kedge={"agent": "spy", "fixed_messages": 1, "run": "r"})
-            mine, theirs = seen(acme), seen(other)
-        for key in ("wrong", "key-o"):
-            assert running.http(key).get(EVENTS).status_code == 401
-        assert httpx.get(running.url + EVENTS).status_code == 401
-        assert httpx.get(running.url + "/").status_code == 200
-    assert mine["requests"] == 1
-    assert mine["engine"].keys() == {"cached", "pools", "guard"}
-    empty = {"waiting": 0, "running": 0, "requests": 0, "agents": [], "runs": [], "receipts": [], "workflows": []}
-    assert {name: theirs[name] for name in empty} == empty
-    assert not any(theirs["tokens"].values())
-    assert theirs["engine"] == {"cached": [], "pools": [], "guard": []}
+def test_a_run_that_fails_is_listed_with_its_reason() -> None:
+    with EchoEngine(lambda _: "x" * 500, max_prompt=100) as engine, serving(engine) as running, running.http() as http:
+        http.post("/v1/workflows", json=SLOW).raise_for_status()
+        http.post("/v1/workflows/slow/runs", json={"inputs": {"user_question": "?"}, "stream": True})
+        told = state(http)
+    (run,), (listed,) = told["runs"], told["failures"]
+    assert (listed["run"], listed["workflow"], listed["kind"]) == (run["id"], "slow", "refused")
+    assert (run["status"], run["reason"]) == ("failed", listed["reason"])
 
 
-def test_a_tenant_may_open_only_so_many_pages_and_gone_ones_do_not_count() -> None:
-    with EchoEngine() as engine, serving(engine) as running:
-        opened = [running.http() for _ in range(MAX_WATCHERS)]
-        answers = [http.send(http.build_request("GET", EVENTS), stream=True) for http in opened]
-        assert {answer.status_code for answer in answers} == {200}
-        with running.http() as http:
-            refused = http.get(EVENTS)
-            assert refused.status_code == 429
-            assert "pages" in refused.json()["error"]["message"]
-            answers.pop().close()
-            opened.pop().close()
-            watchers = running.app.state.dashboard._watchers
-            wait_until(lambda: watchers["default"] == MAX_WATCHERS - 1)
-            assert state(http)["requests"] == 0
-        for answer in answers:
-            answer.close()
-        wait_until(lambda: not watchers["default"])
+def test_a_stream_that_breaks_off_is_listed_and_the_engine_is_told_as_failed() -> None:
+    body = {"prompt": "x", "max_tokens": 400, "stream": True}
+    with (
+        EchoEngine(lambda _: "x" * 500, delay_s=0.01) as engine,
+        serving(engine) as running,
+        running.http() as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        engine.fail(RuntimeError("boom"))
+        list(lines)
+        told = state(running.http())
+    (broken,) = told["failures"]
+    assert (broken["kind"], broken["code"], broken["route"]) == ("failed", "engine_closed", "POST /v1/completions")
+    assert told["health"] == {"state": "failed", "reason": "boom"}
+
+
+def test_a_server_that_ends_or_has_no_room_says_so() -> None:
+    config = ServerSettings(max_in_flight=1)
+    with EchoEngine(lambda _: "a" * 500, delay_s=0.02) as engine, serving(engine, config) as running:
+        body = {"prompt": "x", "max_tokens": 500, "stream": True}
+        with running.http() as http, http.stream("POST", "/v1/completions", json=body):
+            full = state(running.http())["health"]
+            refused = running.http().post("/v1/completions", json={"prompt": "y"})
+        running.wait_quiet()
+        after = state(running.http())
+        running.service.is_ending = True
+        ending = state(running.http())["health"]
+    assert (refused.status_code, after["failures"][0]["code"]) == (503, "overloaded")
+    assert full == {"state": "overloaded", "reason": "all 1 places for generations and runs are taken"}
+    assert after["health"]["state"] == "healthy"
+    assert ending["state"] == "shutting down"
+
+
+# texts ----------------------------------------------------------------------------------------------------------------
+
+
+def text_of_the_only_call(running: Served, key: str = "none") -> dict[str, Any]:
+    with running.http(key) as http:
+        chat(http)
+        (call,) = state(http)["calls"]
+        return http.get(f"{STATE}/calls/{call['number']}").json()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_text_is_shown_where_it_is_kept(kept: bool) -> None:
+    with EchoEngine() as engine, serving(engine, ServerSettings(keep_texts=kept)) as running:
+        told = text_of_the_only_call(running)
+    assert (told["keeps_texts"], bool(told["text"])) == (kept, kept)
+    if kept:
+        assert "hello" in "".join(piece["text"] for piece in told["text"]["prompt"])
+        assert {piece["source"] for piece in told["text"]["prompt"]} == {"computed"}
+        assert told["text"]["answer"]
+
+
+def test_a_tenant_chooses_for_itself_and_sees_no_others_calls(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        f'[tenants.open]\nkeys = ["{hashed("key-a")}"]\nkeep_texts = true\n'
+        f'[tenants.shy]\nkeys = ["{hashed("key-b")}"]\nkeep_texts = false\n'
+    )
+    with EchoEngine() as engine, serving(engine, keys=load_keys(file, None, LimitSettings())) as running:
+        assert text_of_the_only_call(running, "key-a")["text"]
+        assert not text_of_the_only_call(running, "key-b")["text"]
+        with running.http("key-b") as http:
+            chat(running.http("key-a"))
+            assert [http.get(f"{STATE}/calls/{number}").status_code for number in ("2", "x")] == [404, 400]
 
 
 # the engine's insides -------------------------------------------------------------------------------------------------
@@ -195,38 +226,54 @@ def tiny_engine(**settings: Any) -> Iterator[LocalEngine]:
         yield engine
 
 
+def test_with_keys_everyone_sees_what_is_theirs_and_no_totals() -> None:
+    names = {"acme": "key-a", "other": "key-b", "*": "key-o"}
+    keys = load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), LimitSettings())
+    with tiny_engine() as engine, serving(engine, keys=keys) as running:
+        with running.http("key-a") as acme, running.http("key-b") as other:
+            chat(acme, "a secret", kedge={"agent": "spy", "fixed_messages": 1, "run": "r"})
+            mine, theirs, held = state(acme), state(other), [inside(http) for http in (acme, other)]
+        for path in (STATE, f"{STATE}/engine", f"{STATE}/calls/1"):
+            assert running.http("wrong").get(path).status_code == running.http("key-o").get(path).status_code == 401
+        assert httpx.get(running.url + "/").status_code == 200
+    assert len(mine["calls"]) == 1 and mine["runs"]
+    assert held[0].keys() == {"cached", "pools", "guard"} and held[0]["cached"]
+    assert not any(theirs[name] for name in ("calls", "runs", "steps", "failures", "workflows"))
+    assert held[1] == {"cached": [], "pools": [], "guard": []}
+
+
 def test_an_engine_that_can_be_looked_into_shows_tiers_and_fixed_prompts() -> None:
     with tiny_engine() as engine, serving(engine) as running, running.http() as http:
         chat(http, "x" * 200, kedge={"agent": "solver", "fixed_tokens": 100})
         engine.wait_idle()
-        with states(http) as coming:
-            seen = next(one["engine"] for one in coming if one["engine"].get("cached"))
-    assert seen["cached"] == [{"workflow": "", "agent": "solver", "device": 96, "host": 0}]
-    assert seen["tiers"]["device"]["cached"] > 0
-    assert sum(seen["tiers"]["device"].values()) * engine.config.block_size == engine.capacity
-    assert sum(seen["prefetch"].values()) == 0
-    assert seen["pools"] == []
-
-
-def test_an_engine_that_has_stopped_is_told_as_stopped() -> None:
-    with tiny_engine() as engine, serving(engine) as running, running.http() as http:
+        seen = inside(http)
+        assert seen["cached"] == [{"workflow": "", "agent": "solver", "fixed": 100, "device": 96, "host": 0}]
+        assert seen["tiers"]["device"]["cached"] > 0
+        assert sum(seen["tiers"]["device"].values()) * engine.config.block_size == engine.capacity
+        assert sum(seen["prefetch"].values()) == 0
+        assert seen["pools"] == []
         engine.close()
-        assert state(http)["engine"] == {"closed": True}
+        assert inside(http) == {"closed": True}
 
 
 def test_an_engine_that_cannot_be_looked_into_shows_the_rest(http: httpx.Client) -> None:
-    assert state(http)["engine"] == {}
+    assert inside(http) == {}
 
 
-def test_a_busy_engine_holds_nobody_up() -> None:
-    with tiny_engine() as engine, serving(engine) as running, running.http() as http:
+def test_a_busy_engine_holds_nobody_up_and_is_asked_once() -> None:
+    with tiny_engine() as engine, serving(engine) as running, running.http() as http, ThreadPoolExecutor(3) as pool:
         chat(http)
-        release = threading.Event()
+        release, asked = threading.Event(), list[int]()
+        look, engine.inspect_tenants = engine.inspect_tenants, lambda *args: asked.append(1) or look(*args)  # type: ignore[method-assign, func-returns-value]
         engine._thread.post(release.wait)
         try:
-            assert state(http)["requests"] == 1
+            waiting = [pool.submit(inside, running.http()) for _ in range(3)]
+            wait_until(lambda: bool(asked))
+            assert len(state(http)["calls"]) == 1
         finally:
             release.set()
+        answers = [one.result() for one in waiting]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_the_engine_is_asked_for_the_tenants_own_with_all_its_salts() -> None:
@@ -238,12 +285,9 @@ def test_the_engine_is_asked_for_the_tenants_own_with_all_its_salts() -> None:
                 "prompts": [{"device": 1, "host": 0} for _ in prompts],
             }
 
-    name = AgentName(WorkflowId("flow"), AgentId("solver"))
-    told = dashboard._look(
-        Fake(), TenantId("acme"), {name: (Namespace(TenantId("acme"), "0123"), (1, 2))}, with_totals=False
-    )
-    assert told == {
+    name = WorkflowAgent(Namespace(TenantId("acme"), "0123"), WorkflowId("flow"), AgentId("solver"))
+    assert dashboard.look_into(Fake(), TenantId("acme"), {name: (1, 2)}, with_totals=False) == {  # type: ignore[arg-type]
         "pools": [Namespace(TenantId("acme")), Namespace(TenantId("acme"), "0123")],
-        "cached": [{"workflow": "flow", "agent": "solver", "device": 1, "host": 0}],
+        "cached": [{"workflow": "flow", "agent": "solver", "fixed": 2, "device": 1, "host": 0}],
         "guard": None,
     }

@@ -15,9 +15,9 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.engine.process.engine import ProcessEngine
-from kedge.server import connections
-from kedge.server.connections import BoundedConnection
+from kedge.server import middleware
 from kedge.server.logs import Seldom
+from kedge.server.middleware import BoundedConnection
 from kedge.server.service import Service
 from kedge.server.tenancy import load_keys
 from kedge.settings import LimitSettings
@@ -94,7 +94,7 @@ def test_half_a_head_is_waited_for_only_so_long(running: Running, sent: bytes, m
 
 
 def test_many_half_requests_keep_nobody_out(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "most_connections", lambda: 20)
+    monkeypatch.setattr(middleware, "most_connections", lambda: 20)
     opened = [running.connect(b"GET / HTTP/1.1\r\nHost: lo") for _ in range(60)]
     with running.client() as http:
         assert [http.get("/health").status_code for _ in range(3)] == [200] * 3
@@ -132,8 +132,7 @@ def test_a_server_whose_engine_hangs_says_so_and_ends(monkeypatch: pytest.Monkey
     monkeypatch.setattr("kedge.engine.process.engine.ENDING", 0.5)
     monkeypatch.setattr("kedge.server.app.MARGIN_SECONDS", 0.5)
     monkeypatch.setattr(Service.watch, "__defaults__", (0.05, 0.5))
-    shut = "kedge.server.threads.Threads.shut"
-    monkeypatch.setattr(f"{shut}.__defaults__", (0.2,))
+    monkeypatch.setattr(Service.shut, "__defaults__", (0.2,))
     engine = ProcessEngine(partial(EchoEngine, delay_s=0.01))
     running = Running(engine, grace=0.2)
     try:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer
-from kedge.server.openai.responses import TextLogprobs, of_chat, spelled
+from kedge.server.openai.writers import TextLogprobs, chat_logprobs, spelled
 from kedge.types import TokenLogprob
 from tests.server.conftest import Served
 from tests.server.openai.test_routes import events, say
@@ -128,26 +128,6 @@ def test_a_streamed_chat_tells_every_token_once(http: httpx.Client) -> None:
     assert all(one["refusal"] is None for one in told)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
-        ("/v1/completions", {"prompt": "x", "logprobs": -1}, "logprobs"),
-        ("/v1/completions", {"prompt": "x", "logprobs": True}, "logprobs"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ("/v1/completions", {"prompt": "x", "echo": 1}, "echo"),
-        ("/v1/chat/completions", {"messages": say("x"), "logprobs": 1}, "logprobs"),
-        ("/v1/chat/completions", {"messages": say("x"), "top_logprobs": 2}, "top_logprobs"),
-        ("/v1/chat/completions", {"messages": say("x"), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ("/v1/chat/completions", {"messages": say("x"), "max_tokens": 0}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": say("x"), "echo": True}, "echo"),
-    ],
-)
-def test_what_cannot_be_asked_is_named(http: httpx.Client, path: str, body: object, param: str) -> None:
-    answer = http.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 TOKENIZER = ByteTokenizer()
 
 
@@ -164,7 +144,7 @@ def test_offsets_lead_to_where_a_tokens_character_begins(text: str, cut: int, st
 
 def test_what_json_has_no_number_for() -> None:
     entry = TokenLogprob(97, -math.inf, ((98, 0.0), (97, -math.inf)))
-    chat = of_chat(TOKENIZER, [entry])["content"][0]
+    chat = chat_logprobs(TOKENIZER, [entry])["content"][0]
     assert (chat["logprob"], chat["top_logprobs"][1]["logprob"]) == (-9999.0, -9999.0)
     text = TextLogprobs(TOKENIZER).write((97,), [entry])
     assert (text["token_logprobs"], text["top_logprobs"]) == ([-9999.0], [{"b": 0.0, "a": -9999.0}])

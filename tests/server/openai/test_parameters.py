@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from kedge.engine.echo import EchoEngine
+from kedge.server.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 from kedge.types import SamplingParams
 from tests.server.conftest import serving
-from tests.server.talking import MODEL, Talking, talking
+from tests.server.talking import MODEL, PARAMETERS, Talking
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -20,20 +21,68 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {**ASK, "max_tokens": 5},
     "/v1/responses": {"input": "hi"},
 }
-REFUSED: dict[str, tuple[Any, Any]] = {
-    "allowed_token_ids": ([1], None), "truncate_prompt_tokens": (5, None), "max_new_tokens": (5, None),
-    "min_new_tokens": (5, 0), "include_stop_str_in_output": (True, False), "skip_special_tokens": (False, True),
-    "chat_template": ("{{ x }}", None), "length_penalty": (2, 1), "logits_processors": (["x"], None),
-    "ebnf": ("root", None), "early_stopping": (True, False), "stop_token_ids": ([1], []),
-}  # fmt: skip
-"""Parameter -> a value that is refused, and one without an effect"""
-
-
-@pytest.fixture(scope="module")
-def told() -> Iterator[Talking]:
-    with talking() as running:
-        running.text = "Fine."
-        yield running
+CHAT, TEXT, MESSAGES, RESPONSES = BODIES
+FUNCTION = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+ANSWERED = {"role": "assistant", "tool_calls": [{"type": "retrieval", "function": {"name": "x"}}]}
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    *((CHAT, {"messages": bad}, "messages") for bad in (
+        [], [{"role": "robot", "content": "x"}], [{"role": "user", "content": [{"type": 5}]}], [ANSWERED],
+    )),
+    *((CHAT, {name: bad}, name) for name, bad in (
+        ("temperature", -1), ("temperature", "warm"), ("temperature", True), ("top_p", 0), ("n", 0), ("n", 65),
+        ("max_tokens", 0), ("max_tokens", 10**9), ("seed", 2**63), ("top_k", -2), ("stream", "yes"),
+        ("stop", ""), ("stop", ["x"] * 17), ("logprobs", 1), ("top_logprobs", 2), ("echo", True),
+    )),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"kedge": {"reuse": "fast"}}, "kedge.reuse"),
+    (CHAT, {"kedge": {"bindings": {"a": 1}}}, "kedge.bindings"),
+    (CHAT, {"kedge": {"bindings": {}}}, "messages"),
+    (CHAT, {"kedge": {"bindings": {}}, "messages": [], "tools": [WEATHER]}, "tools"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    (CHAT, {"tools": [WEATHER], "functions": [{"name": "x"}]}, "functions"),
+    *((CHAT, {"tools": tools, "tool_choice": bad}, "tool_choice") for tools, bad in (
+        ([], "required"), ([WEATHER], "always"), ([WEATHER], OTHER), ([WEATHER], {"type": "function"}),
+    )),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+    *((CHAT, {"chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}") for name in (
+        "chat_template", "add_generation_prompt", "tokenize",
+    )),
+    *((TEXT, {"logprobs": bad}, "logprobs") for bad in (21, -1, True)),
+    (TEXT, {"max_tokens": 0}, "max_tokens"),
+    (TEXT, {"echo": 1}, "echo"),
+    (TEXT, {"kedge": {"bindings": {}}}, "kedge.bindings"),
+    (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+    (MESSAGES, {"temperature": "hot"}, "temperature"),
+    (MESSAGES, {"n": 2}, "n"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
+    (MESSAGES, {"output_config": {"format": {"schema": 5}}}, "output_config.format.schema"),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "other"}, "tools": [{"name": "f"}]}, "tool_choice"),
+    (MESSAGES, {"messages": []}, "messages"),
+    *((MESSAGES, {"messages": [{"role": role, "content": [bad]}]}, named) for role, bad, named in (
+        ("user", {"type": "text"}, "messages.0.content"),
+        ("user", {"type": "tool_result", "content": [{"type": 5}]}, "messages.0.content"),
+        ("assistant", {"type": "tool_use", "input": {}}, "messages.0.tool_calls.0.function.name"),
+    )),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"background": True}, "background"),
+    (RESPONSES, {"top_logprobs": 3}, "top_logprobs"),
+    (RESPONSES, {"tools": [{"type": "function", "name": ""}]}, "tools.name"),
+    (RESPONSES, {"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, "tools.name"),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "other"}, "tools": [FUNCTION]}, "tool_choice"),
+    (RESPONSES, {"n": 2}, "n"),
+    *((RESPONSES, {"input": bad}, named) for bad, named in (
+        ([], "input"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content"),
+        ([{"role": "robot", "content": ""}], "input.0.role"),
+        ([{"role": "user"}], "input.0.content"),
+        ([{"type": "function_call", "name": "f"}], "input.0.call_id"),
+    )),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +92,12 @@ def http(told: Talking) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_the_answer_is_refused_by_name(http: httpx.Client, path: str, name: str) -> None:
-    bad, neutral = REFUSED[name]
-    answer = http.post(path, json={**BODIES[path], name: bad})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
-    assert http.post(path, json={**BODIES[path], name: neutral}).status_code == 200
+def test_what_would_change_the_answer_is_refused_by_name(http: httpx.Client, path: str) -> None:
+    for name in UNSUPPORTED.keys() - (CompletionBody if path == TEXT else ChatBody).model_fields:
+        answer = http.post(path, json={**BODIES[path], name: 3})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
+        for neutral in (None, *UNSUPPORTED[name]):
+            assert http.post(path, json={**BODIES[path], name: neutral}).status_code == 200, name
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -79,20 +128,12 @@ def test_variables_of_the_template_are_set(told: Talking, http: httpx.Client) ->
         inner.chat_template = kept
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "param"),
-    [
-        ("/v1/messages", {"max_tokens": 0}, "max_tokens"),
-        ("/v1/messages", {"stop_sequences": [""]}, "stop_sequences"),
-        ("/v1/messages", {"output_config": {"format": {"schema": 5}}}, "output_config.format.schema"),
-        ("/v1/responses", {"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
-    ],
-)
+@pytest.mark.parametrize(("path", "more", "param"), NAMED)
 def test_an_error_names_the_field_that_was_sent(http: httpx.Client, path: str, more: Any, param: str) -> None:
     answer = http.post(path, json={**BODIES[path], **more})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), answer.text
+    assert answer.json().get("type") == ("error" if path == MESSAGES else None)
 
 
 def test_the_models_own_sampling_is_the_default_and_a_request_may_change_it() -> None:
@@ -111,4 +152,3 @@ def test_the_models_own_sampling_is_the_default_and_a_request_may_change_it() ->
             sampling = engine.requests[-1].sampling
             assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.0, 0, 0.1)
             assert (sampling.presence_penalty, sampling.repetition_penalty, sampling.top_p) == (1.5, 1.1, 0.95)
-            assert http.post(path, json={**body, "top_k": -2}).json()["error"]["param"] == "top_k"

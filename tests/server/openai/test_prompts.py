@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import RequestError
-from kedge.server.openai.prompts import of_conversation
-from kedge.server.openai.protocol import ChatMessage, Tool
+from kedge.server.openai.prompts import of_chat
+from kedge.server.openai.protocol import ChatBody
 from kedge.types import Segment
 from tests.real import RealModel
 from tests.tokenizers_of_families import CHATML, FAMILIES, LLAMA_2, QWEN_3, tokenizer_of
@@ -25,8 +25,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "Tell
 
 
 def segments_of(tokenizer: HFTokenizer, turns: list[Any], tools: Any = (), **more: Any) -> tuple[Segment, ...]:
-    messages = [ChatMessage.model_validate(one) for one in turns]
-    return of_conversation(tokenizer, messages, [Tool.model_validate(one) for one in tools], **more)
+    return of_chat(tokenizer, ChatBody(messages=turns, tools=list(tools), **more))
 
 
 def tokens_of(segments: tuple[Segment, ...]) -> list[int]:
@@ -225,7 +224,7 @@ def test_a_template_that_takes_it_gets_every_message_as_it_is() -> None:
 def test_the_last_message_is_continued(family: str, text: str) -> None:
     tokenizer = tokenizer_of(family, CHATML)
     turns = [*FIRST, {"role": "assistant", "content": text}]
-    said = tokens_of(segments_of(tokenizer, turns, continues=True, options={"add_generation_prompt": False}))
+    said = tokens_of(segments_of(tokenizer, turns, continue_final_message=True))
     assert tokenizer.decode(tuple(said)).endswith(text.rstrip())
     if "<" not in text:
         whole = tokenizer.inner.apply_chat_template(turns, tokenize=False, continue_final_message=True)
@@ -234,25 +233,27 @@ def test_the_last_message_is_continued(family: str, text: str) -> None:
 
 @pytest.mark.parametrize("family", ["prepend", "byte level"])
 def test_a_template_without_tools_gets_calls_and_their_results_as_texts(family: str) -> None:
-    tokenizer, lost = tokenizer_of(family, LLAMA_2), list[str]()
+    tokenizer = tokenizer_of(family, LLAMA_2)
     turns = [
         *FIRST,
         *20 * [called({"town": "rain"}), {"role": "tool", "tool_call_id": "c", "content": "tool has said"}],
     ]
-    said = tokenizer.decode(tokens_of(segments_of(tokenizer, turns, [TOOL], skip=lost.extend)))
-    assert lost == ["tools"]
+    body = ChatBody(messages=turns, tools=[TOOL])
+    said = tokenizer.decode(tokens_of(of_chat(tokenizer, body)))
+    assert body.left_out == ["tools"]
     assert said.count('{"name": "f", "arguments": {"town": "rain"}}') == said.count("tool has said [/INST]") == 20
     assert said.count("<<SYS>>") == said.count("Be brief.") == 1
-    segments_of(tokenizer, turns, skip=lost.extend)
-    assert lost == ["tools"], "calls without tools are shown whole"
+    shown = ChatBody(messages=turns)
+    of_chat(tokenizer, shown)
+    assert not shown.left_out, "calls without tools are shown whole"
 
 
 def test_variables_reach_the_template() -> None:
     tokenizer = tokenizer_of("byte level", QWEN_3)
-    said = tokens_of(segments_of(tokenizer, FIRST, options={"enable_thinking": False}))
+    said = tokens_of(segments_of(tokenizer, FIRST, chat_template_kwargs={"enable_thinking": False}))
     assert said == transformers_own(tokenizer, FIRST, enable_thinking=False)
     assert said != transformers_own(tokenizer, FIRST)
-    without = tokens_of(segments_of(tokenizer, FIRST, options={"add_generation_prompt": False}))
+    without = tokens_of(segments_of(tokenizer, FIRST, add_generation_prompt=False))
     assert tokenizer.inner.decode(without).endswith("Hello there<|im_end|>\n")
 
 

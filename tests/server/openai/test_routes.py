@@ -43,15 +43,6 @@ def test_cached_tokens_are_the_exact_ones(client: openai.OpenAI) -> None:
     assert off.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_system_and_parts_of_text(client: openai.OpenAI, served: Served) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": "be <|eos|>"}, {"role": "user", "content": parts}]
-    client.chat.completions.create(model=MODEL, messages=messages)
-    tokens = served.engine.requests[-1].tokens
-    assert served.engine.tokenizer.decode(tokens) == "system\nbe <|eos|>user\nabassistant\n"
-    assert 257 not in tokens, "nobody ends a turn from inside a message"
-
-
 @pytest.mark.parametrize("prompt", ["hello", [104, 101, 108, 108, 111]])
 def test_a_text_and_its_token_ids_are_the_same_prompt(client: openai.OpenAI, prompt: object) -> None:
     answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0)
@@ -84,13 +75,6 @@ def test_what_is_not_said_is_as_openai_has_it(client: openai.OpenAI, served: Ser
     assert served.engine.requests[-1].reuse is ReuseMode.EXACT
     client.completions.create(model=MODEL, prompt="a text of more than sixteen letters")
     assert served.engine.requests[-1].sampling.max_tokens == 16
-
-
-def test_stop_strings_and_length(client: openai.OpenAI) -> None:
-    stopped = client.completions.create(model=MODEL, prompt="one,two", stop=",")
-    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("one", "stop")
-    cut = client.completions.create(model=MODEL, prompt="one,two", max_tokens=4)
-    assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("one,", "length")
 
 
 def events(http: httpx.Client, path: str, **body: object) -> list[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,29 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.errors import ConfigError
-from kedge.server.openai.tool_calls import PARSERS, Hermes, Llama3Json, ToolParser, can_end
+from kedge.server.openai.tool_calls import PARSERS, AnswerReader, Hermes, Llama3Json, can_end
 from kedge.settings import ServerSettings
-from kedge.types import GenerateRequest
-from tests.engine.local.conftest import tiny_tokenizer
-from tests.server.conftest import Served, serving
+from tests.server.talking import CALL, MODEL, WEATHER, Talking, talking
 
-MODEL = "kedge-nano"
-TEMPLATE = (
-    "{% if tools %}<|turn|>tools\n{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn|>{{ m.role }}\n"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% endfor %}<|turn|>assistant:"
-)
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells the weather.",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
-    },
-}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Åbo"}}\n</tool_call>'
+TOOL = {"type": "function", "function": WEATHER}
 ASK = [{"role": "user", "content": "How is the weather?"}]
 
 
@@ -42,167 +24,80 @@ def called(arguments: str, **more: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": arguments}, **more}]}
 
 
-class Templated(ByteTokenizer):
-    """Bytes, with a chat template of Transformers around them."""
-
-    def __init__(self, template: str = TEMPLATE) -> None:
-        self.inner = tiny_tokenizer().inner
-        self.inner.chat_template = template
-
-
-def engine_that_says(text: str, template: str = TEMPLATE) -> EchoEngine:
-    engine = EchoEngine(lambda _: text)
-    engine.tokenizer = Templated(template)
-    return engine
-
-
-class Talker:
-    """What the model says next, whoever asks."""
-
-    text = CALL
-
-    def __call__(self, _: GenerateRequest) -> str:
-        return self.text
-
-
-TALKER = Talker()
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    engine = EchoEngine(TALKER)
-    engine.tokenizer = Templated()
-    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
-        yield running
-
-
-@pytest.fixture
-def says(served: Served) -> Iterator[Any]:
-    """Sets what the model says."""
-
-    def set_text(text: str) -> openai.OpenAI:
-        TALKER.text = text
-        return served.client()
-
-    yield set_text
-
-
-def prompt_of(served: Served) -> str:
-    return ByteTokenizer().decode(served.engine.requests[-1].tokens)
-
-
 # over HTTP ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_is_read_and_the_model_was_told_of_the_tool(says: Any, served: Served) -> None:
-    answer = says(f"Let me see.\n{CALL}").chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
-    choice = answer.choices[0]
+def answered(told: Talking, text: str, **asked: Any) -> Any:
+    """The answer of a model that says this."""
+    told.text = text
+    return told.served.client().chat.completions.create(**{"model": MODEL, "messages": ASK, "tools": [TOOL], **asked})
+
+
+def test_a_call_is_read_and_the_conversation_goes_on_with_the_tools_answer(told: Talking) -> None:
+    (choice,) = answered(told, f"Let me see.\n{CALL}").choices
     assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "weather")
-    assert json.loads(call.function.arguments) == {"town": "Åbo"}
-    assert call.id.startswith("call_")
-    assert json.dumps(WEATHER) in prompt_of(served)
-
-
-def test_the_conversation_goes_on_with_the_tools_answer(says: Any, served: Served) -> None:
-    client = says(CALL)
-    first = client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER]).choices[0].message
+    assert json.loads(call.function.arguments) == {"town": "Åbo"} and call.id.startswith("call_")
+    assert json.dumps(TOOL) in told.prompt()
+    first = answered(told, CALL).choices[0].message
     assert first.content is None
-    says("It rains.")
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": 'rain <|eos|> "8°"'}
-    answer = client.chat.completions.create(model=MODEL, messages=[*ASK, first, result], tools=[WEATHER])
+    answer = answered(told, "It rains.", messages=[*ASK, first, result])
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("It rains.", "stop")
     assert answer.choices[0].message.tool_calls is None
-    assert prompt_of(served).endswith(
+    assert told.prompt().endswith(
         'assistant\n<tool_call>{"name": "weather", "arguments": {"town": "Åbo"}}</tool_call>'
         'tool\nrain <|eos|> "8°"assistant:'
     )
-    assert 257 not in served.engine.requests[-1].tokens, "no tool ends a turn"
-    assert answer.usage.prompt_tokens_details.cached_tokens > len(json.dumps(WEATHER))
+    assert 257 not in told.request().tokens, "no tool ends a turn"
+    assert answer.usage.prompt_tokens_details.cached_tokens > len(json.dumps(TOOL))
 
 
-def test_two_calls_streamed(says: Any) -> None:
-    stream = says(f"So:\n{CALL}\n{CALL}").chat.completions.create(
-        model=MODEL, messages=ASK, tools=[WEATHER], stream=True, logprobs=True
-    )
-    choices = [chunk.choices[0] for chunk in stream]
+def test_two_calls_streamed(told: Talking) -> None:
+    choices = [chunk.choices[0] for chunk in answered(told, f"So:\n{CALL}\n{CALL}", stream=True, logprobs=True)]
     assert "".join(choice.delta.content or "" for choice in choices) == "So:"
     calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
     assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "weather")]
     assert len({call.id for call in calls}) == 2
     assert [choice.finish_reason for choice in choices[-2:]] == [None, "tool_calls"]
-    told = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
-    assert len("".join(told)) >= len(f"So:\n{CALL}\n{CALL}"), "what makes up a call has its chances, too"
+    said = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert len("".join(said)) >= len(f"So:\n{CALL}\n{CALL}"), "what makes up a call has its chances, too"
 
 
-def test_one_call_at_a_time_where_it_is_asked_for(says: Any) -> None:
-    client = says(CALL + CALL)
-    asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "parallel_tool_calls": False}
-    assert len(client.chat.completions.create(**asked).choices[0].message.tool_calls) == 1
-    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
-    assert sum(len(delta.tool_calls or ()) for delta in deltas) == 1
+def test_one_call_at_a_time_where_it_is_asked_for(told: Talking) -> None:
+    assert len(answered(told, CALL + CALL, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    stream = answered(told, CALL + CALL, parallel_tool_calls=False, stream=True)
+    assert sum(len(chunk.choices[0].delta.tool_calls or ()) for chunk in stream) == 1
 
 
-def test_with_no_choice_of_tools_nobody_is_told_and_nothing_is_read(says: Any, served: Served) -> None:
-    answer = says(CALL).chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="none")
-    assert answer.choices[0].message.content == CALL
-    assert "weather" not in prompt_of(served).replace("the weather", "")
-
-
-def test_without_tools_nothing_is_read(says: Any) -> None:
-    answer = says(CALL).chat.completions.create(model=MODEL, messages=ASK)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
-
-
-def test_nobody_reads_a_call_that_was_cut(says: Any) -> None:
-    asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "max_tokens": 20}
-    answer = says(CALL).chat.completions.create(**asked)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "length")
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
-        ({"tools": [WEATHER], "response_format": {"type": "xml"}}, "response_format"),
-        ({"tools": [WEATHER], "functions": [{"name": "x"}]}, "functions"),
-        ({"tools": [WEATHER], "kedge": {"bindings": {}}, "messages": []}, "tools"),
-        ({"messages": [*ASK, called("{}", type="retrieval")]}, "messages"),
-        ({"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_named(served: Served, body: dict[str, Any], param: str) -> None:
-    content = json.dumps({"messages": ASK, **body}).encode()
-    answer = served.http().post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+def test_without_tools_nobody_is_told_and_nothing_is_read(told: Talking) -> None:
+    for asked in ({"tool_choice": "none"}, {"tools": openai.omit}):
+        (choice,) = answered(told, CALL, **asked).choices
+        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+        assert "weather" not in told.prompt().replace("the weather", "")
 
 
 def test_a_server_that_reads_no_calls_takes_no_tools() -> None:
-    with engine_that_says(CALL) as engine, serving(engine) as running:
-        client = running.client()
+    with talking(settings=ServerSettings()) as told:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught:
-            client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER])
+            answered(told, CALL)
         assert caught.value.param == "tools"
-        client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="none")
-        client.chat.completions.create(model=MODEL, messages=ASK, tools=[])
+        answered(told, CALL, tool_choice="none")
+        answered(told, CALL, tools=[])
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_template_that_keeps_tools_to_itself(is_streamed: bool) -> None:
-    silent = "{% for m in messages %}{{ m.content }}|{% endfor %}"
-    config = ServerSettings(tool_call_parser="hermes")
-    with engine_that_says(CALL, silent) as engine, serving(engine, config) as running:
-        asked = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "max_tokens": 200, "stream": is_streamed}
-        text = running.http().post("/v1/chat/completions", json=asked).text
+    with talking(template="{% for m in messages %}{{ m.content }}|{% endfor %}") as told:
+        told.text, http = CALL, told.served.http()
+        asked = {"model": MODEL, "messages": ASK, "tools": [TOOL], "max_tokens": 200, "stream": is_streamed}
+        text = http.post("/v1/chat/completions", json=asked).text
         assert '"ignored":["tools"]' in text and '"name":"weather"' in text
         turn = [called('{"town": "Åbo"}'), {"role": "tool", "tool_call_id": "c", "content": "rain"}]
         asked = {**asked, "messages": ASK + 20 * turn}
-        assert '"ignored":["tools"]' in running.http().post("/v1/chat/completions", json=asked).text
-        said = prompt_of(running)
-        assert said.count('"arguments": {"town": "Åbo"}') == said.count("|rain|") == 20
+        assert '"ignored":["tools"]' in http.post("/v1/chat/completions", json=asked).text
+        assert told.prompt().count('"arguments": {"town": "Åbo"}') == told.prompt().count("|rain|") == 20
 
 
 def test_an_unknown_format_is_a_bad_setting() -> None:
@@ -213,9 +108,9 @@ def test_an_unknown_format_is_a_bad_setting() -> None:
 # the formats ----------------------------------------------------------------------------------------------------------
 
 
-def read(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
+def read(parser: AnswerReader, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
     """Content and calls of an answer that comes in `pieces`."""
-    said = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
+    said = [parser.read(piece) for piece in pieces] + [parser.read("", last=True)]
     calls = [(call.name, json.loads(call.arguments)) for one in said for call in one.calls]
     return "".join(one.content for one in said), calls
 
@@ -288,7 +183,7 @@ def test_it_does_not_matter_where_the_pieces_are_cut(name: str, text: str, cuts:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
     assert read(PARSERS[name](), *pieces) == read(PARSERS[name](), text)
-    whole = PARSERS[name]().push(text, last=True)
+    whole = PARSERS[name]().read(text, last=True)
     assert (whole.content, [call.name for call in whole.calls]) == (
         read(PARSERS[name](), text)[0],
         [call for call, _ in read(PARSERS[name](), text)[1]],
@@ -305,14 +200,14 @@ def test_a_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_was_cut_off_within_a_call_is_no_text(name: str, size: int) -> None:
     text = {"hermes": f"So: {CALL}", "llama3_json": C}[name][: size + 4]
-    said = PARSERS[name]().push(text, last=True, cut=True)
+    said = PARSERS[name]().read(text, last=True, cut=True)
     assert "name" not in said.content or said.calls == ()
     assert name == "llama3_json" or said.content.partition("<")[0].strip() in ("So:", "So")
 
 
 def test_text_is_not_held_back_longer_than_it_must_be() -> None:
     parser = Hermes()
-    said = [parser.push(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
+    said = [parser.read(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
     assert said == ["so", " it", " is", "<b", ""]
 
 
@@ -349,7 +244,7 @@ def nodes(node: Any) -> dict[str, Any]:
         having({"$ref": "#/%24defs/node"}, **{"$defs": {"node": having(NODE)}}),
     ],
 )
-def test_a_schema_that_requires_itself_is_refused(served: Served, schema: dict[str, Any]) -> None:
+def test_a_schema_that_requires_itself_is_refused(told: Talking, schema: dict[str, Any]) -> None:
     form = {"name": "x", "schema": schema}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
     asked: list[tuple[str, str, dict[str, Any]]] = [
@@ -359,7 +254,7 @@ def test_a_schema_that_requires_itself_is_refused(served: Served, schema: dict[s
         ("messages", "output_config.format", {"messages": ASK, "output_config": {"format": form}}),
         ("responses", "text.format", {"input": "x", "text": {"format": {**form, "type": "json_schema"}}}),
     ]  # fmt: skip
-    with served.http() as http:
+    with told.served.http() as http:
         for path, named, body in asked:
             answer = http.post(f"/v1/{path}", json={"model": MODEL, **body})
             assert answer.status_code == 400, (path, answer.text)

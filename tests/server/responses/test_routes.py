@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
-from kedge.errors import RequestError
-from kedge.server.responses import ResponsesBody
 from tests.server.conftest import serving
-from tests.server.talking import CALL, MODEL, PARAMETERS, Talking, talking
+from tests.server.talking import CALL, MODEL, WEATHER, Talking
 
-WEATHER: Any = {"type": "function", "name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}
-
-
-@pytest.fixture(scope="module")
-def told() -> Iterator[Talking]:
-    with talking() as running:
-        yield running
+TOOL: Any = {"type": "function", **WEATHER}
 
 
 @pytest.fixture
@@ -49,7 +38,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(told: Talking, client: openai.O
 
 def test_a_stream_has_all_events_in_order_and_ends_as_the_whole_answer(told: Talking, client: openai.OpenAI) -> None:
     told.text = f"Let me see.{CALL}"
-    with client.responses.stream(model=MODEL, input="?", tools=[WEATHER]) as stream:
+    with client.responses.stream(model=MODEL, input="?", tools=[TOOL]) as stream:
         events = list(stream)
         final = stream.get_final_response()
     assert [one.sequence_number for one in events if hasattr(one, "sequence_number")] == list(range(len(events)))
@@ -63,7 +52,7 @@ def test_a_stream_has_all_events_in_order_and_ends_as_the_whole_answer(told: Tal
 
 def test_items_end_in_the_order_in_which_they_began(told: Talking, client: openai.OpenAI) -> None:
     told.text = f"I look.\n{CALL}\nThere it is.\n{CALL}"
-    with client.responses.stream(model=MODEL, input="Weather?", tools=[WEATHER]) as stream:
+    with client.responses.stream(model=MODEL, input="Weather?", tools=[TOOL]) as stream:
         done = [one.item for one in stream if one.type == "response.output_item.done"]
         answer = stream.get_final_response()
     kinds = ["message", "function_call", "message", "function_call"]
@@ -87,48 +76,6 @@ def test_a_stream_that_fails_says_so_in_its_last_event(client: openai.OpenAI) ->
         *_, failed, last = stream
     assert kinds[0] == "response.created" and (failed.type, last.type) == ("error", "response.failed")
     assert last.response.error.code == "engine_closed"
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"tools": [{"type": "function", "name": ""}]}, "tools.name"),
-        ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, "tools.name"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content"),
-        ({"input": [{"role": "robot", "content": ""}]}, "input.0.role"),
-        ({"input": [{"role": "user"}]}, "input.0.content"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
-        ({"input": []}, "input"),
-        ({"temperature": 3}, "temperature"),
-        ({"n": 2}, "n"),
-        ({"tool_choice": {"type": "function", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
-        ({"model": "another"}, "model"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(openai.APIStatusError) as refused:
-        client.post("/responses", body={"model": MODEL, "input": "?", **fields}, cast_to=object)
-    assert refused.value.status_code in (400, 404) and refused.value.param == named
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "role", "content", "text"]), inner)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=200)
-@given(st.lists(st.dictionaries(st.sampled_from(["type", "role", "content", "name", "arguments", "call_id"]), JSON)))
-def test_no_input_raises_anything_but_a_request_error(items: list[dict[str, Any]]) -> None:
-    try:
-        ResponsesBody(input=items).chat()
-    except RequestError as error:
-        assert error.key
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -18,7 +18,7 @@ from kedge.server.metrics import COUNTERS, GAUGES, CacheMetrics, ServerMetrics
 from kedge.server.threads import Threads
 from kedge.types import Namespace, TenantId, Tokens
 
-FIGURES = asdict(CacheStats(corrupt_blocks=3, host_cached_blocks=7))
+FIGURES = asdict(CacheStats(failed_copies=3, host_cached_blocks=7))
 
 
 class Inspected(EchoEngine):
@@ -51,9 +51,9 @@ def test_all_figures_are_there_and_a_tenant_sees_none() -> None:
     with Inspected() as engine:
         metrics = CacheMetrics(engine, Threads(engine, 4))
         text = shown(metrics)
-        assert "kedge:cache_corrupt_blocks_total 3.0" in text and "kedge:host_cached_blocks 7.0" in text
+        assert "kedge:cache_failed_copies_total 3.0" in text and "kedge:host_cached_blocks 7.0" in text
         assert all(f"\nkedge:{name} " in text for name in [*(f"cache_{name}_total" for name in COUNTERS), *GAUGES])
-        assert "corrupt" not in shown(metrics, TenantId("a"))
+        assert "failed_copies" not in shown(metrics, TenantId("a"))
 
 
 def test_names_are_those_of_the_cache() -> None:
@@ -67,7 +67,7 @@ def test_a_busy_engine_is_asked_once_and_shows_its_last_figures(monkeypatch: pyt
         monkeypatch.setattr(server_metrics, "PATIENCE", 0.01)
         engine.gate.clear()
         for _ in range(3):
-            assert "kedge:cache_corrupt_blocks_total 3.0" in shown(metrics)
+            assert "kedge:cache_failed_copies_total 3.0" in shown(metrics)
         assert engine.asked == 2
         engine.gate.set()
 
@@ -75,6 +75,6 @@ def test_a_busy_engine_is_asked_once_and_shows_its_last_figures(monkeypatch: pyt
 def test_an_engine_that_has_ended_or_cannot_tell_is_no_error() -> None:
     with Inspected() as engine:
         engine.over = True
-        assert "corrupt" not in shown(CacheMetrics(engine, Threads(engine, 4)))
+        assert "failed_copies" not in shown(CacheMetrics(engine, Threads(engine, 4)))
     with EchoEngine() as plain:
-        assert "corrupt" not in shown(CacheMetrics(plain, Threads(plain, 4)))
+        assert "failed_copies" not in shown(CacheMetrics(plain, Threads(plain, 4)))

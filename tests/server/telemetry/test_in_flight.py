@@ -14,7 +14,6 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.settings import ServerSettings
-from kedge.types import GenerateRequest
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 TEXT, RUNS = "/v1/completions", "/v1/workflows/pair/runs"
@@ -63,20 +62,6 @@ def test_the_calls_of_runs_are_counted_as_they_wait_and_run(slow: Served) -> Non
         slow.http().post(f"{run}/cancel")
 
 
-def test_a_run_that_fails_leaves_the_gauges_at_nothing(slow: Served) -> None:
-    run = start(slow)
-    wait_until(lambda: gauges(slow) == (1, 1, 1))
-    slow.engine.cancel(slow.engine.requests[0].request_id)
-    wait_until(lambda: slow.http().get(run).json()["status"] == "failed")
-    wait_until(lambda: gauges(slow) == (0, 0, 0))
-
-
-def test_a_reader_that_leaves_a_run_leaves_the_gauges_at_nothing(slow: Served) -> None:
-    with slow.http() as http, http.stream("POST", "/v1/workflows/wide/runs", json={**LONG, "stream": True}):
-        wait_until(lambda: gauges(slow) == (1, 1, 1))
-    wait_until(lambda: gauges(slow) == (0, 0, 0))
-
-
 def test_an_engine_that_ends_leaves_the_gauges_at_nothing() -> None:
     with EchoEngine(delay_s=0.01) as engine, serving(engine) as running:
         running.http().post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
@@ -84,23 +69,6 @@ def test_an_engine_that_ends_leaves_the_gauges_at_nothing() -> None:
         wait_until(lambda: gauges(running) == (0, 1, 1))
         engine.fail(RuntimeError("boom"))
         wait_until(lambda: gauges(running) == (0, 0, 0))
-
-
-def test_a_choice_that_is_done_runs_no_longer_while_others_do() -> None:
-    def say(request: GenerateRequest) -> str:
-        return "x" if request.sampling.seed == 1 else "x" * 5000
-
-    with (
-        EchoEngine(say, delay_s=0.005) as engine,
-        serving(engine) as running,
-        running.http() as http,
-        http.stream(
-            "POST", TEXT, json={"prompt": "y", "n": 3, "seed": 0, "max_tokens": 5000, "stream": True}
-        ) as answer,
-    ):
-        lines = answer.iter_lines()
-        next(lines)
-        wait_until(lambda: gauges(running) == (0, 2, 0))
 
 
 # under load -----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_call_is_a_line_with_the_id_that_its_answer_names(known: Served, lines
     told = access(lines, 4)
     assert [line["request_id"] for line in told] == [answer.headers["x-request-id"] for answer in answers]
     assert [(line["status"], line["tenant"], line["method"]) for line in told] == [
-        (200, "a", "POST"), (404, "a", "GET"), (401, "", "GET"), (413, "", "POST"),
+        (200, "a", "POST"), (404, "a", "GET"), (401, "", "GET"), (413, "a", "POST"),
     ]  # fmt: skip
     assert told[0]["path"] == "/v1/completions"
     assert told[0]["ms"] > 0

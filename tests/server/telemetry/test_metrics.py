@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kedge.server.metrics import NO_TENANT, ServerMetrics
 from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, TenantId
-from kedge.workflow.forecast import Ignored
 
 A, B = TenantId("a"), TenantId("b")
 
@@ -35,15 +32,6 @@ def test_a_tenant_sees_its_own_series_only(metrics: ServerMetrics) -> None:
         ("kedge:runs_total", "nano", "failed", "b"): 1,
         ("kedge:snapshots_total", "nano", "failed", NO_TENANT): 1,
     }
-
-
-def test_ignored_forecasts_are_the_operators(metrics: ServerMetrics) -> None:
-    counts: Counter[Ignored] = Counter()
-    metrics.expose_ignored_forecasts(counts)
-    reason = next(iter(Ignored))
-    counts[reason] += 2
-    assert series(metrics, A) == {}
-    assert series(metrics) == {("kedge:ignored_forecasts_total", reason.value): 2}
 
 
 def test_buckets_are_cumulative_and_inclusive(metrics: ServerMetrics) -> None:

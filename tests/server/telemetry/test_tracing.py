@@ -154,32 +154,10 @@ def test_a_run_is_a_span_with_its_agents_and_tools_below_it(traced: Served, span
     }
     assert writer.end_time <= tool.start_time < tool.end_time <= reader.start_time < reader.end_time <= run.end_time
     assert [event.name for event in reader.events] == ["gen_ai.first_token"]
+    prompt = traced.engine.requests[-1].prompt_tokens
+    said = {"gen_ai.request.max_tokens": 4, "gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": 2}
+    assert said.items() | {"kedge.reuse": "exact"}.items() <= reader.attributes.items()
     assert "secret" not in "".join(span.to_json() for span in by_name.values())
-
-
-def test_an_agents_span_says_what_a_calls_does(traced: Served, spans: Any) -> None:
-    start(traced, TOOLS, user_question="x")
-    reader = next(span for span in finished(spans, 4) if span.name == "invoke_agent reader")
-    receipt = traced.engine.requests[-1]
-    told = dict(reader.attributes)
-    told.pop("gen_ai.conversation.id")
-    sources = [told.pop(f"kedge.prompt_tokens.{source}") for source in ("device", "host", "translated", "computed")]
-    assert sum(sources) == told.pop("gen_ai.usage.input_tokens") == receipt.prompt_tokens
-    assert told == {
-        "gen_ai.operation.name": "invoke_agent",
-        "gen_ai.provider.name": "kedge",
-        "gen_ai.agent.name": "reader",
-        "gen_ai.request.model": "kedge-nano",
-        "gen_ai.request.max_tokens": 4,
-        "gen_ai.request.temperature": 0.0,
-        "gen_ai.request.top_p": 1.0,
-        "gen_ai.response.model": "kedge-nano",
-        "gen_ai.response.finish_reasons": ("stop",),
-        "gen_ai.usage.output_tokens": 2,
-        "kedge.workflow": "coders",
-        "kedge.turn": 0,
-        "kedge.reuse": "exact",
-    }
 
 
 def test_a_run_that_fails_fails_with_what_it_left_unanswered(traced: Served, spans: Any) -> None:

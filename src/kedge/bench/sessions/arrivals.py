@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -204,10 +203,8 @@ class TraceTurn:
 Conversation = Sequence[TraceTurn]
 
 
-def conversations(
-    records: Iterable[TraceRecord], max_tokens: int | None = MAX_TOKENS, block: int = BLOCK
-) -> list[Conversation]:
-    """Group a trace by conversation, in order of their first requests, in blocks of `block` tokens.
+def conversations(records: Iterable[TraceRecord]) -> list[Conversation]:
+    """Group a trace by conversation, in order of their first requests, in blocks of `BLOCK` tokens.
 
     The id of a coarse block is that of its last fine one, which is exact since ids are hashes of whole prefixes. Ids of
     different conversations never match, except: tool definitions of the same size are assumed to be the same text, and
@@ -216,9 +213,9 @@ def conversations(
     groups: dict[str, list[TraceRecord]] = {}
     for record in records:
         groups.setdefault(record.conversation, []).append(record)
-    kept = [one for one in groups.values() if max_tokens is None or max(r.tokens for r in one) <= max_tokens]
+    kept = [one for one in groups.values() if max(record.tokens for record in one) <= MAX_TOKENS]
     numbers: dict[Hashable, int] = {}
-    found: list[Conversation] = [list(_turns(one, numbers, block)) for one in kept]
+    found: list[Conversation] = [list(_turns(one, numbers)) for one in kept]
     if not found or not found[0][0].record.is_shared:
         return found
     common: dict[str, tuple[int, ...]] = {}
@@ -228,7 +225,7 @@ def conversations(
     return [[replace(turn, fixed_blocks=len(common[turn.record.agent])) for turn in one] for one in found]
 
 
-def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int], block_size: int) -> Iterator[TraceTurn]:
+def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int]) -> Iterator[TraceTurn]:
     """Yield the turns of a conversation; `numbers` has the integers of all blocks so far."""
     space = None if records[0].is_shared else records[0].conversation
     fixed: dict[int, Hashable] = {}  # block of tools or system prompt -> what it is known by across conversations
@@ -236,7 +233,7 @@ def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int], block_s
         tools, system, size = record.tools_tokens, record.system_tokens, record.block_size
         for at, block in enumerate(islice(record.ids(), (tools + system) // size if tools else 0)):
             fixed[block] = ("tools", tools, at) if (at + 1) * size <= tools else ("system", tools, system, at)
-        coarse = list(record.ids(block_size // size))
+        coarse = list(record.ids(BLOCK // size))
         chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
         yield TraceTurn(record, chain, sum(block in fixed for block in coarse))
 
@@ -255,13 +252,6 @@ class Arrival:
     session: str
     turn: TraceTurn
     chain: tuple[int, ...]
-    next_at: float = inf
-    """When the session's next request arrives; `inf` where it has none among these arrivals."""
-
-    @property
-    def ends_at(self) -> float:
-        """When the recorded server would have answered, on the arrivals' clock."""
-        return self.at + self.turn.record.seconds
 
 
 def compose(
@@ -286,9 +276,9 @@ def compose(
         copy, at = divmod(played, len(order))
         played_now = list(_played(conversations[order[at]], start, cap, copy, stride))
         arrivals += played_now
-        end = max(start, *(one.ends_at for one in played_now))
+        end = max(start, *(one.at + one.turn.record.seconds for one in played_now))
         heapq.heapreplace(starts, (end + rng.uniform(*PAUSE_SECONDS), slot))
-    return _linked(arrivals, limit)
+    return sorted(arrivals, key=lambda one: one.at)[:limit]
 
 
 def _played(conversation: Conversation, start: float, cap: float, copy: int, stride: int) -> Iterator[Arrival]:
@@ -307,23 +297,14 @@ def _played(conversation: Conversation, start: float, cap: float, copy: int, str
 
 def as_recorded(conversation: Conversation, limit: int = 6000) -> list[Arrival]:
     """Return the first `limit` arrivals of a conversation that is many users' traffic already, at their own times."""
-    return _linked([Arrival(one.record.at, one.record.session, one, one.chain) for one in conversation[:limit]], limit)
+    found = [Arrival(one.record.at, one.record.session, one, one.chain) for one in conversation[:limit]]
+    return sorted(found, key=lambda one: one.at)
 
 
 def is_traffic(conversations: Sequence[Conversation]) -> bool:
     """Return whether a trace is the traffic of many users, with ids that match among all of them, as Mooncake's."""
     roots = {turn.record.session for one in conversations for turn in one if turn.record.parent is None}
     return len(conversations) == 1 and len(roots) > 1
-
-
-def _linked(arrivals: list[Arrival], limit: int) -> list[Arrival]:
-    """Sort arrivals, cut them at `limit` and note when their sessions arrive next."""
-    arrivals = sorted(arrivals, key=lambda one: one.at)[:limit]
-    later: dict[str, float] = {}
-    for one in reversed(arrivals):
-        one.next_at = later.get(one.session, inf)
-        later[one.session] = one.at
-    return arrivals
 
 
 def working_set(arrivals: Sequence[Arrival]) -> float:
@@ -389,8 +370,8 @@ class Traffic:
         return max(1, int(self.working_set * share))
 
 
-def load_traces(files: Sequence[Path], *, as_recorded: bool = False) -> list[SessionTrace]:
-    """Read traces, in blocks of `BLOCK` tokens or `as_recorded`.
+def load_traces(files: Sequence[Path]) -> list[SessionTrace]:
+    """Read traces.
 
     Raises `ConfigError` for a bad line, two files of one name, or prompts that are all too long."""
     traces: dict[str, SessionTrace] = {}
@@ -398,9 +379,7 @@ def load_traces(files: Sequence[Path], *, as_recorded: bool = False) -> list[Ses
         name = file.name.removesuffix(".gz").removesuffix(".jsonl")
         if name in traces:
             raise ConfigError("trace", str(file), f"is the second trace named {name}; names must differ")
-        records = read_trace(file)
-        found = conversations(records, block=min(one.block_size for one in records) if as_recorded else BLOCK)
-        if not found:
+        if not (found := conversations(read_trace(file))):
             raise ConfigError("trace", str(file), "has no conversation whose prompts are all short enough")
         traces[name] = SessionTrace(name, found)
     return list(traces.values())

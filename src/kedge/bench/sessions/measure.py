@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, traffic_of
 from kedge.cache import CacheManager, Copied, Copy, Lease, Readiness
@@ -81,20 +81,29 @@ class NoCopier:
         return ended
 
 
-class ReplayHooks(Protocol):
-    """What happens with a request besides the cache, at the arrivals' times."""
+class SessionHooks:
+    """Sessions as the embedded engine finds, learns and ranks them, on the arrivals' clock; clients say nothing."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._blocks, self._now = cache.num_blocks, 0.0
+        self._caching = SessionCaching(cache, clock=lambda: self._now)
+        self._turn: Turn | None = None
 
     def arrived(self, arrival: Arrival) -> None:
-        """Take note of a request before it is admitted."""
+        """Find the session of a request before it is admitted."""
+        self._now = arrival.at
+        self._turn = self._caching.begin(SPACE, arrival.chain[: self._blocks], SessionHints())
 
     def answered(self, arrival: Arrival) -> None:
-        """Take note of a request that has been answered, whose blocks are cached."""
+        """End the turn with what its recorded answer ended with; its blocks are cached."""
+        assert self._turn
+        self._caching.answered(self._turn, arrival.chain[: self._blocks], TurnEnd(arrival.turn.record.stop))
 
 
 class CacheReplay:
-    """A cache that serves arrivals one after the other, and hooks that are called for each."""
+    """A cache that serves arrivals one after the other, and the hooks that are called for each, if any."""
 
-    def __init__(self, cache: CacheManager, hooks: Sequence[ReplayHooks] = ()) -> None:
+    def __init__(self, cache: CacheManager, hooks: SessionHooks | None = None) -> None:
         self.cache = cache
         self._hooks = hooks
         self._ids = count()
@@ -119,13 +128,13 @@ class CacheReplay:
 
     def arrived(self, arrival: Arrival) -> None:
         """Call the hooks before a request."""
-        for hooks in self._hooks:
-            hooks.arrived(arrival)
+        if self._hooks:
+            self._hooks.arrived(arrival)
 
     def answered(self, arrival: Arrival) -> None:
         """Call the hooks after a request."""
-        for hooks in self._hooks:
-            hooks.answered(arrival)
+        if self._hooks:
+            self._hooks.answered(arrival)
 
     def cached(self, request: RequestId, chain: tuple[int, ...]) -> Lease:
         """Allocate a request's blocks, for which others are evicted, and cache them. Raises `OutOfBlocks`."""
@@ -140,35 +149,6 @@ class CacheReplay:
             self.cache.pump()
 
 
-class SessionHooks:
-    """Sessions as the embedded engine finds, learns and ranks them, on the arrivals' clock."""
-
-    def __init__(self, cache: CacheManager) -> None:
-        self._blocks, self._now = cache.num_blocks, 0.0
-        self.caching = SessionCaching(cache, clock=lambda: self._now)
-        """The engine's part that finds sessions."""
-        self._turn: Turn | None = None
-
-    def hints(self, arrival: Arrival) -> SessionHints:  # noqa: ARG002 (others know more)
-        """Return what is known of a request's session: nothing."""
-        return SessionHints()
-
-    def returns_in(self, arrival: Arrival) -> float | None:  # noqa: ARG002
-        """Return the seconds to the session's next request, where they are known: never."""
-        return None
-
-    def arrived(self, arrival: Arrival) -> None:
-        """Find the session of a request."""
-        self._now = arrival.at
-        self._turn = self.caching.begin(SPACE, arrival.chain[: self._blocks], self.hints(arrival))
-
-    def answered(self, arrival: Arrival) -> None:
-        """End the turn with what its recorded answer ended with."""
-        assert self._turn
-        end = TurnEnd(arrival.turn.record.stop, returns_in=self.returns_in(arrival))
-        self.caching.answered(self._turn, arrival.chain[: self._blocks], end)
-
-
 def tiered_cache(capacity: int, host_times: int = 0) -> CacheManager:
     """Return an empty cache of `capacity` device blocks, and `host_times` as many in a host tier."""
     tiers = TierSettings(host_memory=f"{host_times * capacity} blocks")
@@ -178,7 +158,7 @@ def tiered_cache(capacity: int, host_times: int = 0) -> CacheManager:
 def kedge_hit_rate(arrivals: Sequence[Arrival], capacity: int, host_times: int = 0) -> float:
     """Return the hit rate of Kedge's cache, in either tier, where clients say nothing of their sessions."""
     cache = tiered_cache(capacity, host_times)
-    return CacheReplay(cache, [SessionHooks(cache)]).hit_rate(arrivals)
+    return CacheReplay(cache, SessionHooks(cache)).hit_rate(arrivals)
 
 
 Columns = Mapping[str, Callable[[Sequence[Arrival], int], float]]

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kedge.checks import brief
+from kedge.checks import MAX_GRAMMAR, brief
 from kedge.errors import InvalidGrammar
 from kedge.structures.bounded import BoundedDict
 from kedge.types import TenantId
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 KEY = "grammar"
 NEGATIVE = re.compile(r"(?<=[\s:,\[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 EXCERPT = re.compile(r"\n\s*\d+ \|")
-MAX_REASON = 500
-"""Characters of an error's reason"""
-MAX_KEPT = 1 << 16
-"""Characters of a tenant's grammars that are kept compiled: agents ask for the same schemas again and again. None is
-shared between tenants, who would tell by the time which ones the others use."""
 
 
 class GrammarState:
@@ -59,7 +54,7 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            why = self._matcher.get_error().partition("\n")[0][:MAX_REASON]  # without llguidance's inner state
+            why = self._matcher.get_error().partition("\n")[0]  # without llguidance's inner state
             raise InvalidGrammar(KEY, "…", f"cannot go on, as where a schema refers to itself without an end: {why}")
 
 
@@ -86,12 +81,14 @@ class Grammars:
         return GrammarState((found or self._compiled(grammar, tenant)).deep_copy())
 
     def _compiled(self, grammar: str, tenant: TenantId) -> LLMatcher:
-        """Compile a grammar, and keep it in place of the tenant's oldest ones."""
+        """Compile a grammar and keep it in place of the tenant's oldest ones: agents ask for the same schemas again and
+        again. None is shared between tenants, who would tell by the time which ones the others use.
+        """
         matcher = self._compile(grammar)
         with self._lock:
             kept = self._kept.use(tenant, OrderedDict)
             kept[grammar] = matcher
-            while sum(map(len, kept)) > MAX_KEPT:
+            while sum(map(len, kept)) > MAX_GRAMMAR:
                 kept.popitem(last=False)
         return matcher
 
@@ -105,7 +102,7 @@ class Grammars:
         matcher = LLMatcher(self._wrap(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             # llguidance's text without the excerpt of the grammar that follows it
-            reason = " ".join(EXCERPT.split(matcher.get_error())[0].split())[:MAX_REASON]
+            reason = " ".join(EXCERPT.split(matcher.get_error())[0].split())
             raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {reason}")
         self._try(GrammarState(matcher.deep_copy()))
         return matcher

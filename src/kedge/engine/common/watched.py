@@ -43,12 +43,9 @@ class Watcher:
     def forecast(self, changes: Changes) -> None:
         """Take note of the changes of the forecast."""
 
-    def run_ended(self, run: RunKey) -> None:
-        """Take note that a run is over."""
-
 
 class WatchedEngine(Engine):
-    """An `Engine` that forwards every call to `engine` and reports requests, forecasts and runs to `watcher`."""
+    """An `Engine` that forwards every call to `engine` and reports requests and forecasts to `watcher`."""
 
     def __init__(self, engine: Engine, watcher: Watcher) -> None:
         self._engine, self._watcher = engine, watcher
@@ -92,7 +89,6 @@ class WatchedEngine(Engine):
 
     def end_run(self, run: RunKey) -> None:
         self._engine.end_run(run)
-        self._watcher.run_ended(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         changes, prompts = sensible_hints(changes, prompts)

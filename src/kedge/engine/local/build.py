@@ -20,13 +20,13 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translate, translate_into
+from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
 from kedge.engine.common.dtypes import pick_device, pick_dtype
 from kedge.engine.common.model_folder import model_path, read_config
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.batch import flatten
-from kedge.engine.local.components import EngineComponents
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model import graphs
@@ -38,15 +38,13 @@ from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.engine.local.sessions import SessionCaching
-from kedge.engine.local.shared_writes import SharedWrites
 from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import default_model
 from kedge.policies.eviction import policy_of
-from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import Translation
+from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
@@ -54,11 +52,10 @@ from kedge.types import Namespace, RequestId, TenantId, Tokens
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-LONG, LONG_ON_GPU = 128, 1024
-"""Tokens of the longest pass that is measured; on a GPU some hundred take hardly longer than one"""
+LONG_ON_GPU = 1024
+"""Tokens of the longest pass that is measured on a GPU, where some hundred take hardly longer than one"""
 MANY = 4
 """Sequences of the pass with several"""
-REPEATS = 3
 SLOW = 0.25
 """Seconds of a one-token pass from which longer ones are not measured: the model is too slow on this machine."""
 
@@ -101,10 +98,10 @@ class EngineParts:
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
         on_copied: Callable[[], None] = lambda: None,
-        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+        assembler: MakeAssembler = Assembler,
     ) -> None:
         """Build the parts. `policy` replaces that of the settings. `on_copied` is called, on another thread, when a
-        copy has ended. `components` are replaced in experiments only.
+        copy has ended. `assembler` is replaced in experiments only.
         """
         self.runner, self.config = runner, config
         size, tiers = config.block_size, config.tiers
@@ -121,20 +118,20 @@ class EngineParts:
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
 
-        anchors = components.anchors(config.anchors)
-        bases = components.bases(config.anchors.max_base_bytes)
+        anchors, bases = AnchorStore(config.anchors), BaseStore(config.anchors.max_base_bytes)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
+        self.learned = anchors, bases
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
         host_blocks = tiers.host_pool_size(block_bytes)
-        throttle = tiers.throttle if isinstance(tiers, ThrottledTiers) else 0.0
+        throttle = ThrottledTiers(**dict(tiers)).throttle
         copy_blocks = partial(PoolCopier, block_size=size, throttle=throttle, on_copied=on_copied)
         self.copier = copier = copy_blocks(host_pools(storage, host_blocks)) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, has_host=copier is not None)
-        self.assembler = components.assembler(runner, storage)
+        self.assembler = assembler(runner, storage)
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
@@ -142,35 +139,24 @@ class EngineParts:
         self.running: list[RequestSequence] = []
         """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
         self.sentinels = Sentinels(storage)
-        self.shared = SharedWrites(cache, storage, self.running)
         self.preassembly = PromptPreassembler(
             cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
         )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
 
-    @property
-    def learned(self) -> tuple[AnchorStore, BaseStore]:
-        """The anchors and the base KV."""
-        anchors, bases = self.runtime.learned
-        assert isinstance(anchors, AnchorStore) and isinstance(bases, BaseStore)
-        return anchors, bases
-
     def check_integrity(self) -> None:
         """Raise `PlanError` if a block does not have exactly one owner."""
         self.cache.check_integrity()
 
     def stats(self) -> dict[str, object]:
-        """Return figures of the queue, the cache, waiting for loads, learning, costs, and the anchors."""
+        """Return figures of the queue, the cache, waiting for loads, learning, and the anchors."""
         return {
             "dtype": str(self.runner.spec.dtype).removeprefix("torch."),
             "scheduler": {"running": len(self.running), "waiting": len(self.scheduler.unadmitted)},
             "learning": self.learning.stats(),
-            "costs": self.costs.stats(),
             "cache": asdict(self.cache.stats()),
             "loading": self.loading.stats(),
-            "copied_tokens": self.shared.copied_tokens,
-            "borrowed_tokens": self.shared.borrowed_tokens,
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
             **self.runtime.stats(),
@@ -189,7 +175,7 @@ class EngineParts:
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
     """Run a few passes and write a few segments; `capacity` is the tokens of the storage, none of them in use."""
-    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONG, capacity, runner.max_positions)
+    longest = min(LONG_ON_GPU if storage.keys.is_cuda else LONGEST, capacity, runner.max_positions)
     run = partial(_run, runner, storage)
     run(1, 1)  # the first use of anything takes longer
     alone = _seconds(partial(run, 1, 1))

@@ -22,7 +22,7 @@ from kedge.engine.local.requests import Admission, Requests
 from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
-from kedge.reuse.contracts import LEARNING_SHARE
+from kedge.reuse.costs import LEARNING_SHARE
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
@@ -91,7 +91,6 @@ class EngineCore:
         """Complete finished copies, and start the next ones."""
         if found := self.parts.plain.forecasts.take():
             self.forecast(found.next_runs, found.prompts)
-        self.parts.plain.log()
         self.parts.sessions.advance()
         if self.parts.cache.pump():
             self.parts.preassembly.wake()

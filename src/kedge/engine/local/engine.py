@@ -30,7 +30,7 @@ from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedSta
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.components import EngineComponents
+from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
@@ -46,7 +46,6 @@ from kedge.errors import (
 )
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import KVSpec
 from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
@@ -57,8 +56,6 @@ MAX_IN_FLIGHT = 4096
 """Requests in flight, running or waiting, beyond which another one is refused: a bound for memory"""
 MAX_FAILURES = 3
 """Consecutive failed steps after which the engine's thread ends."""
-MAX_COPY_WAIT = 0.05
-"""Longest wait for a copy, in seconds, before the clock is checked again."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -185,14 +182,14 @@ class EngineThread:
         if not self._core.idle:
             self._drain()
             if not self._core.step():
-                self._drain(wait=MAX_COPY_WAIT)
+                self._drain(wait=GRACE)
             return
         self._core.pump()
         if self._core.can_learn:
             if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
                 self._core.parts.learning.step()
         elif self._core.parts.cache.transferring:
-            self._drain(wait=MAX_COPY_WAIT)
+            self._drain(wait=GRACE)
         else:
             self._tell_idle()
             self._drain(wait=None)
@@ -239,7 +236,7 @@ class LocalEngine(Engine):
         self.config = config or EngineSettings()
         runner, path = build.apart(partial(build.load_runner, model or self.config.model, self.config))
         self.tokenizer = HFTokenizer.load(path)
-        self._start(runner, None, EngineComponents())
+        self._start(runner)
 
     @classmethod
     def from_runner(
@@ -248,22 +245,24 @@ class LocalEngine(Engine):
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-        components: EngineComponents = EngineComponents(),  # noqa: B008 (it is frozen)
+        assembler: MakeAssembler = Assembler,
     ) -> LocalEngine:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings, `components` its own (in experiments).
+        `policy` replaces that of the settings, `assembler` its own (in experiments).
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy, components)
+        self._start(runner, policy, assembler)
         return self
 
-    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None, components: EngineComponents) -> None:
+    def _start(
+        self, runner: ModelRunner, policy: EvictionPolicy | None = None, assembler: MakeAssembler = Assembler
+    ) -> None:
         self.runner = runner
         """The model, with the results of the checks at load."""
         self._thread = EngineThread()
-        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, components)
+        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, assembler)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
         self.tokenizer.most = longest
@@ -283,11 +282,6 @@ class LocalEngine(Engine):
     def translation_refusal(self) -> str | None:
         """Why this model cannot be translated, or None where it can."""
         return self.runner.refusal
-
-    @property
-    def kv_spec(self) -> KVSpec:
-        """The shape of this model's KV."""
-        return self.runner.spec
 
     # any thread -----------------------------------------------------------------------------------------------
 
@@ -398,9 +392,9 @@ class LocalEngine(Engine):
     def save(self, folder: str | Path) -> SavedState:
         """Write the anchors, the base KV of prefix segments and the guard's records to `folder`, atomically.
 
-        Costs the engine's thread almost nothing: the caller's thread copies and writes the tensors. Unchanged content
-        is not written again. From the first `save` or `load` until it is closed, the engine has exclusive use of the
-        folder. Raises `ConfigError` if another process uses it, and `OSError`.
+        The engine's thread copies what has changed, one pool at a time, and the caller's writes it. From the first
+        `save` or `load` until it is closed, the engine has exclusive use of the folder. Raises `ConfigError` if another
+        process uses it, and `OSError`.
         """
         return self._state_in(Path(folder)).save()
 

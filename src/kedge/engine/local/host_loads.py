@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 
 from kedge.cache import CacheManager, Readiness
 from kedge.engine.local.sequence import RequestSequence
 from kedge.policies.prefetch import MAX_WAIT_S
-
-
-@dataclass(slots=True)
-class LoadStats:
-    """The costs of waiting for the host since the start."""
-
-    waited: int = 0
-    """Requests that waited for a load."""
-    stall_s: float = 0.0
-    """Total seconds that they waited, while other requests ran."""
-    skips: int = 0
-    """Number of times that another request went before one of them."""
-    given_up: int = 0
-    """Requests that had waited for `MAX_WAIT_S`."""
 
 
 class Loading:
@@ -31,7 +16,7 @@ class Loading:
         self._cache, self._has_host = cache, has_host
         self.lets_pass = True
         """Whether others go before a request that waits (KVFlow: status-aware scheduling); a benchmark says False"""
-        self._stats = LoadStats()
+        self._waited, self._stall_s = 0, 0.0
 
     def is_ready(self, sequence: RequestSequence) -> bool:
         """Return whether to admit `sequence` now: its KV is there (always if it was prepared), or it has waited so long
@@ -47,25 +32,20 @@ class Loading:
             return True
         if sequence.load_asked is None:
             sequence.load_asked = time.monotonic()
-            self._stats.waited += 1
+            self._waited += 1
         return False
 
     def give_up(self, sequence: RequestSequence) -> None:
         """Stop waiting: use what has been loaded, and compute the rest."""
         sequence.gave_up = True
-        self._stats.given_up += 1
         self._cache.withdraw(sequence.key)
-
-    def skipped(self) -> None:
-        """Count that another request went before one that waits."""
-        self._stats.skips += 1
 
     def ended(self, sequence: RequestSequence, now: float) -> float:
         """Forget a sequence that was admitted or has ended. Returns the seconds that it waited."""
         waited = 0.0 if sequence.load_asked is None else now - sequence.load_asked
-        self._stats.stall_s += waited
+        self._stall_s += waited
         return waited
 
     def stats(self) -> dict[str, float]:
-        """Return a snapshot as plain data."""
-        return asdict(self._stats)
+        """Return how many requests waited for a load, and for how many seconds in all, while others ran."""
+        return {"waited": self._waited, "stall_s": self._stall_s}

@@ -18,14 +18,12 @@ from kedge.cache import CacheManager
 from kedge.engine.local.sequence import BaseJob, RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.kv.storage import PagedStorage
-from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING, BaseNeed, ReadKV
+from kedge.reuse.costs import LEARNING_SHARE, MAX_PENDING
 from kedge.reuse.layout import Placed
-from kedge.reuse.runtime import Runtime
+from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.types import RequestId, RunKey, new_request_id
 
 logger = logging.getLogger(__name__)
-MAX_CREDIT = 0.25
-"""Most seconds of learning that passes may save up"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +67,12 @@ class Learning:
         can be computed; `release` frees the blocks of a finished request.
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
-        self._jobs, self._longest, self._share = jobs, longest, LEARNING_SHARE
+        self._jobs, self._longest = jobs, longest
         self._pending: deque[PendingObservation] = deque()
         self._ended: set[RunKey] = set()
         """Ended runs with requests that are left to learn from"""
         self._stats = LearningStats()
-        self._credit = 0.0
+        self._share, self._credit = LEARNING_SHARE, 0.0
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -136,9 +134,8 @@ class Learning:
         self._over(observation)
 
     def spend(self, seconds: float) -> None:
-        """Learn within the budget that a pass of `seconds` earned, while requests wait for their first token."""
-        share = self._share
-        self._credit = min(self._credit + share * seconds, MAX_CREDIT)
+        """Learn within its share of a pass of `seconds`, while requests run. Later passes pay for what exceeds it."""
+        self._credit = min(self._credit, 0.0) + self._share * seconds
         while self._credit > 0 and self.ready:
             began = time.monotonic()
             self.step()

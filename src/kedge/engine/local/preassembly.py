@@ -29,7 +29,7 @@ from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import MAX_PENDING, EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
@@ -39,8 +39,6 @@ from kedge.workflow.forecast import AgentKey
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 logger = logging.getLogger(__name__)
-MAX_PREPARED = 16
-"""Maximum prepared prompts; the one with the oldest hint goes first."""
 
 
 class Ended(StrEnum):
@@ -76,7 +74,7 @@ class PromptPreassembler:
         """The prepared prompts that no request has claimed, oldest hint first."""
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
-        self._begun = self._used_tokens = self._wasted_tokens = 0
+        self._begun = 0
 
     # hints ----------------------------------------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ class PromptPreassembler:
                 return old.learn(request)
             self._drop(old, Ended.WASTED)
         self.expected[key] = PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
-        if len(self.expected) > MAX_PREPARED:
+        if len(self.expected) > MAX_PENDING:
             self._drop(next(iter(self.expected.values())), Ended.CANCELLED)
         return None
 
@@ -153,19 +151,18 @@ class PromptPreassembler:
         preparation.learn(request)
         return preparation
 
-    def adopt(self, sequence: RequestSequence, room: int) -> Lease | None:
-        """Transfer the blocks of a claimed prompt to its sequence, with `room` for this many tokens.
+    def adopt(self, sequence: RequestSequence, preparation: PreparedPrompt) -> Lease | None:
+        """Transfer the blocks of the prompt that a sequence has claimed to it, with room for its answer.
 
         Returns None if it was given back, if the cache has more of the prompt exactly, or for lack of room.
         """
-        preparation = sequence.preparation
-        if preparation is None or preparation not in self._claimed:
+        if preparation not in self._claimed:
             return None
         cached = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         if cached.device_tokens + cached.host_tokens > preparation.exact:
             self._drop(preparation, Ended.WASTED)
             return None
-        while not self._extend(preparation, room):
+        while not self._extend(preparation, sequence.room):
             if not self.give_back(spare=preparation):
                 return None
         self._claimed.remove(preparation)
@@ -186,7 +183,6 @@ class PromptPreassembler:
         sequence.sentinels = preparation.sentinels
         todo = [*preparation.todo, request.prompt_tokens - 1]
         sequence.preassembled = min(ready, todo[0])
-        self._used_tokens += sequence.preassembled
         return preparation.plan, todo
 
     def abandon(self, sequence: RequestSequence) -> None:
@@ -267,7 +263,7 @@ class PromptPreassembler:
         """Draft and write the first `segments`, and seal the plan if these are all."""
         draft, request = preparation.draft, preparation.request
         assert draft is not None
-        before, translated, made = len(draft.sources), preparation.translates, preparation.made
+        before, translated = len(draft.sources), preparation.translates
         if segments > draft.drafted:
             began, posted = time.monotonic(), len(draft.sentinels)
             translations = self._runtime.grow(draft, request, segments)
@@ -283,7 +279,6 @@ class PromptPreassembler:
             preparation.sentinels.clear()
         if translated and draft.dense:  # what was written and computed beside it must not be seen
             preparation.todo, before = [], draft.exact_tokens
-            self._wasted_tokens += made
         preparation.todo += draft.computed(before)
         if preparation.plan is not None:
             preparation.todo = [at for at in preparation.todo if at < request.prompt_tokens - 1]
@@ -314,7 +309,6 @@ class PromptPreassembler:
             self._claimed.remove(preparation)
         if preparation.admitted:
             self._ended[ended] += 1
-            self._wasted_tokens += preparation.made
             # Exact tokens, computed for a request without translation, are cached.
             worthy = preparation.request.reuse is ReuseMode.EXACT and ended in (Ended.WASTED, Ended.GIVEN_BACK)
             self._cache.finish(preparation.key, preparation.tokens[: preparation.exact] if worthy else ())
@@ -328,12 +322,9 @@ class PromptPreassembler:
             self._ahead.remove(preparation)
 
     def stats(self) -> dict[str, int]:
-        """Return counts of prompts that held blocks, `live` and by how they ended; of the tokens that were ready when a
-        request came, and of those that were translated or computed in vain.
-        """
+        """Return counts of prompts that held blocks, `live` and by how they ended."""
         live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
-        tokens = {"used_tokens": self._used_tokens, "wasted_tokens": self._wasted_tokens}
-        return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}, **tokens}
+        return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}}
 
 
 def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:

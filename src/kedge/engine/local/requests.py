@@ -79,7 +79,7 @@ class Requests:
         self._requeue(sequence)
 
     def _requeue(self, sequence: RequestSequence) -> None:
-        sequence.table, sequence.todo, sequence.written = None, [], ()
+        sequence.table, sequence.todo = None, []
         self._parts.scheduler.preempt(sequence)
 
     def release(self, sequence: RequestSequence) -> None:
@@ -292,11 +292,6 @@ class Admission:
         """
         return self._parts.loading.is_ready(sequence) and not self._parts.learning.awaits_base(sequence, busy=busy)
 
-    def skipped(self, sequence: RequestSequence) -> None:
-        """Count that another request was admitted before one that stepped aside."""
-        if sequence.load_asked is not None:
-            self._parts.loading.skipped()
-
     # leases -------------------------------------------------------------------------------------------------------
 
     def _begin(self, sequence: RequestSequence) -> bool:
@@ -306,7 +301,8 @@ class Admission:
         """
         parts, began = self._parts, time.monotonic()
         is_resumed = sequence.plan is not None
-        adopted = None if is_resumed else parts.preassembly.adopt(sequence, sequence.room)
+        prepared = None if is_resumed else sequence.preparation
+        adopted = parts.preassembly.adopt(sequence, prepared) if prepared else None
         lease = adopted or self._try_lease(sequence, sequence.room)
         while lease is None:
             if not (self._reclaim_spare() or parts.learning.reclaim_job() or self._requests.preempt(sequence)):
@@ -335,22 +331,15 @@ class Admission:
     def _plan(self, sequence: RequestSequence, table: SlotTable, lease: Lease) -> float:
         """Plan and write the translated spans. Returns the time at which planning ended."""
         parts, began = self._parts, time.monotonic()
-        taken, plan = parts.shared.tokens, parts.runtime.plan(sequence.request, lease.spans)
+        plan = parts.runtime.plan(sequence.request, lease.spans)
         matched = time.monotonic()
         if sequence.request.guard.afresh and not plan.translates:
             raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
-        if parts.assembler.works_ahead:
-            left = parts.shared.take(sequence, plan)  # it may change the table
-            assert sequence.table is not None
-            parts.assembler.assemble(sequence.request, sequence.table, left)
-            sequence.plan, sequence.written = plan, plan.translations
-        else:  # it writes something else than translations
-            sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
+        sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
         sequence.todo = sequence.plan.computed
         if sequence.plan.sentinels:
-            assert sequence.table is not None
-            sequence.sentinels = [parts.sentinels.read(sequence.table, sequence.plan.sentinels)]
-        if plan.translations and parts.shared.tokens == taken:  # else it would seem cheaper than it is
+            sequence.sentinels = [parts.sentinels.read(table, sequence.plan.sentinels)]
+        if plan.translations:
             seconds = time.monotonic() - began
             parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
         return matched

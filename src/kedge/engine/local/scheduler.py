@@ -21,10 +21,9 @@ from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence
 from kedge.engine.local.sessions import SessionCaching
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.reuse.costs import EngineCosts
+from kedge.structures.bounded import BoundedDict
 from kedge.types import TenantId
 
-MAX_IDLE_TENANTS = 1024
-"""Counters of tenants without a waiting item that a queue remembers."""
 T = TypeVar("T", bound=Hashable)
 JOB_CHUNK = 256
 """Tokens of base prefills in a pass while no request waits; they delay decodes, or a new request, by no more
@@ -61,13 +60,10 @@ class FairQueue(Generic[T]):
         self._queues: dict[TenantId, OrderedDict[T, _Waiting]] = {}
         """Items by tenant, in the order of service; only tenants that have some"""
         self._owners: dict[T, TenantId] = {}
-        self._active: dict[TenantId, float] = {}
-        """Counters of the tenants in `_queues`"""
-        self._idle: dict[TenantId, float] = {}
-        """Counters of other known tenants"""
-        self._last: TenantId | None = None
+        self._counters: BoundedDict[TenantId, float] = BoundedDict()
+        """Also of tenants of which nothing waits"""
+        self._last = TenantId("")
         """The tenant that left last; its counter is the level for newcomers while no item waits"""
-        self._level = 0.0
         self._arrivals = count()
 
     def __len__(self) -> int:
@@ -103,7 +99,7 @@ class FairQueue(Generic[T]):
         tenant was idle.
         """
         if tenant not in self._queues:
-            self._active[tenant] = max(self._idle.pop(tenant, 0.0), self._least())
+            self._counters[tenant] = max(self._counter(tenant), self._least())
             self._queues[tenant] = OrderedDict()
         self._queues[tenant][item] = _Waiting(cost, next(self._arrivals))
         self._owners[item] = tenant
@@ -111,7 +107,7 @@ class FairQueue(Generic[T]):
     def take(self, item: T) -> None:
         """Remove an item to serve it, and charge its tenant the item's cost."""
         tenant = self._owners[item]
-        self._active[tenant] += self._queues[tenant][item].cost
+        self.charge(tenant, self._queues[tenant][item].cost)
         self.remove(item)
 
     def remove(self, item: T) -> None:
@@ -120,8 +116,7 @@ class FairQueue(Generic[T]):
         del self._queues[tenant][item]
         if not self._queues[tenant]:
             del self._queues[tenant]
-            self._last, self._level = tenant, self._active.pop(tenant)
-            self._remember(tenant, self._level)
+            self._last = tenant
 
     def arrange(self, items: Many[T]) -> None:
         """Put waiting items before the others of their tenants, in this order. O(items)."""
@@ -130,31 +125,19 @@ class FairQueue(Generic[T]):
 
     def charge(self, tenant: TenantId, tokens: float) -> None:
         """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
-        if tenant in self._active:
-            self._active[tenant] += tokens
-            return
-        counter = self._idle.get(tenant, self._least()) + tokens
-        self._remember(tenant, counter)
-        if tenant == self._last:
-            self._level = counter
+        self._counters[tenant] = self._counters.get(tenant, self._least()) + tokens
 
     def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
         """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
         head = next(iter(self._queues[tenant].values()))
-        return self._active[tenant], head.cost, head.arrival
+        return self._counter(tenant), head.cost, head.arrival
 
     def _least(self) -> float:
         """Return the least counter of tenants that wait, to which newcomers are lifted."""
-        return min(self._active.values()) if self._active else self._level
+        return min(map(self._counter, self._queues or (self._last,)))
 
-    def _remember(self, tenant: TenantId, counter: float) -> None:
-        """Keep an idle tenant's counter; beyond the limit, forget those that would be lifted anyway, then the least."""
-        self._idle[tenant] = counter
-        if len(self._idle) > MAX_IDLE_TENANTS:
-            level = self._least()
-            self._idle = {one: value for one, value in self._idle.items() if value > level}
-        if len(self._idle) > MAX_IDLE_TENANTS:
-            del self._idle[min(self._idle, key=self._idle.__getitem__)]
+    def _counter(self, tenant: TenantId) -> float:
+        return self._counters.get(tenant, 0.0)
 
 
 class ServiceOrders:
@@ -167,26 +150,22 @@ class ServiceOrders:
         self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Start empty. `sessions` protects what waits by its place; `clock` is in seconds."""
-        self._cache, self._sessions, self._clock = cache, sessions, clock
+        self._cache, self._sessions = cache, sessions
         self._capacity = cache.num_blocks * cache.block_size
         self._orders: dict[TenantId, ServiceOrder[RequestSequence]] = {}
         self._arranged: dict[TenantId, list[RequestSequence]] = {}
-        self._live = LiveContexts()
-        self._began: dict[RequestSequence, tuple[Hashable, int]] = {}
-        """The sessions of the requests in the engine, and the tokens with which they began"""
+        self._live = LiveContexts(clock)
 
     @property
     def overloaded(self) -> bool:
         """Whether the live contexts need more than the device tier has."""
-        return self._live.tokens(self._clock()) > self._capacity
+        return self._live.tokens() > self._capacity
 
     def arrived(self, sequence: RequestSequence) -> None:
         """Take a request that waits from now on."""
-        session = sequence.turn.session if sequence.turn else sequence.key
         tokens = len(sequence.tokens)
         self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
-        self._began[sequence] = session, tokens
-        self._live.began(session, tokens)
+        self._live.began(sequence.key, sequence.turn and sequence.turn.session, tokens)
 
     def left(self, sequence: RequestSequence) -> None:
         """Take note that a request is admitted, steps aside to be loaded, or has ended."""
@@ -200,13 +179,8 @@ class ServiceOrders:
 
     def ended(self, sequence: RequestSequence) -> None:
         """Take note that a request has ended, at whatever stage. Requests that never arrived are ignored."""
-        if sequence not in self._began:
-            return
         self.left(sequence)
-        session, tokens = self._began.pop(sequence)
-        self._live.ended(session, tokens, len(sequence.tokens), self._clock())
-        if sequence.turn is None:  # no request can continue it
-            self._live.forget(session)
+        self._live.ended(sequence.key, len(sequence.tokens))
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:
         """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""
@@ -281,9 +255,6 @@ class Admitting(Protocol):
 
     def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
         """Return whether to admit a request now; `busy` if others run."""
-
-    def skipped(self, sequence: RequestSequence) -> None:
-        """Count that another request went first."""
 
 
 class Scheduler:
@@ -392,13 +363,10 @@ class Scheduler:
                     return
                 self._take(sequence)
                 self.loading.append(sequence)
-            elif self._start(sequence):
-                for other in self.loading:
-                    self._admission.skipped(other)
-            elif room and not self._is_first(sequence):
+            elif not self._start(sequence):
+                if not room or self._is_first(sequence):
+                    return
                 room = False
-            else:
-                return
 
     def _next(self, room: bool) -> RequestSequence | None:
         """Return the waiting request that goes next. If it lacks a place or room, it blocks all others in the same

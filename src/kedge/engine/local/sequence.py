@@ -11,11 +11,11 @@ from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
-from kedge.reuse.contracts import Cut
 from kedge.reuse.layout import known_segments, next_stop, plan_key
-from kedge.reuse.plan import ReusePlan, Translation
+from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
+from kedge.reuse.runtime import Cut
 from kedge.types import (
     Completion,
     FinishReason,
@@ -147,11 +147,6 @@ class PreparedPrompt(Sequence):
         sources = self.draft.sources
         return min(self.ready, sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources))
 
-    @property
-    def made(self) -> int:
-        """Number of tokens translated or computed for it."""
-        return self.ready - self.draft.exact_tokens if self.draft else 0
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestSequence(Sequence):
@@ -164,8 +159,6 @@ class RequestSequence(Sequence):
     max_tokens: int
     arrival: float = field(default_factory=time.monotonic)
     plan: ReusePlan | None = None
-    written: tuple[Translation, ...] = ()
-    """The translations that were written to its slots, as long as nothing but computed positions replaces them"""
     preassembled: int = 0
     parts: dict[str, float] = field(default_factory=dict)
     """Parts of the time to first token, in seconds."""
@@ -177,7 +170,6 @@ class RequestSequence(Sequence):
     logprobs: Logprobs = field(init=False)
     preparation: PreparedPrompt | None = None
     """The part of its prompt that was assembled before it arrived."""
-    """The tokens that follow the response in its readers' prompts."""
     finish: FinishReason | None = None
     """Set when the response is complete; one more pass may follow, for KV that is kept for readers."""
     response_stop: int | None = None

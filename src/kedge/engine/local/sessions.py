@@ -85,7 +85,9 @@ class SessionCaching:
 
     def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
         """Take the changes of the forecast, and pass them on to the cache."""
-        self._cache.on_forecast(self.ledger.on_forecast(changes) if self._is_on else changes)
+        if self._is_on:
+            self.ledger.on_forecast(changes)
+        self._cache.on_forecast(changes)
 
     def advance(self) -> None:
         """Pass on what has changed. Call this in every step, and before blocks are evicted."""

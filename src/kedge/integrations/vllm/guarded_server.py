@@ -24,18 +24,18 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
-from kedge.integrations.vllm.engine.driver import kedge_error, sampling_params, tokens_prompt
+from kedge.integrations.vllm.engine.driver import Driver, sampling_params
 from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.requests import end_of_run, guard_hints, sampling_arguments
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
 from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
-from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
 
@@ -82,14 +82,14 @@ class ServerGuard:
 
     def __init__(self, client: Any, settings: PluginSettings, tokenizer: HFTokenizer) -> None:
         """`client` is vLLM's `AsyncLLM`. Raises `ConfigError` where the folder for state cannot be used."""
-        self._client, self._generate = client, client.generate
+        self._client, self._generate, self._driver = client, client.generate, Driver(plugged=False, llm=client)
         self._loop, self._settings, self._tokenizer = asyncio.get_running_loop(), settings, tokenizer
         self._max_logprobs, self._max_model_len = client.model_config.max_logprobs, client.model_config.max_model_len
         self.calls = GuardedCalls(self.submit, settings.guard)
-        self._state: RankState | None = None
+        self._state: Snapshots | None = None
         if settings.state is not None:
-            folder, config = settings.state.absolute() / _folder(client), client.vllm_config
-            self._state = keep_guard(self.calls.guard, folder, settings.snapshot_interval, config, settings.anchors)
+            folder = settings.state.absolute() / _folder(client)
+            self._state = keep_guard(self.calls.guard, folder, client.vllm_config, settings.anchors)
 
     def close(self) -> None:
         """Drop the checks that wait, and write the last snapshot. Blocks."""
@@ -167,25 +167,9 @@ class ServerGuard:
         own = None if check.forced or not isinstance(check.sampling, ClientSampling) else check.sampling.own
         kept = {} if own is None else {name: getattr(own, name) for name in KEPT}
         params = sampling_params({**sampling_arguments(check, room), **kept, "detokenize": bool(kept.get("stop"))})
-        response = StreamedResponse(check, self._tokenizer, params, room)
-        asyncio.run_coroutine_threadsafe(self._carry_out(response), self._loop)
+        response = StreamedResponse(check, self._tokenizer, params, room, priority=sys.maxsize)
+        self._loop.call_soon_threadsafe(self._driver.begin, response)
         return response.stream
-
-    async def _carry_out(self, response: StreamedResponse) -> None:
-        check = response.request
-        salt = "" if (name := str(check.namespace)) == "default" else name  # that of prompts without a salt
-        last = sys.maxsize  # where vLLM goes by priorities
-        outputs = self._generate(tokens_prompt(check, salt), response.params, check.request_id, priority=last)
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    response.take(output)
-                    if output.finished:
-                        response.end((output.kv_transfer_params or {}).get("kedge"))
-        except BaseException as error:  # the guard's thread must not wait for ever
-            response.stream.put(kedge_error(error, check.request_id))
-            if not isinstance(error, Exception):
-                raise
 
 
 class ServedCall:

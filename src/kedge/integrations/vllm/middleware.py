@@ -4,10 +4,10 @@
 
 Clients send what they send anyway, in headers and bodies (`kedge.hints`). A request's hints are put into the field of
 its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and the
-body of a request without hints, or one that cannot be read, byte for byte. At `/kedge` it shows what the plug-in has
-found in plain traffic, at `/kedge/report` the same as JSON; neither has any text of a prompt. `POST /v1/hints` takes
-hints without a prompt, and `GET /v1/guard` shows what is proved, as `kedge serve` does. From the server's start to its
-end the quality guard is at work in its process (`kedge.integrations.vllm.guarded_server`).
+body of a request without hints, or one that cannot be read, byte for byte. `/kedge/report` is what the
+plug-in has found in plain traffic, without any text of a prompt. `POST /v1/hints` takes hints without a prompt, and
+`GET /v1/guard` shows what is proved, as `kedge serve` does. From the server's start to its end the quality guard is at
+work in its process (`kedge.integrations.vllm.guarded_server`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.discovery.report import page
-from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
+from kedge.errors import ConfigError, EngineClosed, KedgeError, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
@@ -37,16 +37,12 @@ if TYPE_CHECKING:
     from kedge.integrations.vllm.guarded_server import ServerGuard
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-PAGE, DATA = "/kedge", "/kedge/report"
-"""What the plug-in has found, as a page and as JSON"""
-MAX_BODY_BYTES = 64 << 20
-"""Bodies that are longer are refused: a field in them that keeps caches apart would do nothing"""
+REPORT_PATH = "/kedge/report"
+"""What the plug-in has found in plain traffic"""
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
-MAX_WAITING = 256
-"""Calls that may wait for vLLM at once"""
-STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
+STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, EngineClosed: 503, ConfigError: 501}
 
 
 class KedgeMiddleware:
@@ -57,14 +53,14 @@ class KedgeMiddleware:
         self._guard: ServerGuard | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, with its hints where it has any; take hints without a prompt; show the page of plain
+        """Pass a request on, with its hints where it has any; take hints without a prompt; show what was found in plain
         traffic, and what is proved. Start the guard with the server, and end it.
         """
         path, is_get, is_post = scope.get("path", ""), scope.get("method") == "GET", scope.get("method") == "POST"
         if scope["type"] == "lifespan" and "app" in scope:
             await self._run(scope, receive, send)
-        elif is_get and path in (PAGE, DATA):
-            await _shown(path)(scope, receive, send)
+        elif is_get and path == REPORT_PATH:
+            await _report()(scope, receive, send)
         elif is_get and path.endswith(GUARD_PATH):
             await _answer_own(self._app, scope, send, self._proved)
         elif is_post and path.endswith(HINTS_PATH):
@@ -95,7 +91,7 @@ class KedgeMiddleware:
         """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
         be. The end of a run waits for the checks that need it.
         """
-        body = await _body(receive)
+        body = await _body(Request(scope, receive))
         hints, _ = read_hints(body, Headers(scope=scope))
         given, ended = plugin_hints(hints), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
@@ -108,14 +104,12 @@ class KedgeMiddleware:
         return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
-def _shown(path: str) -> Response:
-    """Return what the plug-in has found in plain traffic, as a page or as JSON; of several engines the first's."""
+def _report() -> JSONResponse:
+    """Return what the plug-in has found in plain traffic; of several engines the first's."""
     from kedge.integrations.vllm.plugin.metrics import REPORTS
 
     report = next((REPORTS[engine] for engine in sorted(REPORTS)), None)
-    found = HTMLResponse(page(report)) if path == PAGE else JSONResponse(report)
-    found.headers["cache-control"] = "no-store"
-    return found
+    return JSONResponse(report, headers={"cache-control": "no-store"})
 
 
 async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +122,7 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
 
     async def read() -> Message:
         try:
-            return await (_with_hints(receive, unread.pop()) if unread else receive())
+            return await (_with_hints(Request(scope, receive), unread.pop()) if unread else receive())
         except RequestError as error:
             failed.append(error)
             raise
@@ -147,26 +141,13 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
         await _failed(failed[0])(scope, receive, send)
 
 
-async def _with_hints(receive: Receive, headers: Mapping[str, str]) -> Message:
+async def _with_hints(request: Request, headers: Mapping[str, str]) -> Message:
     """Return a whole body with its hints, or unchanged. Raises `RequestError` for one that cannot be served."""
-    body = await _content(receive)
-    if body is None:
+    try:
+        body = await request.body()
+    except ClientDisconnect:
         return {"type": "http.disconnect"}
     return {"type": "http.request", "body": add_hints(body, headers) or body, "more_body": False}
-
-
-async def _content(receive: Receive) -> bytes | None:
-    """Return the bytes of a body, None of a client that has gone. Raises `RequestError` for one that is too long."""
-    parts, size, has_more = [], 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        size, has_more = size + len(parts[-1]), message.get("more_body", False)
-        if size > MAX_BODY_BYTES:
-            raise RequestError("body", f"{size} bytes", f"must have at most {MAX_BODY_BYTES}")
-    return b"".join(parts)
 
 
 def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
@@ -214,7 +195,7 @@ async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[
     await app(dict(scope), nothing, keep)
     if not messages or messages[0].get("status") == HTTPStatus.NOT_FOUND:
         try:
-            answered: Response = JSONResponse(await answer())
+            answered = JSONResponse(await answer())
         except KedgeError as error:
             answered = _failed(error)
         await answered(scope, nothing, send)
@@ -223,17 +204,17 @@ async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[
         await send(message)
 
 
-def _failed(error: KedgeError) -> Response:
+def _failed(error: KedgeError) -> JSONResponse:
     """Return the answer that an error is."""
     status = STATUSES.get(type(error), 500)
     data = {"message": str(error), "type": type(error).__name__, "param": error.key, "code": status}
     return JSONResponse({"error": data}, status)
 
 
-async def _body(receive: Receive) -> dict[str, Any]:
-    """Return the body of a call. Raises `RequestError` for one that is no JSON object, or too long."""
+async def _body(request: Request) -> dict[str, Any]:
+    """Return the body of a call. Raises `RequestError` for one that is no JSON object."""
     try:
-        body = json.loads(await _content(receive) or b"")
+        body = await request.json()
     except (ValueError, RecursionError) as error:
         raise RequestError("body", "…", f"must be JSON: {error}") from None
     if not isinstance(body, dict):
@@ -251,6 +232,4 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
 
     from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 
-    if len(ADVICE_CALLS) >= MAX_WAITING:
-        raise Overloaded("hints", len(ADVICE_CALLS), f"at most {MAX_WAITING} calls wait for vLLM at once")
     return await ADVICE_CALLS.ask(client.engine_core, namespace, given)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.values import MAX_KEPT_SECONDS
 from kedge.policies.sessions.tracker import SessionState, SessionTracker
-from kedge.policies.sessions.turns import SessionKey, TurnEnd
+from kedge.policies.sessions.turns import UNKNOWN_END, SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
-from kedge.types import Namespace, TenantId, TurnHints
+from kedge.types import Namespace, TurnHints
 
 UNKNOWN = "no such session is known"
 NAMELESS = "needs the id of the session that it is said of"
@@ -21,26 +21,15 @@ NO_SESSIONS = "this engine's cache does not follow sessions"
 LATER = "counts from the session's next answer on"
 
 
-@dataclass(frozen=True, slots=True)
-class StandingHint:
-    """What was said of a session, and counts where its requests say nothing themselves."""
-
-    keep_for: float | None = None
-    """Seconds for which it is kept after each of its answers; 0: it may go first"""
-    returns_in: float | None = None
-    """Seconds from its next answer to the request after that"""
-    is_last: bool = False
-    """Whether it ends with its next answer"""
-
-
 class SessionAdvice:
     """Takes what clients say of sessions between requests. One thread owns it, together with the sessions."""
 
     def __init__(self, tracker: SessionTracker, obstacle: Callable[[SessionKey], str]) -> None:
         """Begin without hints. `obstacle` says why one on when a session returns is not used yet; "" where it is."""
         self._tracker, self._obstacle = tracker, obstacle
-        self._standing: BoundedDict[SessionKey, StandingHint] = BoundedDict(owner=_tenant)
-        """The hints that stand: no tenant pushes out those of others"""
+        self._standing: BoundedDict[SessionKey, TurnEnd] = BoundedDict(owner=lambda key: key.namespace.tenant)
+        """What was said of sessions, and counts where their requests say nothing: no tenant pushes out that of others
+        """
 
     def __len__(self) -> int:
         """Return the number of sessions that a hint stands for."""
@@ -48,7 +37,7 @@ class SessionAdvice:
 
     def _update(self, key: SessionKey, **changes: Any) -> None:
         """Change what is remembered of a session's hints."""
-        self._standing[key] = replace(self._standing.get(key, StandingHint()), **changes)
+        self._standing[key] = replace(self._standing.get(key, UNKNOWN_END), **changes)
 
     # between requests -----------------------------------------------------------------------------------------
 
@@ -76,7 +65,7 @@ class SessionAdvice:
         yield from (ActionOutcome(name, GIVEN_UP) for name in said if name != "final")
         state = self._tracker.state(key)
         if state is SessionState.IN_FLIGHT:
-            self._standing[key] = StandingHint(is_last=True)
+            self._standing[key] = TurnEnd(is_last=True)
             yield ActionOutcome("final", "it is forgotten with the end of its request", ActionResult.DEFERRED)
             return
         self._standing.pop(key, None)
@@ -117,14 +106,9 @@ class SessionAdvice:
         hint = self._standing.pop(key, None)
         if hint is None:
             return end
-        end = replace(
-            end,
-            keep_for=hint.keep_for if end.keep_for is None else end.keep_for,
-            returns_in=hint.returns_in if end.returns_in is None else end.returns_in,
-            is_last=end.is_last or hint.is_last,
-        )
+        end = end.or_else(hint)
         if hint.keep_for is not None and not end.is_last:
-            self._standing[key] = StandingHint(hint.keep_for)
+            self._standing[key] = TurnEnd(keep_for=hint.keep_for)
         return end
 
     def cancelled(self, key: SessionKey) -> None:
@@ -132,10 +116,6 @@ class SessionAdvice:
         if (hint := self._standing.get(key)) and hint.is_last:
             del self._standing[key]
             self._tracker.end(key)
-
-
-def _tenant(key: SessionKey) -> TenantId:
-    return key.namespace.tenant
 
 
 def refused(hints: TurnHints, reason: str, outcome: ActionResult = ActionResult.REJECTED) -> tuple[ActionOutcome, ...]:

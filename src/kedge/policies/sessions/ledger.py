@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kedge.hints.actions import ActionOutcome
@@ -16,115 +16,24 @@ from kedge.policies.sessions.advice import SessionAdvice
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import (
-    MAX_SESSIONS,
     NO_HINTS,
+    RECENT,
     UNKNOWN_END,
     Chain,
     SessionHints,
     SessionKey,
     TurnEnd,
 )
-from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, AgentKey, Namespace, RunKey, TurnHints
+from kedge.types import AgentKey, Namespace, TurnHints
 
-NEAR = 1.0
-"""Steps up to which an agent is expected next."""
-MEMORY = 10
-"""Calls of a client after which old ones count for a third."""
-MIN_SKILL = 0.3
-"""Skill of forecasts below which they are not believed: 0 is that of guessing, 1 is always right."""
 START_PACE = 1.0
 """Seconds that a step of a workflow takes, until one was observed."""
-WEIGHT = 0.1
-"""Share of a new observation in the pace."""
 WAITING = -1.0
 """The step of a session with a request in flight: sooner than all that is idle."""
-Client = tuple[Namespace, str]
 NextRuns = Mapping[SessionKey, tuple[float, float] | None]
 """Steps until a session returns, with a probability (always 1); None: nothing is expected of it any more."""
 Forecasts = Mapping[AgentKey, tuple[float, float] | None]
 """Agents whose next run has changed, with steps and probability; None: it is not known any more."""
-_Expected = dict[AgentId, tuple[float, float]]
-
-
-class _Skill(NamedTuple):
-    """By how many more calls the expected agents made than if any agent were as likely, of how many at most."""
-
-    gained: float = 1.0
-    possible: float = 1.0
-
-    def after(self, gained: float, possible: float) -> _Skill:
-        keep = 1 - 1 / MEMORY
-        return _Skill(keep * self.gained + gained / MEMORY, keep * self.possible + possible / MEMORY)
-
-    @property
-    def value(self) -> float:
-        return max(0.0, self.gained / self.possible)
-
-
-class ForecastRecord:
-    """How often forecasts come true, so that those that do not are not loaded for. One thread owns it.
-
-    A forecast names the agents that are expected next. Where others call, time after time, what was loaded for the
-    expected ones has delayed what was needed.
-    """
-
-    def __init__(self) -> None:
-        self._now: BoundedDict[RunKey, _Expected] = BoundedDict(MAX_SESSIONS, self._forget)
-        self._before: dict[RunKey, _Expected] = {}
-        """What was expected before the last change: a call begins with a forecast of what follows it"""
-        self._skills: BoundedDict[Client, _Skill] = BoundedDict()
-
-    def __len__(self) -> int:
-        """Return the number of clients that are remembered."""
-        return len(self._skills)
-
-    def skill(self, agent: AgentKey) -> float:
-        """Return the skill of the forecasts of an agent's client, from 0 to 1; 1 before its first call."""
-        return self._skills.get(_client(agent), _Skill()).value
-
-    def on_forecast(self, changes: Forecasts) -> Forecasts:
-        """Take the changes of the forecast. Returns them with less probable runs where forecasts do not come true."""
-        for run in {key.run for key in changes}:
-            changed = {key.agent: next_run for key, next_run in changes.items() if key.run == run}
-            before = self._now.pop(run, None) or {}
-            now = {agent: next_run for agent, next_run in {**before, **changed}.items() if next_run is not None}
-            self._before.pop(run, None)
-            if now:
-                self._now[run], self._before[run] = now, before
-        believed: dict[AgentKey, tuple[float, float] | None] = {}
-        for key, next_run in changes.items():
-            skill = self.skill(key)
-            is_doubted = next_run is not None and skill < MIN_SKILL
-            believed[key] = (next_run[0], next_run[1] * skill) if next_run and is_doubted else next_run
-        return believed
-
-    def _forget(self, run: RunKey, _: _Expected) -> None:
-        self._before.pop(run, None)
-
-    def called(self, agent: AgentKey) -> None:
-        """Take an agent's call, before or after the forecast that begins with it."""
-        now, name = self._now.get(agent.run), agent.agent
-        if now is None:
-            return
-        before = self._before.get(agent.run, now)
-        expected = before if _has_begun(before.get(name), now.get(name)) else now
-        self._before[agent.run] = now
-        if name in expected:
-            near = [one for one, (steps, _) in expected.items() if steps <= NEAR]
-            chance, skill = len(near) / len(expected), self._skills.pop(_client(agent), _Skill())
-            self._skills[_client(agent)] = skill.after((name in near) - chance, 1 - chance)
-
-
-def _client(agent: AgentKey) -> Client:
-    return agent.namespace, agent.client_id
-
-
-def _has_begun(before: tuple[float, float] | None, now: tuple[float, float] | None) -> bool:
-    """Return whether a forecast already counts an agent's call as running, or as done, by its runs before and now."""
-    if now is None or before is None:
-        return now is None or now[0] == 0
-    return now[0] == 0 < before[0] or now[0] > before[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +46,6 @@ class Turn:
     chain: Chain
     """Prefix hashes of the full blocks of its prompt"""
     hints: SessionHints = NO_HINTS
-
-    def end(self, end: TurnEnd) -> TurnEnd:
-        """Return its end, with what its request has said of that."""
-        returns_in = self.hints.returns_in if end.returns_in is None else end.returns_in
-        is_last = end.is_last or self.hints.is_last
-        return replace(end, returns_in=returns_in, is_last=is_last, keep_for=self.hints.keep_for)
 
 
 class LedgerChanges(NamedTuple):
@@ -166,7 +69,6 @@ class SessionLedger:
         self._clock, self._arrivals = clock, itertools.count()
         self.tracker, self.guard = SessionTracker(), Guard(num_blocks)
         self._advice = SessionAdvice(self.tracker, self._obstacle)
-        self._record = ForecastRecord()
         self._swaps_policy = False
         self._pace = START_PACE
         self._runs: dict[AgentKey, float] = {}
@@ -186,7 +88,6 @@ class SessionLedger:
         key = self.tracker.arrive(namespace, chain, now, hints)
         self._hold(key, next(self._arrivals))
         if hints.agent is not None:
-            self._record.called(hints.agent)
             self._agents[key] = (hints.agent, hints.flow)
             self._sessions[hints.agent] = key
         for other, seconds in hints.expects.items():
@@ -211,8 +112,8 @@ class SessionLedger:
         """End a turn with an answer; `chain` is what its session is found by next."""
         now, key = self._clock(), turn.session
         if now > turn.began and key in self._agents:
-            self._pace += WEIGHT * (now - turn.began - self._pace)
-        self.tracker.answered(key, chain, now, self._advice.completed(key, turn.end(end)))
+            self._pace += RECENT * (now - turn.began - self._pace)
+        self.tracker.answered(key, chain, now, self._advice.completed(key, end.or_else(turn.hints)))
         self._ended(key)
         if len(chain) > len(turn.chain):
             self.guard.own(key, chain)
@@ -245,10 +146,8 @@ class SessionLedger:
         """Take the fixed prompt of an agent, which the cache keeps by the agent's steps."""
         self.guard.own(agent, chain)
 
-    def on_forecast(self, changes: Forecasts) -> Forecasts:
-        """Take the changes of the forecast; an agent whose run is over takes its session along. Returns them as the
-        cache takes them: runs are less probable where the client's forecasts do not come true.
-        """
+    def on_forecast(self, changes: Forecasts) -> None:
+        """Take the changes of the forecast; an agent whose run is over takes its session along."""
         for agent, next_run in changes.items():
             key = self._sessions.get(agent)
             if next_run is not None:
@@ -258,7 +157,6 @@ class SessionLedger:
             if key is not None:
                 self._moved.add(key)
         self.guard.on_steps(changes)
-        return self._record.on_forecast(changes)
 
     # once per step --------------------------------------------------------------------------------------------
 

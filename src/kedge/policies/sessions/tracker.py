@@ -81,25 +81,6 @@ class _Survival:
         ]
 
 
-class _Rates:
-    """The values of one class by bin, each computed when it is first asked for."""
-
-    __slots__ = ("_shares", "_values", "expires")
-
-    def __init__(self, shares: Sequence[float], expires: float) -> None:
-        self._shares = shares
-        self._values: dict[int, float] = {}
-        self.expires = expires
-        """Observations of the class from which on they are outdated"""
-
-    def at(self, start: int) -> float:
-        """Return the value from bin `start` on."""
-        value = self._values.get(start)
-        if value is None:
-            value = self._values[start] = best_rate(self._shares, start)
-        return value
-
-
 class ReturnTimes:
     """When sessions come back, and what holding their KV until then is worth: survival histograms of idle times.
 
@@ -111,7 +92,8 @@ class ReturnTimes:
 
     def __init__(self) -> None:
         self._classes: BoundedDict[Kind, _Survival] = BoundedDict()
-        self._rates: BoundedDict[Kind, _Rates] = BoundedDict()
+        self._rates: BoundedDict[Kind, tuple[list[float], float]] = BoundedDict()
+        """The values of a class by bin, and the observations of it from which on they are outdated"""
 
     def begin(self, kind: Kind) -> None:
         """Count a session of class `kind` that is idle from now on."""
@@ -134,10 +116,12 @@ class ReturnTimes:
         """
         own = self._classes.get(kind)
         seen = own.seen if own else 0.0
-        rates = self._rates.get(kind)
-        if rates is None or seen >= rates.expires:
-            rates = self._rates[kind] = _Rates(self._shares(kind), REFRESH * seen + 8)
-        return rates.at(at)
+        rates, expires = self._rates.get(kind, ([], 0.0))
+        if seen >= expires:
+            shares = self._shares(kind)
+            rates = [best_rate(shares, start) for start in range(len(EDGES))]
+            self._rates[kind] = rates, REFRESH * seen + 8
+        return rates[at]
 
     def _shares(self, kind: Kind) -> list[float]:
         shares = [PRIOR] * len(EDGES)

@@ -47,6 +47,15 @@ class TurnEnd:
     keep_for: float | None = None
     """Seconds for which the session's KV is to be kept; 0: it may go first"""
 
+    def or_else(self, other: TurnEnd | TurnHints) -> TurnEnd:
+        """Return this end, with what another says where this one says nothing."""
+        return replace(
+            self,
+            returns_in=other.returns_in if self.returns_in is None else self.returns_in,
+            is_last=self.is_last or other.is_last,
+            keep_for=other.keep_for if self.keep_for is None else self.keep_for,
+        )
+
 
 NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
 

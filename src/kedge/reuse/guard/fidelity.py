@@ -1,8 +1,8 @@
 """How an agent earns the cheapest way of translating its prompts that stays within a budget of fidelity.
 
-The ways are rungs: base KV that is only moved, anchors with more or fewer tokens computed, new answers computed. While
-none is proved, an agent's prompts are computed, and each is tried on the rungs beside: what translation would have
-given, and the divergence (KL, nats a token) of the answer's tokens over it. The cheapest rung whose mean divergence is
+The ways are rungs: base KV that is only moved, or anchors with fewer or more tokens computed. While none is proved, an
+agent's prompts are computed, and each is tried on the rungs beside: what translation would have given, and the
+divergence (KL, nats a token) of the answer's tokens over it. The cheapest rung whose mean divergence is
 below the budget, with confidence, serves from then on, and goes on being compared.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import inf, log, sqrt
-from typing import Annotated, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from kedge.guard import FidelityNote
 from kedge.structures.bounded import BoundedDict
@@ -24,8 +24,6 @@ LEAST = 6
 """Comparisons of a rung before it can serve"""
 SETTLED = 40
 """Comparisons after which a bound hardly gets tighter: older ones weigh an eighth"""
-CHECKED = 8
-"""Calls on a new rung that are all compared"""
 STAYS = 0.9
 """A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
 MAX_BUDGETS = 6
@@ -42,23 +40,24 @@ class Rung(NamedTuple):
     name: str
     usual: float
     """Mean divergence with SmolLM2 that reads (`docs/results/fidelity.md`): what is assumed before a comparison"""
-    by_anchors: bool = False
-    """Whether offsets of anchors are added; where there are none yet, the value is computed"""
     weak_error: float = inf
-    """Predicted relative error above which a token is computed"""
-    of_readers: bool = False
-    """Whether answers that no agent has read before are computed"""
+    """Predicted relative error above which a token is computed; infinite: no offsets are added"""
+
+    @property
+    def by_anchors(self) -> bool:
+        """Whether offsets of anchors are added; where there are none yet, the value is computed."""
+        return self.weak_error < inf
 
 
 RUNGS = (
     Rung("moved", 0.03),
-    Rung("anchors 0.25", 0.01, True, 0.25),
-    Rung("anchors 0.15", 0.0015, True, 0.15),
-    Rung("anchors 0.1", 0.0007, True, 0.1),
-    Rung("moved, new answers computed", 0.0015, of_readers=True),
-    Rung("anchors 0.06", 0.0002, True, 0.06),
+    Rung("anchors 0.25", 0.01, 0.25),
+    Rung("anchors 0.15", 0.0015, 0.15),
+    Rung("anchors 0.1", 0.0007, 0.1),
+    Rung("anchors 0.08", 0.0005, 0.08),
+    Rung("anchors 0.06", 0.0002, 0.06),
 )
-LEARNING = 1
+LEARNING = next(number for number, rung in enumerate(RUNGS) if rung.by_anchors)
 """The rung of calls that are computed: anchors are learned from them"""
 
 
@@ -67,16 +66,15 @@ class MeanEvidence:
     """The mean of a quantity that is compared again and again, with bounds that hold at any time.
 
     They are an asymptotic confidence sequence (Waudby-Smith et al., *Time-uniform central limit theory and asymptotic
-    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less. The limits are for saved ones.
+    confidence sequences*, 2021), tightest at some 20 comparisons; older ones weigh less.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
-    weight: Annotated[float, Field(ge=1, le=1 / (1 - FORGET))] = 0.0
-    squared_weight: Annotated[float, Field(ge=1, le=1 / (1 - FORGET))] = 0.0
-    mean: Annotated[float, Field(ge=-100, le=100)] = 0.0
-    spread: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    mean: float = 0.0
+    spread: float = 0.0
     """Weighted sum of squared distances from the mean"""
-    count: Annotated[int, Field(ge=1, lt=2**53)] = 0
+    count: int = 0
 
     def observe(self, value: float) -> None:
         """Take one more value."""
@@ -263,20 +261,16 @@ class Proof:
         self.rungs = {number: one for number, one in self.rungs.items() if not RUNGS[number].by_anchors}
 
 
-SavedServing = tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], str, Annotated[int, Field(ge=0, lt=2**53)]]
-"""A budget, the rung that serves under it, and its calls so far"""
-
-
 class SavedProof(BaseModel):
-    """An agent's proof as plain data, rungs by name: those of another version are left out. Whatever is malformed
+    """An agent's proof as plain data, rungs by name: those of another version are left out. Data of another shape
     raises `ValueError`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    agent: str = Field(max_length=4096)
+    agent: str
     rungs: dict[str, tuple[MeanEvidence, MeanEvidence]]
     noise: MeanEvidence | None = None
-    serving: list[SavedServing] = Field([], max_length=MAX_BUDGETS)
+    serving: list[tuple[float, str, int]] = []
+    """Budgets, the rung that serves under each, and its calls so far"""
 
     @classmethod
     def of(cls, agent: str, proof: Proof) -> SavedProof:

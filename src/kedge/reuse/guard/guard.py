@@ -24,9 +24,10 @@ from kedge.guard import (
     GuardState,
 )
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import CHECKED, LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
+from kedge.reuse.guard.fidelity import LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import (
     ALPHA,
+    SETTLED,
     Errors,
     GuardRecord,
     SentinelFinding,
@@ -37,12 +38,10 @@ from kedge.reuse.guard.record import (
 )
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
-from kedge.structures.bounded import BoundedDict
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
-MAX_AGENTS = 4096
-"""Placeholders of agents that are watched at once, a bound for memory; the one used longest ago starts anew"""
 SENTINELS = 2
 """Translated tokens of every value that the model computes as well in an agent's first calls and in a random share of
 the others. Where they are off by more than `MAX_SENTINEL_ERROR` in the mean, the prompt is computed before its first
@@ -55,16 +54,9 @@ of their highest mean"""
 TRIED = 0.5
 """Share of the calls with something withheld that are tried with it translated. From the others the anchors learn: a
 trial with what was learned from the very same call would always be clean."""
-RARER, RAREST = 0.5, 1 / 64
-"""Factor on the share of checked calls for each call of an agent in a row that was not translated, and the least one:
-what a comparison needs is gathered while a call is served, and there is nothing to compare unless it is translated.
-"""
-
-WATCHED, WATCHED_ALONE = 0.125, 0.25
+WATCHED = 0.25
 """Share of an agent's calls in which translated tokens of all values are drawn as sentinels, once it is not new. The
-draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels; the larger share is for
-agents without any."""
-
+draw is random, so that no fault keeps clear of it. In the others, weak tokens are sentinels."""
 MORE = 4.0
 """Times the usual share of compared calls near the limit, or while it is not known whether decisions change"""
 
@@ -120,13 +112,11 @@ class QualityGuard:
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        most, owner = MAX_AGENTS, _tenant
+        most, owner = ENTRIES, _tenant
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""
         self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(most, owner=owner)
-        self._worth: BoundedDict[WorkflowAgent, float] = BoundedDict(most, owner=owner)
-        """Factor on the share of checked calls; 1 for agents without an entry"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
@@ -172,9 +162,7 @@ class QualityGuard:
         """Return the placeholders of a request whose translated tokens are drawn as sentinels: new ones always, all in
         a share of the calls. Where one is withheld, what else is translated is not trusted either.
         """
-        known = [record for record in records.values() if record]
-        share = WATCHED if any(record.weak_errors.is_settled for record in known) else WATCHED_ALONE
-        if self._rng.random() < share or any(record.withheld for record in known):
+        if self._rng.random() < WATCHED or any(record and record.withheld for record in records.values()):
             return frozenset(records)
         return frozenset(name for name, record in records.items() if record is None or record.is_new)
 
@@ -209,11 +197,10 @@ class QualityGuard:
         near = float(is_new)
         if proof is not None and not isinf(budget):
             serving = proof.serving.use(budget, Serving)
-            if serving.calls < CHECKED or serving.suspicion:
+            if serving.calls < SETTLED or serving.suspicion:
                 return 1.0
             near = max(near, proof.nearness(budget, ALPHA))
-        share = self._settings.share * (1 + (MORE - 1) * near)
-        return min(1.0, share) * self._worth.get(request.workflow_agent, 1.0)
+        return min(1.0, self._settings.share * (1 + (MORE - 1) * near))
 
     def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
         """Return the rungs on which a check translates what it tries: those that may come to serve the agent, or that
@@ -237,7 +224,6 @@ class QualityGuard:
         """Note that a request was served with these placeholders translated, if any."""
         agent, placeholders = request.workflow_agent, tuple(placeholders)
         with self._lock:
-            self._worth[agent] = 1.0 if placeholders else max(RAREST, RARER * self._worth.get(agent, 1.0))
             if placeholders and not isinf(budget := self.budget(request)):
                 self._proofs.use(agent, Proof).serving.use(budget, Serving).calls += 1
             for placeholder in placeholders:
@@ -411,7 +397,6 @@ class QualityGuard:
         with self._lock:
             self._records.clear()
             self._proofs.clear()
-            self._worth.clear()
 
 
 def _keys(request: GenerateRequest) -> list[GuardKey]:

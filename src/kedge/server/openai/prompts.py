@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from kedge.checks import is_unicode, require_text
+from kedge.checks import brief, is_unicode, require_text
 from kedge.engine.base import Tokenizer
 from kedge.errors import EmptyPrompt, PromptTooLong, RequestError
-from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage, Tool
+from kedge.server.openai.protocol import CalledTool, ChatBody, ChatMessage
 from kedge.server.openai.tool_calls import read_json
 from kedge.types import Segment
 
@@ -26,101 +26,84 @@ TemplateData = dict[str, Any]
 """A message or a tool as chat templates read it."""
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """What a chat template renders."""
 
     messages: Sequence[TemplateData]
-    tools: Sequence[TemplateData] = ()
-    options: Mapping[str, Any] | None = None
+    tools: Sequence[TemplateData]
+    options: Mapping[str, Any]
     """Variables of the template, by their names"""
 
 
 def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
-    """Return the segments of a chat's prompt, and note tools that the template cannot show. Raises as
-    `of_conversation` does.
-    """
-    given = body.messages, body.tools_to_use, body.template_options
-    return of_conversation(tokenizer, *given, continues=bool(body.continue_final_message), skip=body.skip)
+    """Return the segments of a chat's prompt, `p0 message_0 p1 message_1 …`, without empty ones. Tools that the
+    template cannot show are noted as left out.
 
-
-def of_conversation(
-    tokenizer: Tokenizer,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] = (),
-    options: Mapping[str, Any] | None = None,
-    *,
-    continues: bool = False,
-    skip: Callable[[Sequence[str]], object] = lambda _: None,
-) -> tuple[Segment, ...]:
-    """Return the segments of a chat: `p0 message_0 p1 message_1 …`, without empty ones.
-
-    The tokens are those of the whole text. A message whose place in it cannot be found is no segment of its own. With
-    `continues` the prompt ends with the last message; `skip` gets the names of what the template cannot show. Raises
+    The tokens are those of the whole text. A message whose place in it cannot be found is no segment of its own. Raises
     `RequestError` for a conversation that the chat template refuses or loses messages of.
     """
-    if not messages:
+    if not body.messages:
         raise RequestError("messages", [], "must have at least one message")
-    if tokenizer.most is not None and len(messages) > tokenizer.most:  # each has a token, at least
-        raise PromptTooLong.of("prompt_tokens", len(messages), tokenizer.most)
-    given = [_for_template(one) for one in messages], [one.model_dump(exclude_none=True) for one in tools], options
-    plain = PlainTexts(tokenizer.specials, given)
-    whole, chat = _render(tokenizer, Conversation(*plain(given)))
+    if tokenizer.most is not None and len(body.messages) > tokenizer.most:  # each has a token, at least
+        raise PromptTooLong.of("prompt_tokens", len(body.messages), tokenizer.most)
+    inner: Any = getattr(tokenizer, "inner", None)
+    for name, value in (body.chat_template_kwargs or {}).items() if inner is not None else ():
+        if name != "documents" and name in signature(inner.apply_chat_template).parameters:
+            raise RequestError(f"chat_template_kwargs.{name}", brief(value), "is no variable of a chat template")
+    tools = [one.model_dump(exclude_none=True) for one in body.tools_to_use]
+    given = Conversation([_for_template(one) for one in body.messages], tools, body.template_options)
+    texts, mark = as_plain(tokenizer.specials, given)
+    whole, chat = _render(tokenizer, Conversation(*texts))
     if tools and not chat.tools:
-        skip(["tools"])
+        body.left_out.append("tools")
     places = _places(tokenizer, chat, whole)
-    if continues:
+    if body.continue_final_message:
         last = places.get(len(chat.messages) - 1)
         if last is None:
-            raise RequestError("messages", len(messages), "the last message cannot be continued with this template")
+            why = "the last message cannot be continued with this template"
+            raise RequestError("messages", len(body.messages), why)
         whole = whole[: last[1]]
     ends: list[int] = []
-    names: list[str] = []
+    names = ["p0"]
     for at, (begin, end) in sorted(places.items(), key=lambda one: one[1]):
         if begin >= (ends[-1] if ends else 0):
             ends += [begin, end]
             names += [f"message_{at}", f"p{at + 1}"]
-    pieces = tokenizer.encode_cut(whole, [*ends, len(whole)], plain.mark)
-    named = zip(("p0", *names), pieces, strict=True)
-    return tuple(Segment(tokens, name) for name, tokens in named if tokens)
+    pieces = tokenizer.encode_cut(whole, [*ends, len(whole)], mark)
+    return tuple(Segment(tokens, name) for name, tokens in zip(names, pieces, strict=True) if tokens)
 
 
-class PlainTexts:
-    """Breaks the special tokens that are spelled out in texts of clients, with a character that is in none of them."""
+def as_plain(specials: Collection[str], data: Any) -> tuple[Any, str]:
+    """Return data as a template may get it, and a character that is in none of its texts: it stands behind the first
+    character of each special token that a client has spelled out.
 
-    def __init__(self, specials: Collection[str], data: Any) -> None:
-        """Raises `RequestError` for data that nests too deeply."""
-        try:
-            text = json.dumps(data, ensure_ascii=False)
-        except RecursionError:
-            raise RequestError("messages", "…", "nests too deeply") from None
-        self._names, self._sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
-        self._first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
-        private = map(chr, range(0xE000, 0xF900))
-        self.mark = next((one for one in private if one not in text), "\uf8ff")
-        self._changes = self._broken(text) != text or not is_unicode(text)
+    Halves of surrogate pairs are replaced: clients that cut texts leave them, and never lose them again. Raises
+    `RequestError` for data that nests too deeply.
+    """
+    try:
+        whole = json.dumps(data, ensure_ascii=False)
+    except RecursionError:
+        raise RequestError("messages", "…", "nests too deeply") from None
+    mark = next((one for one in map(chr, range(0xE000, 0xF900)) if one not in whole), "\uf8ff")
+    names, sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
+    first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
 
-    def __call__(self, data: Any) -> Any:
-        """Return texts, or data with texts in it, as a template may get them. Halves of surrogate pairs are replaced:
-        clients that cut texts leave them, and never lose them again.
-        """
-        if not self._changes:
-            return data
+    def broken(text: str) -> str:
+        def marked(found: re.Match[str]) -> str:
+            is_special = any(text[found.start() : found.start() + size].lower() in names for size in sizes)
+            return found[0] + mark if is_special else found[0]
+
+        return first.sub(marked, text)
+
+    def plain(data: Any) -> Any:
         if isinstance(data, str):
             text = data if is_unicode(data) else data.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._broken(text)
+            return broken(text)
         if isinstance(data, Mapping):
-            return {self(key): self(value) for key, value in data.items()}
-        return [self(one) for one in data] if isinstance(data, list | tuple) else data
+            return {plain(key): plain(value) for key, value in data.items()}
+        return [plain(one) for one in data] if isinstance(data, list | tuple) else data
 
-    def _broken(self, text: str) -> str:
-        """Return a text with a mark behind the first character of each special token; there may be thousands."""
-
-        def marked(found: re.Match[str]) -> str:
-            names = (text[found.start() : found.start() + size].lower() for size in self._sizes)
-            return found[0] + self.mark if any(name in self._names for name in names) else found[0]
-
-        return self._first.sub(marked, text)
+    return data if is_unicode(whole) and broken(whole) == whole else plain(data), mark
 
 
 def _for_template(message: ChatMessage) -> TemplateData:
@@ -163,7 +146,7 @@ def _places(tokenizer: Tokenizer, chat: Conversation, whole: str) -> dict[int, t
         around = text.split(core, 1)  # what a template may trim
         marked[at] = {**marked[at], "content": f"{around[0]}<{name}:{at}>{core}</{name}:{at}>{around[1]}"}
     try:
-        text, kept, at = _text(tokenizer, replace(chat, messages=marked)), "", 0
+        text, kept, at = _text(tokenizer, chat._replace(messages=marked)), "", 0
     except RequestError:  # of a template that looks into the contents
         return {}
     found: dict[tuple[int, str], list[int]] = {}
@@ -188,9 +171,9 @@ def _render(tokenizer: Tokenizer, chat: Conversation) -> tuple[str, Conversation
         silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in form.messages]
         try:
             rendered = _text(tokenizer, form)
-            shows_tools = not form.tools or rendered != _text(tokenizer, replace(form, tools=()))
+            shows_tools = not form.tools or rendered != _text(tokenizer, form._replace(tools=()))
             if shows_tools and (
-                silent == form.messages or rendered != _text(tokenizer, replace(form, messages=silent))
+                silent == form.messages or rendered != _text(tokenizer, form._replace(messages=silent))
             ):
                 return rendered, form
         except RequestError as error:
@@ -206,13 +189,13 @@ def _forms(chat: Conversation) -> Iterator[Conversation]:
     """
     yield chat
     merged = _merged(chat.messages)
-    yield replace(chat, messages=merged)
+    yield chat._replace(messages=merged)
     as_user = [{**one, "role": "user"} if one["role"] == "system" else one for one in merged]
-    yield replace(chat, messages=_merged(as_user))
-    yield replace(chat, messages=[_with_objects(one) for one in merged])
+    yield chat._replace(messages=_merged(as_user))
+    yield chat._replace(messages=[_with_objects(one) for one in merged])
     told = [_merged([_told(one) for one in messages]) for messages in (merged, as_user)]
-    yield from (replace(chat, messages=messages) for messages in told)
-    yield from (replace(chat, messages=messages, tools=()) for messages in told)
+    yield from (chat._replace(messages=messages) for messages in told)
+    yield from (chat._replace(messages=messages, tools=()) for messages in told)
 
 
 def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
@@ -232,13 +215,12 @@ def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
 
 def _with_objects(message: TemplateData) -> TemplateData:
     """Return a message whose calls all have objects for arguments."""
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    if all(isinstance(call["arguments"], Mapping) for call in calls):
-        return message
-    given = ({"text": call["arguments"]} if isinstance(call["arguments"], str) else call["arguments"] for call in calls)
-    functions = [{**call, "arguments": arguments} for call, arguments in zip(calls, given, strict=True)]
-    both = zip(message["tool_calls"], functions, strict=True)
-    return {**message, "tool_calls": [{**call, "function": function} for call, function in both]}
+    calls = []
+    for call in message.get("tool_calls", ()):
+        given = call["function"]["arguments"]
+        function = {**call["function"], "arguments": {"text": given} if isinstance(given, str) else given}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _told(message: TemplateData) -> TemplateData:
@@ -258,7 +240,7 @@ def _text(tokenizer: Tokenizer, chat: Conversation) -> str:
         raise RequestError("messages", roles, "must be user, or system and user: this model has no chat template")
     from jinja2 import TemplateError
 
-    given = {"tools": list(chat.tools) or None, "add_generation_prompt": True, **(chat.options or {})}
+    given = {"tools": list(chat.tools) or None, **chat.options}
     try:
         return str(inner.apply_chat_template(list(chat.messages), tokenize=False, **given))
     except (TemplateError, TypeError, ValueError, RecursionError) as error:  # raised by the template

@@ -7,14 +7,14 @@ is refused in chats, `tools` in text completions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from kedge.checks import MAX_STOPS, brief
+from kedge.checks import brief
 from kedge.errors import RequestError
 from kedge.hints.values import cache_marks
 from kedge.server.http import Body, accepted
@@ -141,36 +141,31 @@ class ChatMessage(Body):
         return self.content if isinstance(self.content, str) else "".join(part.shown for part in self.parts)
 
 
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("echo", "use_beam_search", "return_token_ids"), (False,)),
-    **dict.fromkeys(("top_logprobs", "min_tokens"), (0,)),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
-    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids", "add_special_tokens"), (False,)),
-    **dict.fromkeys(("early_stopping", "return_hidden_states", "no_stop_trim"), (False,)),
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "max_new_tokens", "logits_processors"), ()),
-    **dict.fromkeys(("chat_template", "custom_logit_processor", "mm_processor_kwargs", "ebnf", "lora_path"), ()),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), (True,)),
-    **dict.fromkeys(("min_new_tokens",), (0,)),
-    **dict.fromkeys(("length_penalty",), (1,)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("prompt_logprobs", "audio", "prediction", "web_search_options", "structured_outputs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex"), ()),
-    "suffix": ("",),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+UNSUPPORTED: Mapping[str, Sequence[object]] = {
+    name: neutral
+    for names, *neutral in (
+        ("echo use_beam_search return_token_ids include_stop_str_in_output return_tokens_as_token_ids", False),
+        ("add_special_tokens early_stopping return_hidden_states no_stop_trim", False),
+        ("skip_special_tokens spaces_between_special_tokens include_reasoning", True),
+        ("top_logprobs min_tokens min_new_tokens", 0),
+        ("best_of length_penalty", 1),
+        ("tools functions stop_token_ids bad_words", []),
+        ("tool_choice function_call", "none", "auto"),
+        ("suffix", ""),
+        ("logit_bias", {}),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("allowed_token_ids truncate_prompt_tokens max_new_tokens logits_processors chat_template lora_path",),
+        ("custom_logit_processor mm_processor_kwargs prompt_logprobs audio prediction web_search_options",),
+        ("structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf",),
+    )
+    for name in str(names).split()
 }
 """Unsupported parameters -> their values without effect. Null never has an effect."""
 MAX_LOGPROBS = 20
 """Largest k of the top-k logprobs of one token."""
-NO_VARIABLES = frozenset((
-    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "processor_kwargs",
-    "return_assistant_tokens_mask",
-))  # fmt: skip
-"""Arguments of Transformers' `apply_chat_template` that are not for clients"""
-TOOL_CHOICES = ("none", "auto", "required")
+SAMPLING = {one.name for one in fields(SamplingParams)} - {"grammar"}
+"""Parameters of sampling, by names that bodies have as well"""
 COMPLETION_MAX_TOKENS = 16
 """Default of OpenAI's text completions."""
 
@@ -186,28 +181,39 @@ Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
     accepted("a string, a list of strings, a list of token ids or a list of lists of token ids"),
 ]
-ToolChoice = Annotated[str | dict[str, Any], accepted("a string or an object")]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | dict[str, Any], accepted("none, auto, required or a function (an object)")
+]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 TopCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+class CallBody(Body):
+    """Body of a call that generates, in any dialect."""
+
+    sent: ClassVar[Mapping[str, str]] = {}
+    """Field of the completion that is made of it -> the field of this body that it is read from"""
+
+    def chat(self) -> AnyBody:
+        """Return the same call as a completion. Raises `RequestError` naming what this server cannot read."""
+        raise NotImplementedError
 
 
-class GenerationBody(Body):
+class GenerationBody(CallBody):
     """Fields that both kinds of completion share."""
 
     prompt_field: ClassVar[str]
     """Name of the field with the prompt."""
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    """Of parameters of sampling, the engine checks the ranges"""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Count | None = None
@@ -215,26 +221,20 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     kedge: Any = None
-    _skipped: list[str] = PrivateAttr(default_factory=list)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
+
+    def chat(self) -> AnyBody:
+        assert isinstance(self, ChatBody | CompletionBody)
+        return self
 
     @property
-    def skipped(self) -> Sequence[str]:
-        """What another protocol's body had besides, and what the prompt turned out to lack."""
-        return self._skipped
+    def left_out(self) -> list[str]:
+        """What of the body the model does not get, by its place there; it grows while the body is read."""
+        return self._left_out
 
     @property
     def choices_per_prompt(self) -> int:
         return self.n or 1
-
-    @property
-    def grammar_field(self) -> str:
-        """Name of the field that the answer's grammar comes from."""
-        return "response_format"
-
-    @property
-    def answer_limit(self) -> int | None:
-        """Longest answer in tokens, if the body limits it."""
-        return self.max_tokens
 
     @property
     def top_logprobs_count(self) -> int | None:
@@ -245,11 +245,6 @@ class GenerationBody(Body):
     def prompt_logprobs_count(self) -> int | None:
         """Number of top-k logprobs per prompt token; None for no logprobs of the prompt."""
         return None
-
-    @property
-    def left_out(self) -> Iterable[str]:
-        """What of the body the model does not get, by its place in the body."""
-        return ()
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -267,22 +262,13 @@ class GenerationBody(Body):
                 raise RequestError(name, value, "this server does not support this parameter")
 
     def sampling(self, base: SamplingParams) -> SamplingParams:
-        """Return `base` with the body's parameters. Raises `RequestError` for invalid stop strings."""
-        given = {
-            "max_tokens": self.answer_limit,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
-            "stop": None if self.stop is None else _stops(self.stop),
-            "ignore_eos": self.ignore_eos,
-        }
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return replace(base, **changes)
+        """Return `base` with the body's parameters."""
+        given = self.model_dump(include=SAMPLING, exclude_none=True)
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.top_k == -1:  # all, in vLLM's words
+            given["top_k"] = 0
+        return replace(base, **given)
 
 
 class ResponseFormat(Body):
@@ -322,23 +308,19 @@ class ChatBody(GenerationBody):
         return {name: value for name, value in own.items() if value is not None} | (self.chat_template_kwargs or {})
 
     @property
-    def left_out(self) -> Iterable[str]:
+    def unread(self) -> list[str]:
+        """What of the body the model does not read, by its place there."""
         parts = (part.type for message in self.messages for part in message.parts if not part.is_read)
         tools = (tool.type for tool in self.tools or () if not tool.function)
-        return (*self._skipped, *(f"messages.{one}" for one in parts), *(f"tools.{one}" for one in tools))
-
-    def skip(self, names: Iterable[str]) -> Self:
-        """Note what is left out. Returns the chat."""
-        self._skipped += names
-        return self
-
-    @property
-    def answer_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return [*(f"messages.{one}" for one in parts), *(f"tools.{one}" for one in tools)]
 
     @property
     def top_logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling(self, base: SamplingParams) -> SamplingParams:
+        found = super().sampling(base)
+        return replace(found, max_tokens=self.max_completion_tokens) if self.max_completion_tokens else found
 
     @property
     def tools_to_use(self) -> list[Tool]:
@@ -351,10 +333,6 @@ class ChatBody(GenerationBody):
         content = [{"content": [part.model_extra for part in one.parts]} for one in self.messages]
         marks = cache_marks({**found, "messages": content, "tools": [one.model_extra for one in self.tools or ()]})
         return {**found, "cache_control": marks} if marks else found
-
-    @property
-    def grammar_field(self) -> str:
-        return "tools" if self.must_call else "response_format"
 
     @property
     def must_call(self) -> bool:
@@ -372,13 +350,8 @@ class ChatBody(GenerationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        for name, value in (self.chat_template_kwargs or {}).items():
-            if name in NO_VARIABLES:
-                raise RequestError(f"chat_template_kwargs.{name}", brief(value), "is no variable of a chat template")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", self.top_logprobs, "needs `logprobs: true`")
-        if isinstance(self.tool_choice, str) and self.tool_choice not in TOOL_CHOICES:
-            raise RequestError("tool_choice", self.tool_choice, f"must be {', '.join(TOOL_CHOICES)} or a function")
         names = [tool.function.name for tool in self.tools or () if tool.function]
         if self.must_call and (not names if self.called is None else self.called not in names):
             raise RequestError("tool_choice", self.tool_choice, "must name one of `tools`, which must not be empty")
@@ -410,20 +383,10 @@ class CompletionBody(GenerationBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts. Raises `RequestError` if there is none."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise RequestError("prompt", prompt, "must not be empty")
-        if isinstance(prompt[0], int):
-            return [[token for token in prompt if isinstance(token, int)]]
-        return [one for one in prompt if not isinstance(one, int)]
+        if not isinstance(self.prompt, str) and not self.prompt:
+            raise RequestError("prompt", self.prompt, "must not be empty")
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast("list[str | list[int]]", [self.prompt] if is_one else self.prompt)
 
 
-def _stops(stop: str | list[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise RequestError("stop", len(stops), f"at most {MAX_STOPS} stop strings are allowed")
-    if not all(stops):
-        raise RequestError("stop", stops, "must not contain an empty string")
-    return stops
+AnyBody = ChatBody | CompletionBody

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -16,9 +15,9 @@ from urllib.parse import unquote
 
 from kedge.checks import brief
 from kedge.errors import RequestError
-from kedge.server.openai.protocol import ChatBody, Function
+from kedge.server.openai.protocol import ChatBody, Function, ResponseFormat
 from kedge.settings.sections import ToolCallFormat
-from kedge.types import Completion, FinishReason, TokenDelta
+from kedge.types import FinishReason, TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +41,40 @@ class ParsedText(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-class ToolParser(ABC):
-    """Parser of one answer, which comes in pieces that may be cut anywhere, and the words around a call's JSON."""
+class AnswerReader:
+    """Reader of one answer, which comes in pieces that may be cut anywhere; all of it is text."""
 
     mark: ClassVar[str]
-    """Text that an answer with a call has in it"""
+    """Text that an answer with a call has in it; the others are the words around a call's JSON"""
     open: ClassVar[str] = ""
     arguments: ClassVar[str]
     """Name of the field with the arguments"""
     close: ClassVar[str] = ""
     between: ClassVar[str]
 
-    @abstractmethod
-    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
+    def __init__(self, max_calls: int | None = None) -> None:
+        """Without `max_calls`, all calls count."""
+        self._left, self._held, self._is_text, self._ends_in_call = max_calls, "", False, False
+
+    def push(self, delta: TokenDelta) -> ParsedText:
+        """Take the next piece and return what is certain now."""
+        end = delta.completion
+        is_cut = end is not None and end.finish_reason is FinishReason.LENGTH
+        content, calls = self.read(delta.text, last=end is not None, cut=is_cut)
+        calls = calls[: self._left]
+        if self._left is not None:
+            self._left -= len(calls)
+        return ParsedText(content, calls)
+
+    def read(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:  # noqa: ARG002
         """Take the next piece and return what is certain now; after the last piece, everything left.
 
         What was `cut` off within a call is no text for anybody.
         """
+        return ParsedText(text)
 
 
-class Hermes(ToolParser):
+class Hermes(AnswerReader):
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, which may occur several times (Hermes, Qwen).
 
     White space before a call and after the last one is dropped.
@@ -70,10 +83,7 @@ class Hermes(ToolParser):
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     mark, open, arguments, close, between = OPEN, f"{OPEN}\n", "arguments", f"\n{CLOSE}", "\n"
 
-    def __init__(self) -> None:
-        self._held, self._ends_in_call = "", False
-
-    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
+    def read(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
         content, calls = "", []
         while self.OPEN in self._held:
@@ -120,15 +130,12 @@ class Hermes(ToolParser):
             return None
 
 
-class Llama3Json(ToolParser):
+class Llama3Json(AnswerReader):
     """Parser of answers that are `{"name": …, "parameters": {…}}`, or several of them with semicolons (Llama 3)."""
 
     mark, arguments, between = '{"name"', "parameters", "; "
 
-    def __init__(self) -> None:
-        self._held, self._is_text = "", False
-
-    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
+    def read(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
         begin = self._held.lstrip()[:1]
         self._is_text = self._is_text or begin not in ("", "{")
@@ -140,29 +147,8 @@ class Llama3Json(ToolParser):
         return ParsedText(content, calls)
 
 
-PARSERS: Mapping[ToolCallFormat, type[ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
-"""Parsers by the format that the settings name. The names are vLLM's."""
-
-
-class AnswerReader:
-    """Reader of one answer in pieces: its text, and its tool calls in a format, of which at most `max_calls` count."""
-
-    def __init__(self, form: ToolCallFormat | None = None, max_calls: int | None = None) -> None:
-        """Without a format, no calls are found; without `max_calls`, all of them count."""
-        self._parser = PARSERS[form]() if form else None
-        self._left = max_calls
-
-    def push(self, piece: TokenDelta | Completion) -> ParsedText:
-        """Take the next piece, or a whole answer, and return what is certain now."""
-        end, found = piece.completion if isinstance(piece, TokenDelta) else piece, ParsedText(piece.text)
-        if self._parser:
-            is_cut = end is not None and end.finish_reason is FinishReason.LENGTH
-            found = self._parser.push(piece.text, last=end is not None, cut=is_cut)
-        content, calls = found
-        if self._left is not None:
-            calls = calls[: self._left]
-            self._left -= len(calls)
-        return ParsedText(content, calls)
+PARSERS: Mapping[ToolCallFormat, type[AnswerReader]] = {"hermes": Hermes, "llama3_json": Llama3Json}
+"""Readers by the format that the settings name. The names are vLLM's."""
 
 
 def read_json(text: str) -> Any:
@@ -218,24 +204,23 @@ UNKEPT = frozenset((
     "not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems",
 ))  # fmt: skip
 """Keywords of JSON schemas that no grammar keeps"""
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
-    """Return the grammar that a chat's answer conforms to; "" where it is free.
+    """Return the grammar that a chat's answer conforms to, "" where it is free, and note what it does not keep.
 
     Every tool's arguments are a rule of their own, so that references within its schema (`#/$defs/…`) hold. JSON is
     written in one line: where white space is free, a model may write nothing else until it runs out of tokens.
     `form` is how the model writes tool calls. Raises `RequestError` for a format or a choice that cannot be followed.
     """
-    schema = _schema(body)
+    schema = None if body.must_call else _schema(body.response_format)
     if schema is None and not body.must_call:
         return ""
-    several = body.parallel_tool_calls is not False
-    offered = [tool.function for tool in body.tools_to_use if tool.function]
-    functions = [one for one in offered if body.called in (None, one.name)]
-    calls = _call_rules(functions, PARSERS[form], several=several) if form else []
-    if schema is None or body.must_call:
+    functions = [one.function for one in body.tools_to_use if one.function and body.called in (None, one.function.name)]
+    calls = _call_rules(functions, PARSERS[form], several=body.parallel_tool_calls is not False) if form else []
+    body.left_out.extend(f"response_format.{name}" for name in unkept(schema))
+    body.left_out.extend(f"tools.{name}" for one in functions for name in unkept(one.parameters))
+    if schema is None:
         return "\n".join(["start: calls", *calls])
     start = "start: content | calls" if calls else "start: content"
     return "\n".join([start, f"content: {_json(schema, 'response_format.json_schema')}", *calls])
@@ -309,7 +294,7 @@ def _arguments(function: Function) -> Mapping[str, Any]:
     return {**given, "type": "object"}
 
 
-def _call_rules(functions: Sequence[Function], wording: type[ToolParser], *, several: bool) -> list[str]:
+def _call_rules(functions: Sequence[Function], wording: type[AnswerReader], *, several: bool) -> list[str]:
     """Return the rules of one call, or of `several`, of any of these functions; none without functions."""
     if not functions:
         return []
@@ -323,13 +308,13 @@ def _call_rules(functions: Sequence[Function], wording: type[ToolParser], *, sev
     return rules
 
 
-def _schema(body: ChatBody) -> Mapping[str, Any] | None:
+def _schema(wanted: ResponseFormat | None) -> Mapping[str, Any] | None:
     """Return the schema of the answer's text, None where it is free."""
-    if body.response_format is None or body.response_format.type == "text":
+    if wanted is None or wanted.type == "text":
         return None
-    if body.response_format.type == "json_object":
-        return ANY_OBJECT
-    key, given = "response_format.json_schema", body.response_format.json_schema
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    key, given = "response_format.json_schema", wanted.json_schema
     if given is None:
         raise RequestError(key, given, "must be an object with a `schema`")
     if not isinstance(given.get("schema"), dict):

@@ -16,11 +16,12 @@ from types import MappingProxyType
 
 from kedge.checks import require_text
 from kedge.engine.base import Engine, Tokenizer
-from kedge.errors import LimitReached, RequestError
+from kedge.errors import RequestError
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunMemory, RunPrompts, fixed_prompts
 from kedge.server.workflows.registry import Registered
+from kedge.structures.bounded import ENTRIES
 from kedge.types import (
     AgentId,
     Completion,
@@ -38,10 +39,6 @@ from kedge.workflow.graph import Step
 from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
 
-MAX_RUNS = 1024
-"""Runs of a tenant, and answers of a run and values that its agents read, that are remembered"""
-MAX_FORECAST_AGENTS = 16_384
-"""Agents in all forecasts of a tenant that came in hints without a prompt."""
 TTL = 600.0
 """Seconds without a call after which a run is over."""
 PREPARED_AGENTS = 4
@@ -69,7 +66,7 @@ class ClientRuns:
         """Return the run that `hints` name, if any, and take the forecast in them."""
         if not hints.run:
             return None
-        now, runs = time.monotonic(), self._of(namespace)
+        now, runs = time.monotonic(), self.of(namespace.tenant)
         key = _key(namespace, hints)
         run = runs.setdefault(key, ClientRun(key, now))
         run.heard = now
@@ -79,8 +76,7 @@ class ClientRuns:
         return run
 
     def hint(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> list[ActionOutcome]:
-        """Take hints without a prompt, and return what becomes of those on a run. Raises like `require_room`."""
-        self.require_room(namespace, hints)
+        """Take hints without a prompt, and return what becomes of those on a run."""
         before = self.board.forecast(_key(namespace, hints))
         run, outcomes = self.touch(namespace, hints, registered), list[ActionOutcome]()
         if hints.steps is not None:
@@ -91,23 +87,6 @@ class ClientRuns:
         elif run:
             self.look_ahead(run)
         return [*outcomes, run_ended()] if ends_run(hints) else outcomes
-
-    def require_room(self, namespace: Namespace, hints: Hints) -> None:
-        """Raise `LimitReached` if hints without a prompt begin a run, or bring a forecast, that exceeds the limits.
-
-        Unlike calls with a prompt, such hints evict nothing.
-        """
-        if not hints.run:
-            return
-        now, runs, key = time.monotonic(), self._of(namespace), _key(namespace, hints)
-        self._forget_old(runs, now)
-        if key not in runs and len(runs) >= MAX_RUNS:
-            raise _full("runs", len(runs), f"at most {MAX_RUNS} runs at once are kept", runs, now)
-        forecasts = [self.board.forecast(one) for one in runs if one != key]
-        named = len(hints.steps or ()) + sum(len(one.next_runs) for one in forecasts if one)
-        if hints.steps and named > MAX_FORECAST_AGENTS:
-            why = f"the forecasts of all runs have at most {MAX_FORECAST_AGENTS} agents"
-            raise _full("agents", named, why, runs, now)
 
     def moved(self, run: ClientRun, agent: AgentId, *, has_ended: bool) -> None:
         """Record the start of an agent's call, or its end."""
@@ -125,12 +104,13 @@ class ClientRuns:
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
-        if self._of(run.key.namespace).pop(run.key, None) is not None:
+        if self.of(run.key.namespace.tenant).pop(run.key, None) is not None:
             self._publish(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key)
 
-    def _of(self, namespace: Namespace) -> OrderedDict[RunKey, ClientRun]:
-        return self._runs.setdefault(namespace.tenant, OrderedDict())
+    def of(self, tenant: TenantId) -> OrderedDict[RunKey, ClientRun]:
+        """Return a tenant's runs that are remembered, in the order of their last calls."""
+        return self._runs.setdefault(tenant, OrderedDict())
 
     def _take_forecast(self, run: ClientRun, hints: Hints, registered: Registered | None, now: float) -> None:
         if hints.steps is not None:
@@ -150,19 +130,12 @@ class ClientRuns:
             self._engine.forecast(changes, begins)
 
     def _forget_old(self, runs: OrderedDict[RunKey, ClientRun], now: float) -> None:
-        while (oldest := next(iter(runs.values()), None)) and (len(runs) > MAX_RUNS or oldest.heard + TTL <= now):
+        while (oldest := next(iter(runs.values()), None)) and (len(runs) > ENTRIES or oldest.heard + TTL <= now):
             self.end(oldest)
 
 
 def _key(namespace: Namespace, hints: Hints) -> RunKey:
     return RunKey(namespace, hints.client, RunId(hints.run))
-
-
-def _full(key: str, value: int, why: str, runs: Mapping[RunKey, ClientRun], now: float) -> LimitReached:
-    """Return the error. There is room at the latest when the oldest run expires."""
-    error = LimitReached(key, value, why)
-    error.retry_after = next(iter(runs.values())).heard + TTL - now
-    return error
 
 
 @dataclass
@@ -174,12 +147,12 @@ class ClientRun:
     progress: RunProgress | None = None
     """None where no registered workflow has a forecast for the run, or the client sends its own."""
     turns: Counter[AgentId] = field(default_factory=Counter)
-    answers: RunMemory = field(default_factory=lambda: RunMemory(MAX_RUNS))
+    answers: RunMemory = field(default_factory=lambda: RunMemory(ENTRIES))
     registered: Registered | None = None
     """The workflow of its last call whose template the server has filled; None where there was none"""
     asked: ReuseMode | None = None
     """The reuse mode that this call named; the run's other calls are expected to name it, too"""
-    values: RunMemory = field(default_factory=lambda: RunMemory(MAX_RUNS))
+    values: RunMemory = field(default_factory=lambda: RunMemory(ENTRIES))
     """What was read last. A client may have bound another text than the answer, so these go before the answers."""
     running: Counter[AgentId] = field(default_factory=Counter)
     """Calls in flight by agent."""

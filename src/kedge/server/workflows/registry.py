@@ -26,8 +26,6 @@ class Registered:
     workflow: Workflow
     reuse: ReuseMode | None = None
     """Mode of agents without a mode of their own; None for the server's default."""
-    judges: frozenset[str] = frozenset()
-    """Agents that are never translated unless a request asks for it by their names."""
     prompts: Mapping[AgentId, CompiledAgent] = field(default_factory=dict)
     """Prompts of all agents, compiled for the served model."""
 
@@ -44,8 +42,7 @@ class Registered:
 
     def mode(self, agent: Agent, default: ReuseMode, asked: ReuseMode | None = None) -> ReuseMode:
         """Return the reuse mode of `agent`. Its own mode overrides `asked`, which is for a whole run."""
-        mode = agent.reuse or asked or self.reuse or default
-        return ReuseMode.EXACT if agent.id in self.judges and mode is ReuseMode.TRANSLATE else mode
+        return agent.reuse or asked or self.reuse or default
 
     def for_run(
         self,
@@ -106,7 +103,10 @@ class WorkflowRegistry:
 
 
 def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *, tools: bool) -> Registered:
-    """Return a checked workflow of parsed YAML or JSON. Raises `WorkflowError`, and `NotFound` for an unknown judge."""
+    """Return a checked workflow of parsed YAML or JSON, in which `judges` are not translated.
+
+    Raises `WorkflowError`, and `NotFound` for an unknown judge.
+    """
     agents = data.get("agents") if isinstance(data, dict) and not tools else None
     for agent in agents if isinstance(agents, list) else ():
         if isinstance(agent, dict) and agent.get("tool") is not None:
@@ -116,7 +116,7 @@ def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *,
         raise SpecError("name", workflow.name, "must have 1 to 128 printable characters without '/'")
     if len(workflow.agents) > MAX_AGENTS or len(workflow.agents) * workflow.turns > MAX_STEPS:
         raise WorkflowError("agents", len(workflow.agents), f"at most {MAX_AGENTS}, and {MAX_STEPS} calls in a run")
-    new = Registered(workflow, reuse, judges)
-    for judge in judges:
-        new.agent(judge)
-    return new
+    new = Registered(workflow, reuse)
+    exact = {new.agent(judge).id for judge in judges if new.agent(judge).reuse is not ReuseMode.OFF}
+    agents = (replace(one, reuse=ReuseMode.EXACT) if one.id in exact else one for one in workflow.agents)
+    return replace(new, workflow=replace(workflow, agents=tuple(agents)))

@@ -15,7 +15,6 @@ from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
 from kedge.runner.run import check_inputs
 from kedge.server.http import (
-    BODY_ERRORS,
     ERRORS,
     EVENTS,
     JSON_TYPE,
@@ -59,7 +58,7 @@ class RunBody(Body):
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
-GRAPHS = {"mermaid": "application/vnd.mermaid", "dot": "text/vnd.graphviz"}
+MERMAID = "application/vnd.mermaid"
 KEEP_ALIVE = b": still there\n\n"
 FILE = {
     "requestBody": {
@@ -72,7 +71,7 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201) | BODY_ERRORS)
+@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201))
 async def register(
     request: Request,
     service: TheService,
@@ -83,8 +82,8 @@ async def register(
 ) -> Response:
     """Register the workflow file in the body (YAML, or JSON by its content type), or replace the one with its name.
 
-    `reuse` is the mode of agents without a mode of their own. A `judge` is an agent that is never translated unless a
-    request asks for it by its name.
+    `reuse` is the mode of agents without a mode of their own. A `judge` is an agent whose own mode is `exact`: it is
+    never translated unless a request asks for it by its name.
     """
     content, kind = await request.body(), request.headers.get("content-type", "")
     mode = ReuseMode(reuse) if reuse else None
@@ -122,14 +121,11 @@ async def workflow(name: str, known: TheWorkflows, tenant: TheTenant) -> Respons
     "/v1/workflows/{name}/graph",
     response_model=None,
     response_class=Response,
-    responses=answers(200, kinds=GRAPHS.values()),
+    responses=answers(200, kinds=[MERMAID]),
 )
-async def graph(
-    name: str, known: TheWorkflows, tenant: TheTenant, format: Literal["mermaid", "dot"] = "mermaid"
-) -> Response:
-    """Return which agent reads whose answers, as text for Mermaid or Graphviz."""
-    found = known.registry.get(tenant.id, name).workflow
-    return Response(export(found, format), media_type=GRAPHS[format])
+async def graph(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
+    """Return which agent reads whose answers, as text for Mermaid."""
+    return Response(export(known.registry.get(tenant.id, name).workflow), media_type=MERMAID)
 
 
 @router.delete("/v1/workflows/{name}", response_model=None)
@@ -152,7 +148,6 @@ def _described(one: Registered) -> dict[str, Any]:
             "guard": agent.guard,
             "fidelity": shown_fidelity(agent.fidelity),
             "pick": agent.pick,
-            "judge": agent.id in one.judges,
         }
         for agent_id in flow.order
         for agent in (flow.agent(agent_id),)
@@ -168,7 +163,7 @@ def _described(one: Registered) -> dict[str, Any]:
     "/v1/workflows/{name}/runs",
     response_model=None,
     response_class=Response,
-    responses=answers(200, kinds=EVENTS) | answers(201) | BODY_ERRORS,
+    responses=answers(200, kinds=EVENTS) | answers(201),
 )
 async def start(name: str, body: RunBody, service: TheService, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
@@ -234,7 +229,7 @@ async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/hints", response_model=None, responses=BODY_ERRORS)
+@router.post("/v1/hints", response_model=None)
 async def hints(
     body: dict[str, Any], request: Request, service: TheService, known: TheWorkflows, tenant: TheTenant
 ) -> Response:

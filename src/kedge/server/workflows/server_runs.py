@@ -119,16 +119,12 @@ class ServerRun:
     # the event loop -----------------------------------------------------------------------------------------------
 
     def _take(self, event: RunEvent) -> None:
-        metrics, request = self.service.metrics, event.request_id
+        request = event.request_id
         if event.kind is EventKind.SUBMITTED:
             self.in_flight.add(request)
-            metrics.moved(self.tenant.id, request, metrics.waiting)
             if self.is_cancelled:
                 self.service.threads.cancel([request])
-        if event.kind is EventKind.TEXT:
-            metrics.moved(self.tenant.id, request, metrics.running)
         if event.completion:
-            metrics.moved(self.tenant.id, request, None)
             self.in_flight.discard(request)
             self.service.finished(self.tenant, event.completion)
         if event.kind is not EventKind.TEXT or event.text:
@@ -147,8 +143,6 @@ class ServerRun:
 
     def _end(self, ended: Future[RunResult]) -> None:
         self.ticket.release()
-        for request in self.in_flight:
-            self.service.metrics.moved(self.tenant.id, request, None)
         error, died = ended.exception(), self.service.engine_error
         status, data = RunStatus.FAILED, dict[str, Any]()
         if error is None:
@@ -246,10 +240,8 @@ class Workflows:
 
     def __init__(self, service: Service) -> None:
         self.registry = WorkflowRegistry()
-        mode = service.default_mode(ReuseMode.TRANSLATE)
-        self.client_runs = ClientRuns(service.engine, mode)
+        self.client_runs = ClientRuns(service.engine, service.default_mode(ReuseMode.TRANSLATE))
         self.server_runs = ServerRuns(service)
-        service.metrics.expose_ignored_forecasts(self.client_runs.board.ignored)
 
 
 async def _workflows(request: Request) -> Workflows:

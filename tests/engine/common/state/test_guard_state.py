@@ -92,7 +92,7 @@ def test_damage_and_what_is_no_record_of_a_guard_lose_nothing_else(tmp_path: Pat
 
 
 def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "MAX_AGENTS", 1)
+    monkeypatch.setattr(guard_module, "ENTRIES", 1)
     save(tmp_path, "a", "b")
     small = guard()
     with opened(tmp_path, small) as state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from statistics import mean
@@ -18,7 +17,7 @@ from kedge.engine.local.model.replica import random_model
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.scheduler import Work
 from kedge.engine.local.sequence import RequestSequence, Sequence
-from kedge.errors import RequestError, UnsupportedModel
+from kedge.errors import UnsupportedModel
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.types import Namespace, RequestId, ReuseMode, TenantId, Tokens
@@ -58,14 +57,6 @@ ON_PUSH = {
 ANSWER = 64
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def model_of(name: str, seed: int = 0) -> PreTrainedModel:
     return random_model(BY_NAME[name].config(), seed)
 
@@ -99,21 +90,6 @@ def test_answers_are_those_of_transformers_with_and_without_exact_reuse(name: st
             done = [stream.result(120) for stream in streams]
             assert [one.tokens for one in done] == expected
             assert reused is None or [one.receipt.exact for one in done] == reused
-
-
-@pytest.mark.parametrize("name", on_push(SERVED, ON_PUSH))
-def test_a_hostile_and_a_cancelled_request_change_no_other(name: str) -> None:
-    model = model_of(name)
-    expected = greedy(model, prompt(1, 70), 16)
-    with engine_of(model, max_batch_tokens=32, kv_memory="40 blocks") as engine:
-        streams = [engine.submit(plain(prompt(1, 70), max_tokens=16)) for _ in range(3)]
-        cancelled = engine.submit(plain(prompt(4, 90), max_tokens=400))
-        with pytest.raises(RequestError):
-            engine.submit(plain((1, 2**40)))
-        assert engine.cancel(cancelled.request_id)
-        assert [stream.result(60).tokens for stream in streams] == [expected] * 3
-        engine.wait_idle(60)
-        assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
 def kv_at(runner: ModelRunner, prompt: Tokens, start: int) -> KVSegment:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from kedge.engine.local.attention.latent import latent_of
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.model import probe
-from kedge.engine.local.model.comparing import attention
 from kedge.engine.local.model.identity import model_digest
+from kedge.engine.local.model.layout import attention
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model
 from kedge.engine.local.model.runner import ModelRunner
@@ -79,43 +79,8 @@ class Twin:
         return self.runner.forward(flatten([Work(sequence, positions)], self.storage))[-1]
 
 
-def expanded(runner: ModelRunner, kv: KVSegment, first: int = 0) -> KVSegment:
-    """The keys and values of all heads that follow from latents, of the layers from `first` on; values are padded."""
-    config, keys, values = runner.model.config, [], []
-    for layer, rows in enumerate(torch.cat([kv.values, kv.keys], dim=-1)[:, :, 0]):
-        latent, rotated = rows.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
-        weight = runner.model.model.layers[first + layer].self_attn.kv_b_proj.weight
-        heads = linear(latent, weight).unflatten(1, (config.num_attention_heads, -1))
-        unrotated, value = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
-        keys.append(torch.cat([unrotated, rotated[:, None].expand(-1, len(heads[0]), -1)], dim=-1))
-        values.append(pad(value, (0, keys[-1].shape[-1] - value.shape[-1])))
-    return KVSegment(torch.stack(keys), torch.stack(values))
-
-
 def close(got: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
     assert (got - wanted).norm() < tolerance * wanted.norm()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@torch.inference_mode()
-def test_translated_latents_are_the_translated_kv_of_all_heads(name: str) -> None:
-    """The projection is linear: the same base KV and the same offsets, at another position, are the same context."""
-    runner, other = both(name)
-    latents, heads = Twin(runner), Twin(other)
-    close(latents.run(list(range(COUNT))), heads.run(list(range(COUNT))))
-    base = latents.storage.read(latents.table, 0, COUNT)
-    wanted = heads.storage.read(heads.table, 0, COUNT)
-    close(expanded(runner, base).keys, wanted.keys)
-    close(expanded(runner, base).values, wanted.values)
-
-    offsets = KVSegment(*(0.3 * torch.randn_like(x[1:]) for x in (base.keys, base.values)))
-    latents.storage.write(latents.table, START, base, offsets)
-    heads.storage.write(heads.table, START, wanted, expanded(runner, offsets, 1))
-    there = latents.table.slots[START : START + COUNT]
-    now = expanded(runner, KVSegment(latents.storage.keys[:, there], latents.storage.values[:, there]))
-    close(now.keys, heads.storage.keys[:, there])
-    close(now.values, heads.storage.values[:, there])
-    close(latents.run([START + COUNT]), heads.run([START + COUNT]))
 
 
 def transformers_cache(runner: ModelRunner, base: KVSegment, offsets: KVSegment) -> DynamicCache:

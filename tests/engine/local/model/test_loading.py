@@ -12,11 +12,14 @@ import kedge.models.nano
 from kedge.engine.local.model import loading
 
 
-@pytest.mark.parametrize(("least", "has_bar"), [(loading.MIN_BYTES_WITH_BAR, False), (0, True)])
-def test_few_weights_are_loaded_without_a_progress_bar(
-    least: int, has_bar: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_bar", [False, True])
+def test_weights_in_a_single_file_are_loaded_without_a_progress_bar(
+    has_bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "MIN_BYTES_WITH_BAR", least)
-    loading.load(Path(kedge.models.nano.__path__[0]), torch.float32, torch.device("cpu"))
+    for file in Path(kedge.models.nano.__path__[0]).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    if has_bar:
+        (tmp_path / "more.safetensors").symlink_to(tmp_path / "model.safetensors")
+    loading.load(tmp_path, torch.float32, torch.device("cpu"))
     assert ("Loading weights" in capsys.readouterr().err) == has_bar
     assert is_progress_bar_enabled()

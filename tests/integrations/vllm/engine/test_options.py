@@ -150,7 +150,7 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
     result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": ""})
     assert isinstance(result.exception, Started)
-    assert seen == [options.KeepingOptions(Path("kept"), 60.0, {TenantId("acme"): Quota(5, 1 << 20)})]
+    assert seen == [options.KeepingOptions(Path("kept"), {TenantId("acme"): Quota(5, 1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
-    assert (found.state, found.snapshot_interval) == (tmp_path / "kept", 60.0)
+    assert found.state == tmp_path / "kept"
     assert found.quotas == {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)}

@@ -14,12 +14,11 @@ from kedge.errors import ForwardFailed
 from kedge.integrations.vllm.engine.response import (
     NO_RECEIPT,
     StreamedResponse,
-    answer_logprobs,
     fallback_receipt,
     plugin_receipt,
-    prompt_logprobs,
+    ranked_logprobs,
 )
-from kedge.integrations.vllm.plugin.receipts import receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
     Completion,
@@ -86,13 +85,12 @@ def chances(*entries: tuple[int, float, int]) -> dict[int, Any]:
 def test_the_likeliest_come_first_and_the_drawn_one_is_among_them_only_by_rank() -> None:
     first = chances((7, -3.0, 9), (5, -0.5, 1), (6, -1.0, 2))
     second = chances((5, -0.25, 1), (6, -2.0, 2))
-    found = answer_logprobs((7, 5), (first, second), 2)
-    assert found == (
+    assert list(ranked_logprobs((7, 5, 9), (first, second, None), 2)) == [
         TokenLogprob(7, -3.0, ((5, -0.5), (6, -1.0))),
         TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0))),
-    )
-    assert answer_logprobs((7,), (chances((7, -3.0, 9)),), 0) == (TokenLogprob(7, -3.0),)
-    assert prompt_logprobs((5, 5), (None, second), 1) == (None, TokenLogprob(5, -0.25, ((5, -0.25),)))
+        None,
+    ]
+    assert list(ranked_logprobs((7,), (first,), 0)) == [TokenLogprob(7, -3.0)]
 
 
 # answers --------------------------------------------------------------------------------------------------------------

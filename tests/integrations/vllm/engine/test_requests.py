@@ -8,7 +8,6 @@ from typing import Any
 
 from kedge.guard import GuardOrders
 from kedge.integrations.vllm.engine.requests import (
-    RESENT,
     Forecasts,
     PluginMessage,
     end_of_run,
@@ -69,10 +68,10 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
 
 def test_what_the_guard_orders_is_sent() -> None:
     orders = GuardOrders(withheld=frozenset({"q", "r"}), epoch=2, rung=len(RUNGS) - 1, pick="answer is <word>")
-    orders = replace(orders, left_out=True, held_out=True)
+    orders = replace(orders, held_out=True)
     assert read(request(guard=orders)).guard == orders
     assert read(request(guard=GuardOrders(rung=0))).guard.rung == 0
-    assert not {"withheld", "epoch", "rung", "left_out", "held_out", "pick"} & request_hints(request()).keys()
+    assert not {"withheld", "epoch", "rung", "held_out", "pick"} & request_hints(request()).keys()
 
 
 def test_the_fixed_length_is_sent_without_segments() -> None:
@@ -91,16 +90,11 @@ def test_names_that_are_not_accepted_stay_distinct() -> None:
     assert (got.agent, got.segments[1].sample) == (short(line), SampleId.parse(short(f"input_{long}@0")))
 
 
-def test_one_token_more_is_drawn_where_others_read_the_answer() -> None:
-    def drawn(room: int = 100, **more: Any) -> int:
-        return sampling_arguments(request(**more), room)["max_tokens"]
-
-    sampling = SamplingParams(max_tokens=7)
-    assert drawn(sampling=sampling) == 8
-    assert drawn(sampling=sampling, produces=None) == 7
-    assert drawn(sampling=sampling, room=5) == 5
-    assert sampling_arguments(request(sampling=sampling), 100, tails=True)["max_tokens"] == 7, "the plug-in computes it"
-    assert drawn(sampling=SamplingParams(max_tokens=0), produces=None) == 1, "vLLM draws at least one"
+def test_at_least_one_token_is_drawn_and_no_more_than_there_is_room_for() -> None:
+    drawn = [
+        sampling_arguments(request(sampling=SamplingParams(max_tokens=most)), 5)["max_tokens"] for most in (0, 3, 7)
+    ]
+    assert drawn == [1, 3, 5]
 
 
 def test_sampling_arguments() -> None:
@@ -112,11 +106,9 @@ def test_sampling_arguments() -> None:
     assert arguments["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
 
 
-def test_stock_vllm_gets_no_hints_and_draws_no_token_for_others() -> None:
-    asked = request(sampling=SamplingParams(max_tokens=5))
-    hinted, plain = sampling_arguments(asked, 100), sampling_arguments(asked, 100, hinted=False)
-    assert (hinted["max_tokens"], plain["max_tokens"]) == (6, 5)
-    assert plain == {**hinted, "max_tokens": 5, "extra_args": None}
+def test_stock_vllm_gets_no_hints() -> None:
+    hinted, plain = (sampling_arguments(request(), 100, hinted=hinted) for hinted in (True, False))
+    assert plain == {**hinted, "extra_args": None}
 
 
 def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:
@@ -151,10 +143,9 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents() -> None:
     assert messages[1].hints["steps"] == {"a": 1.0}
 
 
-def test_a_fixed_prompt_is_sent_again_when_it_changes_and_every_so_many_runs() -> None:
+def test_a_fixed_prompt_is_sent_again_when_it_changes() -> None:
     forecasts, one = Forecasts(), {key("a"): (1, 2, 3)}
-    sent = [len(list(forecasts.messages({}, one))) for _ in range(2 * RESENT + 1)]
-    assert [run for run, count in enumerate(sent) if count] == [0, RESENT, 2 * RESENT]
+    assert [len(list(forecasts.messages({}, one))) for _ in range(3)] == [1, 0, 0]
     other_run = key("a")._replace(run_id=RunId("other"))
     assert not list(forecasts.messages({}, {other_run: (1, 2, 3)})), "the prompt is the same in all runs"
     assert list(forecasts.messages({}, {key("a"): (1, 2)})) and list(forecasts.messages({}, {key("b"): (1, 2)}))
@@ -171,9 +162,9 @@ def test_the_plugin_reads_every_message() -> None:
     assert all(call is not None and call.ignored == 0 for call in calls)
     fixed, steps, end = calls
     assert fixed and steps and end
-    assert (fixed.key, fixed.request.fixed, fixed.request.tokens) == (key("a"), 3, (1, 2, 3))
-    assert steps.run == RunKey(Namespace(TENANT), "c", RUN) and steps.steps == {
+    assert (fixed.request.agent_key, fixed.request.fixed, fixed.request.tokens) == (key("a"), 3, (1, 2, 3))
+    assert steps.request.run_key == RunKey(Namespace(TENANT), "c", RUN) and steps.steps == {
         "a": NextRun(1.0),
         "b": NextRun(math.inf),
     }
-    assert end.final and end.run == RunKey(Namespace(TENANT), "c", RUN)
+    assert end.request.turn.is_last and end.request.run_key == RunKey(Namespace(TENANT), "c", RUN)

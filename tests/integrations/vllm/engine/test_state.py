@@ -49,7 +49,7 @@ def engine(model: Path, state: Path) -> VLLMEngine:
         guard={"mode": "off"},
         vllm=own,
     )
-    return VLLMEngine(model, settings, keeping=KeepingOptions(state, 3600.0, {ACME: Quota(anchor_bytes=MOST)}))
+    return VLLMEngine(model, settings, keeping=KeepingOptions(state, {ACME: Quota(anchor_bytes=MOST)}))
 
 
 def ask(built: VLLMEngine, seed: int, run: str) -> Receipt:

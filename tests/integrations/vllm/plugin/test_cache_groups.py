@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kedge.cache import Copied
 from kedge.cache.copies import Purpose
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_pools import (
@@ -36,7 +37,6 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
 )
 from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution
 
 SIZE, BLOCKS, LENGTH = 16, 100, 9
@@ -178,7 +178,7 @@ def test_what_comes_back_from_the_host_is_a_hit(name: str, data: st.DataObject) 
 
 def land(tier: HostTier) -> None:
     for copy in tier.take_copies():
-        tier.on_copied(copy.copy_id, CopyResult(1, True, 0.1))
+        tier.on_copied(Copied(copy.copy_id, True, 0.1))
 
 
 def test_the_blocks_of_a_request_are_those_of_the_main_group_and_others() -> None:
@@ -208,10 +208,6 @@ def test_beside_a_head_a_group_without_its_layers_needs_nothing_behind_the_hit()
     assert groups_of(config(drafts=True), kv_config(specs, 1)).others == (CacheGroup.of(0, 1, 2, behind=1),)
     assert groups_of(config(drafts=True), kv_config(specs, 0)).others == (CacheGroup.of(0, 1, 3),)
     assert groups_of(config(), kv_config(specs, 1)) == groups(specs)
-
-
-def test_a_hit_with_drafts_needs_a_block_more_of_a_window() -> None:
-    assert groups_of(config(drafts=True), kv_config(MODELS["window"])).others == (CacheGroup.of(0, 1, 3),)
 
 
 def test_a_hit_with_drafts_that_have_no_kv_needs_what_it_needs_without() -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin import free_queue
-from kedge.integrations.vllm.plugin.free_queue import MAX_NAMED, BlockOwners, StepFreeQueue
-from kedge.policies.eviction import StepPolicy, lru, steps_to_execution
+from kedge.integrations.vllm.plugin.free_queue import BlockOwners, StepFreeQueue
+from kedge.policies.eviction import EvictionPolicy, lru, steps_to_execution
 
 BLOCKS = 10
 AGENTS = "abcd"
@@ -27,8 +26,6 @@ class Block:
     """The fields of vLLM's block that the queue uses."""
 
     block_id: int
-    prev_free_block: Any = None
-    next_free_block: Any = None
 
 
 @dataclass
@@ -44,7 +41,7 @@ class Kept:
 class Twin:
     """Sorts everything, every time."""
 
-    policy: StepPolicy
+    policy: EvictionPolicy
     loose: list[int]
     kept: dict[int, int] = field(default_factory=dict)
     owners: dict[int, set[str]] = field(default_factory=dict)
@@ -125,7 +122,7 @@ class WholeTwin(Twin):
 class Machine(RuleBasedStateMachine):
     """vLLM's calls in any order: blocks are held or free, and only held ones change owners."""
 
-    policy: StepPolicy = staticmethod(POLICY)
+    policy: EvictionPolicy = staticmethod(POLICY)
     whole = False
 
     def __init__(self) -> None:
@@ -189,16 +186,15 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), owner=st.sampled_from(AGENTS))
     def own_history(self, data: st.DataObject, owner: str) -> None:
-        """A prompt of which the owner has a prefix: it leaves behind what is free."""
+        """A prompt of which the owner has a prefix: it leaves behind all else."""
         if owner not in self.twin.steps:
             return
         chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
         chosen.sort(key=lambda block: owner not in self.twin.owners.get(block, ()))
-        left = [block.block_id for block in self.queue.own_history(chosen, owner)]
-        assert set(left) == {block for block in self.twin.kept if owner in self.twin.owners.get(block, ())}
-        for block in left:
-            self.twin.owners[block].discard(owner)
-        self.twin.keep(left)
+        self.queue.own_history(chosen, owner)
+        for owners in self.twin.owners.values():
+            owners.discard(owner)
+        assert self.queue.members_of(owner) == len(chosen)
         for block in chosen:
             self.twin.owners.setdefault(block, set()).add(owner)
             self.twin.varying.discard(block)
@@ -243,23 +239,10 @@ class WholeMachine(Machine):
     whole = True
 
 
-class FewNames(WholeMachine):
-    """Sets of several owners have no names, as those of heads that many prompts share, and grow in place."""
-
-    def __init__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(free_queue, "MAX_NAMED", 1)
-        super().__init__()
-
-    def teardown(self) -> None:
-        self.patch.undo()
-
-
 TestSteps = Machine.TestCase
-TestFewNames = FewNames.TestCase
 TestLru = LruMachine.TestCase
 TestWhole = WholeMachine.TestCase
-TestSteps.settings = TestLru.settings = TestWhole.settings = TestFewNames.settings = settings(
+TestSteps.settings = TestLru.settings = TestWhole.settings = settings(
     max_examples=25, stateful_step_count=40, deadline=None
 )
 
@@ -280,12 +263,12 @@ def test_farthest_agent_first_then_tail_first() -> None:
     order = [block.block_id for block in queue.get_all_free_blocks()]
     assert order == [6, 3, 2, 8, 7, 5, 4, 1, 0]
     assert [block.block_id for block in queue.popleft_n(9)] == order
-    assert queue.evicted == {"varying": 1, "9": 2, "unlabelled": 2, "4": 2, "1": 2}
+    assert queue.evicted == {"varying": 1, "labelled": 6, "unlabelled": 2}
 
 
 def test_a_head_of_many_owners_is_one_set_that_grows_in_place_and_may_be_split() -> None:
     owners = BlockOwners(4)
-    sessions = [f"s{i}" for i in range(3 * MAX_NAMED)]
+    sessions = [f"s{i}" for i in range(30)]
     owners.update_steps(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
     for session in sessions:
         owners.own([0, 1, 2], session)

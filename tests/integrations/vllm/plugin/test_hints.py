@@ -31,7 +31,7 @@ TOKENS = (5, 6, 7, 8, 9)
 NAMES = [
     *("workflow", "run", "agent", "client", "seq", "steps", "fixed_tokens", "final", "reuse", "segments", "produces"),
     *("session", "parent", "returns_in", "unheard", "base_context", "name", "length", "withheld", "epoch"),
-    *("pick", "rung", "left_out", "held_out"),
+    *("pick", "rung", "held_out"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -56,32 +56,30 @@ def test_all_hints_are_read() -> None:
         salt="tenant",
     )  # fmt: skip
     request = call.request
-    assert call.key == AgentKey(Namespace(TenantId("tenant")), "c", RunId("r"), AgentId("a"))
+    assert call.request.agent_key == AgentKey(Namespace(TenantId("tenant")), "c", RunId("r"), AgentId("a"))
     assert request.workflow == "w"
     assert call.steps == {"a": NextRun(0.0), "b": NextRun(math.inf)} and call.seq == 3
     assert (request.fixed, request.reuse, request.produces) == (2, ReuseMode.EXACT, SampleId.parse("a@0"))
-    assert call.final and call.request.turn == TurnHints("s", "p", 1.5, is_last=True) and not call.ignored
+    assert call.request.turn == TurnHints("s", "p", 1.5, is_last=True) and not call.ignored
     assert request.segments == (Segment(TOKENS, "p0"),)
 
 
-@pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 1025, {"q": 1}])
+@pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 4097, {"q": 1}])
 @pytest.mark.parametrize(("epoch", "pick"), [(-1, 3), (1.5, ["a"]), ("2", "x" * 2000)])
 @pytest.mark.parametrize(
-    ("rung", "left_out"), [(-1, 1), (len(RUNGS), "yes"), (0.0, 0), (True, []), ("0", {}), (2**70, "")]
+    ("rung", "held_out"), [(-1, 1), (len(RUNGS), "yes"), (0.0, 0), (True, []), ("0", {}), (2**70, "")]
 )
 def test_orders_of_a_guard_that_are_not_accepted_are_ignored(
-    withheld: Any, epoch: Any, pick: Any, rung: Any, left_out: Any
+    withheld: Any, epoch: Any, pick: Any, rung: Any, held_out: Any
 ) -> None:
-    call = read(
-        {"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "left_out": left_out, "held_out": left_out}
-    )
-    assert call.request.guard == GuardOrders() and call.ignored == 6
+    call = read({"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "held_out": held_out})
+    assert call.request.guard == GuardOrders() and call.ignored == 5
 
 
 @pytest.mark.parametrize("rung", range(len(RUNGS)))
 def test_every_rung_can_be_ordered(rung: int) -> None:
-    call = read({"rung": rung, "left_out": True, "withheld": [EVERYTHING]})
-    expected = GuardOrders(rung=rung, left_out=True, withheld=frozenset((EVERYTHING,)))
+    call = read({"rung": rung, "held_out": True, "withheld": [EVERYTHING]})
+    expected = GuardOrders(rung=rung, held_out=True, withheld=frozenset((EVERYTHING,)))
     assert call.request.guard == expected and not call.ignored
 
 
@@ -114,7 +112,7 @@ def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
 def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
     call, nothing = read(bad), read({})
     assert call.ignored == 1
-    assert (call.request, call.steps, call.seq, call.final) == (nothing.request, None, None, False)
+    assert (call.request, call.steps, call.seq) == (nothing.request, None, None)
 
 
 def test_segments_tile_the_prompt_and_come_back() -> None:

@@ -15,11 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kedge.cache import Copy, Direction
+from kedge.cache import Copied, Copy, Direction
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
-from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution
 from kedge.policies.sessions import SessionKey
 from kedge.settings import QuotaSettings
@@ -80,7 +79,7 @@ class Copies(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.booleans())
     def land(self, data: st.DataObject, ok: bool) -> None:
         copy = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
-        self.tier.on_copied(copy.copy_id, CopyResult(1, ok, 0.1))
+        self.tier.on_copied(Copied(copy.copy_id, ok, 0.1))
 
     @rule()
     def empty_device(self) -> None:
@@ -123,7 +122,7 @@ class Copies(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.send()
         while self.sent:
-            self.tier.on_copied(self.sent.pop().copy_id, CopyResult(1, True, 0.1))
+            self.tier.on_copied(Copied(self.sent.pop().copy_id, True, 0.1))
         self.sound()
         assert not self.tier.busy
 
@@ -138,7 +137,7 @@ def test_the_next_load_is_of_what_the_device_lacks() -> None:
     world.compute("a", 4)
     world.back_up("a", 4)
     world.send()
-    world.tier.on_copied(world.sent.pop().copy_id, CopyResult(1, True, 0.1))
+    world.tier.on_copied(Copied(world.sent.pop().copy_id, True, 0.1))
     assert world.tier.next_load(prompt, 3) == (None, False)
     world.empty_device()
     assert world.tier.next_load(prompt, 3) == (None, True)
@@ -146,6 +145,21 @@ def test_the_next_load_is_of_what_the_device_lacks() -> None:
     transfer, _ = world.tier.next_load(prompt, 3)
     assert transfer and transfer.is_load
     world.teardown()
+
+
+@pytest.mark.parametrize("ends", [(True, False), (True, True)])
+def test_what_a_rank_fails_to_copy_is_not_loaded(ends: tuple[bool, bool]) -> None:
+    world, prompt = Copies(), chain("a", 4)
+    backed_up(world, "a", 4)
+    world.empty_device()
+    world.tier._ranks = 2
+    transfer = world.tier.load(prompt, Purpose.DEMAND, None, lambda _: True)
+    assert transfer
+    for ok in ends:
+        assert not leading_blocks(world.pool, prompt)
+        world.tier.on_copied(Copied(transfer.copy.copy_id, ok, 0.1))
+    assert len(leading_blocks(world.pool, prompt)) == (4 if all(ends) else 0)
+    world.sound()
 
 
 # quotas ---------------------------------------------------------------------------------------------------------------
@@ -193,7 +207,7 @@ def backed_up(world: Copies, name: str, length: int, may_evict: Any = lambda _: 
     world.tier.queue.on_forecast({session(name): (1.0, 1.0)})
     world.tier.back_up(chain(name, length), session(name), may_evict)
     for copy in world.tier.take_copies():
-        world.tier.on_copied(copy.copy_id, CopyResult(1, True, 0.1))
+        world.tier.on_copied(Copied(copy.copy_id, True, 0.1))
 
 
 def held(world: Copies, name: str) -> int:

@@ -1,8 +1,10 @@
-"""Prefetches of idle sessions on vLLM's own block pools: which sessions, over what, and what is remembered of them."""
+"""Prefetches by forecast on vLLM's own block pools: of which sessions and agents, over what, and what is remembered."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,15 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from kedge.cache import Copy
+from kedge.cache import Copied, Copy
 from kedge.integrations.vllm.plugin import host_loads
 from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix, leading_blocks, replace_queue
-from kedge.integrations.vllm.plugin.host_loads import IdleSessions
+from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.policies.eviction import steps_to_execution
 from kedge.policies.prefetch import is_within
 from kedge.settings import TierSettings
+from kedge.workflow.steps import NextRun
 
 SIZE, DEVICE, HOST = 16, 12, 24
 POLICY = steps_to_execution(math.inf)
@@ -44,11 +46,12 @@ class Engine:
         self.pool = BlockPool(DEVICE + 1, True, SIZE)
         self.queue = replace_queue(self.pool, POLICY, whole_sets=True)
         self.tier = HostTier(self.pool, HOST, POLICY, 1)
-        self.tier.load_pays = lambda _: self.pays  # type: ignore[method-assign]
+        self.tier.load_pays = lambda _: False  # type: ignore[method-assign] # of no matter while nobody waits
         self.settings = TierSettings(host_memory=f"{HOST} blocks", **tiers)
-        self.trusted = self.pays = True
-        self.idle = IdleSessions(self.tier, self.settings, lambda: self.trusted)
-        self.queue.on_evicted = self.idle.on_evicted
+        self.trusted = True
+        self.prompts = SimpleNamespace(prompts={}, steps={}, changed=False)
+        self.loads = HostLoads(self.tier, self.prompts, self.settings, SIZE, lambda: self.trusted)  # type: ignore[arg-type]
+        self.idle = self.loads.idle
         self.steps: dict[str, float] = {}
         self.sent: list[Copy] = []
 
@@ -80,20 +83,31 @@ class Engine:
         self.idle.ended(name, hashes)
         self.tier.back_up(hashes, name, lambda _: True)
         self.pool.free_blocks(reversed(blocks))
-        return self.land(self.tier.take_copies())
+        return self.land()
 
-    def land(self, copies: tuple[Copy, ...], ok: bool = True) -> None:
-        for copy in copies:
-            self.tier.on_copied(copy.copy_id, CopyResult(1, ok, 0.1))
+    def agent(self, name: str, length: int, step: float, probability: float = 1.0) -> None:
+        """Run an agent, whose fixed prompt is needed again in so many steps, and is known as that."""
+        self.turn(name, length, step)
+        self.idle.clear()
+        self.prompts.prompts[name], self.prompts.steps[name] = chain(name, length), NextRun(step, probability)
+
+    def land(self, ok: bool = True) -> None:
+        for copy in (*self.sent, *self.tier.take_copies()):
+            self.tier.on_copied(Copied(copy.copy_id, ok, 0.1))
+        self.sent = []
 
     def evict(self, blocks: int = DEVICE) -> None:
         """Compute something that is needed by no session."""
         self.pool.free_blocks(self.pool.get_new_blocks(min(blocks, self.pool.get_num_free_blocks())))
 
-    def prefetch(self, slots: int = 4) -> list[str]:
+    def prefetch(self, slots: int = 4, *, waiting: bool = False) -> list[str]:
         """Order prefetches; the first blocks' owners, in order."""
         before = set(self.tier._transfers)
-        self.idle.start(slots)
+        self.loads.look_again()
+        live: Any = SimpleNamespace(may_load=True, is_admitted=not waiting, session=None)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(host_loads, "PREFETCH_JOBS", self.tier.prefetching + slots)
+            self.sent += self.loads.copies([live], idle=False)
         return [str(one.owner) for key, one in self.tier._transfers.items() if key not in before]
 
     def on_device(self, name: str, length: int) -> int:
@@ -106,29 +120,40 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     engine.evict()
     assert engine.prefetch() == [] and not engine.idle.changed, "it is far away"
     engine.set_step("c", 1.5)
-    assert engine.idle.changed and engine.prefetch() == ["c"] and not engine.idle.changed
-    engine.land(engine.tier.take_copies())
+    assert engine.idle.changed and engine.prefetch(waiting=True) == [], "a request waits"
+    assert engine.prefetch() == ["c"] and not engine.idle.changed
+    engine.land()
     assert engine.on_device("c", 4) == 4
-    assert engine.prefetch() == []
+    engine.set_step("c", 1.4)
+    assert engine.prefetch() == [] and not engine.idle.changed
 
 
-def test_a_near_session_that_is_evicted_is_loaded_again_soonest_first() -> None:
+def test_near_sessions_and_agents_are_loaded_soonest_first() -> None:
     engine = Engine()
+    engine.agent("aX", 3, 0.7)
     for name, step in (("c", 1.0), ("d", 0.5), ("e", 2.5)):
         engine.turn(name, 4, step)
     engine.evict()
     assert engine.prefetch(slots=1) == ["d"]
-    assert engine.prefetch() == ["c"], "the other is outside of the window"
+    assert engine.prefetch() == ["aX", "c"], "the other is outside of the window"
 
 
-@pytest.mark.parametrize(("name", "length"), [("c", 4), ("c", 6), ("c", 2), ("d", 4), ("d", 6), ("c", 0)])
-def test_the_history_is_that_of_the_last_turn(name: str, length: int) -> None:
+def test_an_agent_that_is_unlikely_to_run_replaces_nothing_that_is_needed() -> None:
     engine = Engine()
-    before, after = chain("c", 4), chain(name, length)
-    engine.idle.ended("c", before)
-    engine.idle.ended("c", after)
-    assert engine.idle._histories == {"c": after} and len(engine.idle) == length
-    assert (before, after) == (chain("c", 4), chain(name, length)), "the requests' own hashes stay as they are"
+    engine.agent("c", 6, 1.0, probability=0.4)
+    engine.evict()
+    engine.turn("d", 12, 9.0)
+    assert engine.prefetch() == []
+    engine.prompts.steps["c"] = NextRun(1.0, 0.6)
+    assert engine.prefetch() == ["c"]
+
+
+def test_the_history_is_that_of_the_last_turn_and_the_oldest_is_forgotten() -> None:
+    engine = Engine()
+    for name, length in (("c", 4), ("d", 5), ("c", 2), ("e", HOST - 5)):
+        engine.idle.ended(name, chain(name, length))
+    assert engine.idle._histories == {"c": chain("c", 2), "e": chain("e", HOST - 5)} and engine.idle._blocks == HOST - 3
+    engine.idle.check_integrity()
 
 
 def test_only_what_is_needed_strictly_later_goes() -> None:
@@ -143,23 +168,17 @@ def test_only_what_is_needed_strictly_later_goes() -> None:
     assert engine.on_device("d", 6) == 0 and engine.on_device("e", 6) == 6
 
 
-def test_nothing_is_loaded_that_does_not_pay_or_while_lru_rules() -> None:
+def test_nothing_is_loaded_while_lru_rules_or_outside_of_the_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine()
     engine.turn("c", 4, 1.0)
     engine.evict()
     engine.trusted = False
     assert engine.prefetch() == []
-    engine.trusted, engine.pays = True, False
-    assert engine.prefetch() == []
-
-
-def test_prefetches_are_off_with_a_window_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.trusted = True
     monkeypatch.setattr(host_loads, "PREFETCH_WINDOW", -1.0)
-    engine = Engine()
-    engine.turn("c", 4, 0.0)
-    engine.evict()
-    engine.set_step("c", 0.5)
-    assert engine.prefetch() == [] and not engine.idle.changed
+    assert engine.prefetch() == []
 
 
 def test_a_block_that_is_computed_while_it_is_loaded_is_owned_by_both() -> None:
@@ -177,13 +196,11 @@ def test_an_empty_device_is_filled_again_and_an_empty_host_is_not_looked_at() ->
     engine.turn("c", 4, 1.0)
     assert engine.pool.reset_prefix_cache()
     engine.queue.forget_blocks()
-    engine.idle.on_reset()
     assert engine.prefetch() == ["c"]
-    engine.land(engine.tier.take_copies())
+    engine.land()
     engine.evict()
-    engine.tier.clear()
-    engine.idle.clear()
-    assert engine.prefetch() == [] and len(engine.idle) == 0
+    engine.loads.clear()
+    assert engine.prefetch() == [] and not engine.idle._histories
 
 
 class Prefetches(RuleBasedStateMachine):
@@ -193,8 +210,6 @@ class Prefetches(RuleBasedStateMachine):
         super().__init__()
         self.engine = Engine()
         self.longest: dict[str, int] = {}
-        self.failed: set[str] = set()
-        """Sessions whose loads have failed, which are tried again when their steps change or they are evicted"""
 
     @rule(name=st.sampled_from(NAMES), length=st.integers(1, 7), step=st.sampled_from([0.0, 1.0, 1.5, 2.0, 9.0]))
     def turn(self, name: str, length: int, step: float) -> None:
@@ -215,37 +230,30 @@ class Prefetches(RuleBasedStateMachine):
         engine = self.engine
         lengths = {str(name): len(hashes) for name, hashes in engine.idle._histories.items()}
         before = {name: engine.on_device(name, length) for name, length in lengths.items()}
-        loaded = engine.prefetch(slots)
+        denied, loaded = engine.tier.counters["denied_loads"], engine.prefetch(slots)
         assert len(loaded) <= slots
         latest = max((engine.steps[name] for name in loaded), default=-1.0)
         lost = [name for name, length in lengths.items() if engine.on_device(name, length) < before[name]]
         assert all(engine.steps.get(name, math.inf) > latest for name in lost if name not in SHARING)
-        if len(loaded) < slots:
-            self._check_nothing_missed()
+        if len(loaded) < slots and engine.tier.counters["denied_loads"] == denied:
+            self._check_nothing_missed(lost)
 
-    def _check_nothing_missed(self) -> None:
-        """Every session that should be on the device is there, on its way, or refused for want of room."""
+    def _check_nothing_missed(self, lost: list[str]) -> None:
+        """Every session that should be on the device is there or on its way; what was `lost` to a sooner one is looked
+        at next.
+        """
         engine = self.engine
         for name, hashes in engine.idle._histories.items():
             step = engine.steps.get(str(name), math.inf)
-            if not (step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW)):
-                continue
-            if name in SHARING:
-                continue
             is_gone = cached_block(engine.pool, hashes[-1]) is None
-            if is_gone and name not in engine.idle._targets._tickets and name not in self.failed:
+            if is_gone and step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW) and name not in (*SHARING, *lost):
                 first, stop = engine.tier.extent(hashes)
-                is_whole = all(
-                    map(engine.tier.holds, hashes[first:stop])
-                )  # of one with a hole, the beginning is loaded
-                assert engine.tier.loading(hashes[-1]) or first == stop or not is_whole
+                assert engine.tier.loading(hashes[-1]) or first == stop
 
     @precondition(lambda self: self.engine.tier.busy)
     @rule(ok=st.booleans())
     def land(self, ok: bool) -> None:
-        tier = self.engine.tier
-        self.failed.update(str(one.owner) for one in tier._transfers.values() if not ok)
-        self.engine.land(tier.take_copies(), ok)
+        self.engine.land(ok)
 
     @invariant()
     def sound(self) -> None:

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin import requests as module
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import (
-    AnswerTails,
-    BaseJobs,
-    HeldBlocks,
-    LaneGrants,
-    PassLimits,
-)
+from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest
 from kedge.reuse.holes import Holes
@@ -41,8 +35,7 @@ def candidate(name: str = "r", tokens: int = SIZE) -> LiveRequest:
 
 def lane_grants(candidates: dict[str, LiveRequest]) -> LaneGrants:
     """Without ends of answers and base prefills."""
-    held = HeldBlocks(1)
-    return LaneGrants(candidates, AnswerTails(held, lambda _: None), BaseJobs(held, lambda _: None))
+    return LaneGrants(candidates, HeldJobs(HeldBlocks(1), lambda _: None))
 
 
 def judged(holes: Holes = HOLES, name: str = "r") -> LiveRequest:
@@ -67,12 +60,12 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     lanes.grant_none()
     assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
     del candidates["s"]
-    lanes.tails._ended[0] = SimpleNamespace()  # type: ignore[assignment]
+    lanes.jobs._ends.append(SimpleNamespace())  # type: ignore[arg-type]
     assert lanes.is_wanted
-    lanes.tails.give_up()
-    lanes.bases.open(PassLimits(100, 100, 16), 4)
+    lanes.jobs.give_up()
+    lanes.jobs.open(PassLimits(100, 100, 16))
     assert not lanes.is_wanted
-    lanes.bases.add(Namespace("default"), tuple(range(8)))
+    lanes.jobs.add(Namespace("default"), tuple(range(8)))
     assert lanes.is_wanted
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, find_block_axis, find_layouts
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer, truncated
 
 SHAPE = Shape()
@@ -20,8 +20,7 @@ FLOATS8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.
 
 
 def probe(layer: KVLayer, shape: Shape = SHAPE) -> BlockLayout:
-    axes = find_block_axes([layer], shape.blocks, shape.size)
-    return find_layouts([layer], axes, shape.blocks, shape.size)[0]
+    return find_layouts([layer], shape.blocks, shape.size)[0]
 
 
 def write_everywhere(layer: KVLayer, shape: Shape = SHAPE) -> tuple[Tensor, Tensor]:
@@ -213,9 +212,9 @@ def test_blocks_that_differ_are_refused() -> None:
 
 def test_pages_that_do_not_count_blocks_are_refused() -> None:
     with pytest.raises(LayoutUnknown, match="no dimension counts 7 blocks"):
-        find_block_axes([fake_layer()], 7, 4)
+        find_block_axis(fake_layer(), 7, 4)
     with pytest.raises(LayoutUnknown, match="no dimension counts 1 blocks"):
-        find_block_axes([fake_layer(shape=Shape(blocks=1))], 1, 4)
+        find_block_axis(fake_layer(shape=Shape(blocks=1)), 1, 4)
 
 
 def failing(*_: object) -> None:
@@ -224,18 +223,15 @@ def failing(*_: object) -> None:
 
 def test_an_op_that_raises_is_a_refusal_and_changes_nothing() -> None:
     layer = fake_layer()
-    before, axes = layer.pages.clone(), find_block_axes([layer], 6, 4)
+    before = layer.pages.clone()
     layer.layer.impl.do_kv_cache_update = failing
-    for probe_again in (lambda: find_block_axes([layer], 6, 4), lambda: find_layouts([layer], axes, 6, 4)):
-        with pytest.raises(
-            LayoutUnknown, match="op of SimpleNamespace failed: RuntimeError.'no such kernel'"
-        ) as raised:
-            probe_again()
-        assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(LayoutUnknown, match="op of SimpleNamespace failed: RuntimeError.'no such kernel'") as raised:
+        probe(layer)
+    assert isinstance(raised.value.__cause__, RuntimeError)
     assert torch.equal(layer.pages, before)
     del layer.layer.impl.do_kv_cache_update
     with pytest.raises(LayoutUnknown, match="do_kv_cache_update"):
-        find_block_axes([layer], 6, 4)
+        probe(layer)
 
 
 @pytest.mark.parametrize("error", [1.05, 0.5, 100.0])
@@ -260,21 +256,19 @@ def test_other_formats_are_refused() -> None:
 def test_a_layout_is_shared_by_layers_after_a_try() -> None:
     backwards = fake_layer(keep=(lambda keys: keys.flip(-1), lambda values: values))
     layers = [fake_layer(), fake_layer(), backwards]
-    axes = find_block_axes(layers, 6, 4)
-    found = find_layouts(layers, axes, 6, 4)
+    found = find_layouts(layers, 6, 4)
     assert found[0] is found[1]
     assert torch.equal(found[2].keys.index, found[0].keys.index.flip(-1))
     with pytest.raises(LayoutUnknown, match="not read again"):
-        find_layouts([layers[0], fake_layer(keep=(coarse, coarse))], axes[:2], 6, 4)
+        find_layouts([layers[0], fake_layer(keep=(coarse, coarse))], 6, 4)
 
 
 def test_layers_that_share_kv_are_refused() -> None:
     """What one of them is given would overwrite the other's."""
     layer = fake_layer()
     other = fake_layer(pages=layer.pages)
-    axes = find_block_axes([layer, other], 6, 4)
     with pytest.raises(LayoutUnknown, match="shares another's"):
-        find_layouts([layer, other], axes, 6, 4)
+        find_layouts([layer, other], 6, 4)
 
 
 def test_the_global_random_state_is_left_alone() -> None:

@@ -23,7 +23,6 @@ from kedge.errors import LayoutUnknown  # noqa: E402
 from kedge.integrations.vllm.plugin.block_layout import (  # noqa: E402
     BlockAxis,
     KVLayer,
-    find_block_axes,
     find_block_axis,
     find_layouts,
 )
@@ -68,9 +67,8 @@ CASES = [
 def test_the_layouts_of_vllms_op_are_found(isa: str, dtype: torch.dtype, kv: str, size: int) -> None:
     layer = cpu_layer(isa, dtype, kv, (0.37, 1.9) if kv != "auto" else (1.0, 1.0), size)
     before = layer.pages.clone()
-    axes = find_block_axes([layer], BLOCKS, size)
-    (found,) = find_layouts([layer], axes, BLOCKS, size)
-    assert axes == [BlockAxis(0, 1)] and torch.equal(layer.pages, before)
+    (found,) = find_layouts([layer], BLOCKS, size)
+    assert found.axis == BlockAxis(0, 1) and torch.equal(layer.pages, before)
     expected = {"auto": None, "fp8_e5m2": torch.float8_e5m2}
     assert found.numbers.float8 is expected.get(kv, torch.float8_e4m3fn)
     slots = torch.randperm(2 * size)[: size + 7]
@@ -88,7 +86,7 @@ def test_scales_on_the_host_that_differ_from_the_devices_are_noticed() -> None:
     layer = cpu_layer("vec", torch.float32, "fp8", (1.0, 1.0))
     layer.layer._v_scale_float = 2.5
     with pytest.raises(LayoutUnknown, match="does not keep"):
-        find_layouts([layer], find_block_axes([layer], BLOCKS, SIZE), BLOCKS, SIZE)
+        find_layouts([layer], BLOCKS, SIZE)
 
 
 def test_the_blocks_of_latent_attention_are_found() -> None:

@@ -18,9 +18,10 @@ from kedge.integrations.vllm.plugin.learner import (
     PlannedWrites,
 )
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
-from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
+from kedge.structures.bounded import ENTRIES
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
 
 VALUE = Segment(tuple(range(10, 42)), "value", SampleId(ValueKind.INPUT, "value", 0, "v"), (1,), (2,))
@@ -43,8 +44,8 @@ def learner() -> Learner:
 
 
 def captured(learner: Learner, request: GenerateRequest) -> None:
-    """Ask about a prompt, and capture it, as it says that it leaves something."""
-    assert learner.judge(TranslationQuery(request, 0, has_waited=True)).teaches
+    """Ask about a prompt, and capture it."""
+    learner.judge(TranslationQuery(request, 0, has_waited=True))
     learner.capture(Capture(request, (1,), 0))
 
 
@@ -84,10 +85,17 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
 
 
 def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(learner: Learner) -> None:
-    captured(learner, replace(REQUEST, guard=GuardOrders(left_out=True, held_out=True)))
+    captured(learner, replace(REQUEST, guard=GuardOrders(held_out=True)))
     assert not learner._captured
     captured(learner, REQUEST)
     assert len(learner._captured) == 1
+
+
+def test_where_keys_are_rotated_otherwise_nothing_is_kept_of_a_prompt(learner: Learner) -> None:
+    learner.rotation.refusal = "its rotary embedding differs from Kedge's"
+    captured(learner, REQUEST)
+    assert not learner._captured and not learner.learned[1].stats().values
+    assert learner.rotation.refusal, "another prompt does not show that they are not"
 
 
 def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,78 +106,55 @@ def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.M
     assert not learner.learn() and not learner.learn() and len(seen) == 1
 
 
-# what counts in a workflow's balance ----------------------------------------------------------------------------------
-
-
-class Spent(list[float]):
-    """Stands for balances, and keeps what is spent."""
-
-    def spend(self, _: GenerateRequest, device: float = 0.0, *, host: float = 0.0) -> None:
-        self.append(device + host)
-
-    def save(self, _: GenerateRequest, seconds: float) -> None:
-        """What is saved is of no interest here."""
-
-
-def test_asking_about_a_prompt_costs_a_small_pass(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = Spent()
-    monkeypatch.setattr(learner._balances, "spend", spent.spend)
-    learner.judge(TranslationQuery(REQUEST, 0))
-    assert spent[0] == learner._costs.pass_seconds(1, 1) > 0
-
-
-def test_a_translation_pays_for_the_rows_of_its_lanes() -> None:
-    pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
-    spent, costs, plan = Spent(), EngineCosts(), SimpleNamespace(translations=())
-    balances: Any = spent
-    writes = PlannedWrites(pages, costs, balances)
-    spans = range(4, 6), range(8, 9), range(12, 30)
-    for seconds, written in ((100.0, spans), (200.0, spans[:1])):
-        planned: Any = PlannedWrite(REQUEST, plan, None, {}, seconds)  # type: ignore[arg-type]
-        writes.put(REQUEST.request_id, planned)
-        writes.write(TranslationWrite(REQUEST.request_id, (1,), written))
-    assert spent == pytest.approx([100.0 + costs.added_seconds(0, 2), 200.0], rel=1e-4)
-    assert costs.added_seconds(0, 2) > 0
-
-
 # prompts that are captured although something in them is translated --------------------------------------------------
 
 
-def planned(teaches: bool) -> PlannedWrite:
+def planned(seconds: float = 0.0) -> PlannedWrite:
     plan: Any = SimpleNamespace(translations=())
-    return PlannedWrite(REQUEST, plan, None, {}, 0.0, teaches)
+    return PlannedWrite(plan, None, {}, seconds)
 
 
 @pytest.fixture
-def writes() -> PlannedWrites:
+def costs() -> EngineCosts:
+    return EngineCosts()
+
+
+@pytest.fixture
+def writes(costs: EngineCosts) -> PlannedWrites:
     pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
-    balances: Any = Spent()
-    return PlannedWrites(pages, EngineCosts(), balances)
+    return PlannedWrites(pages, costs)
 
 
-def test_the_plan_of_a_prompt_that_leaves_something_is_kept_until_it_is_captured(writes: PlannedWrites) -> None:
-    writes.put(REQUEST.request_id, one := planned(teaches=True))
+def test_a_translation_costs_the_step_that_asking_takes_too(
+    writes: PlannedWrites, costs: EngineCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[float] = []
+    monkeypatch.setattr(costs, "observe_translation", lambda _segments, _tokens, seconds: observed.append(seconds))
+    writes.put(REQUEST.request_id, planned(seconds=100.0))
+    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    costs.observe_pass(1, 1, 50.0)
+    writes.put(REQUEST.request_id, planned(seconds=100.0))
+    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    assert observed == pytest.approx([100.0, 150.0], rel=1e-3)
+
+
+def test_a_plan_is_kept_until_its_prompt_is_captured(writes: PlannedWrites) -> None:
+    writes.put(REQUEST.request_id, one := planned())
     assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
     writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
     assert not writes and writes.take_written(REQUEST.request_id) is one.plan
     assert writes.take_written(REQUEST.request_id) is None
 
 
-def test_other_plans_are_not_kept(writes: PlannedWrites) -> None:
-    writes.put(REQUEST.request_id, planned(teaches=False))
-    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
-    assert writes.take_written(REQUEST.request_id) is None
-
-
 def test_a_verdict_that_is_withdrawn_takes_the_written_plan_along(writes: PlannedWrites) -> None:
-    writes.put(REQUEST.request_id, planned(teaches=True))
+    writes.put(REQUEST.request_id, planned())
     writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
     writes.drop(REQUEST.request_id)
     assert writes.take_written(REQUEST.request_id) is None, "a prompt that is computed anew holds nothing translated"
 
 
 def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:
-    for number in range(REMEMBERED + 5):
-        writes.put(name := RequestId(f"aborted-{number}"), planned(teaches=True))
+    for number in range(ENTRIES + 5):
+        writes.put(name := RequestId(f"aborted-{number}"), planned())
         writes.write(TranslationWrite(name, (1,), (range(4, 6),)))
-    assert len(writes._written) == REMEMBERED
+    assert len(writes._written) == ENTRIES

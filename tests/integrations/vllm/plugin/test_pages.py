@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_layouts
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error
 from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
@@ -47,7 +47,7 @@ def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int
 
 
 def pages_of(layers: Sequence[KVLayer]) -> Pages:
-    layouts = find_layouts(layers, find_block_axes(layers, BLOCKS, SIZE), BLOCKS, SIZE)
+    layouts = find_layouts(layers, BLOCKS, SIZE)
     return Pages(layers, layouts, SIZE, rotary())
 
 
@@ -75,8 +75,7 @@ def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, bloc
 def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
     order = [0, 2, 1, 3, 7, 5, 4, 6]
     layer, regular = layer_of(side_by_side, order=order), layer_of(side_by_side)
-    axes = find_block_axes([regular], BLOCKS, SIZE)
-    strides = [find_layouts([one], axes, BLOCKS, SIZE)[0].keys.strides for one in (regular, layer)]
+    strides = [find_layouts([one], BLOCKS, SIZE)[0].keys.strides for one in (regular, layer)]
     assert strides[0] is not None and strides[1] is None
     pages, kv = pages_of([layer]), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
     pages.write(table := pages.table([4, 1]), 2, kv, None)
@@ -119,7 +118,7 @@ def test_what_has_no_offsets_is_written_as_with_offsets_of_zero(view: View) -> N
 
 def test_layers_of_other_shapes_are_refused() -> None:
     other = layer_of(side_by_side)
-    layouts = find_layouts([other], find_block_axes([other], BLOCKS, SIZE), BLOCKS, SIZE)
+    layouts = find_layouts([other], BLOCKS, SIZE)
     half = replace(layouts[0], keys=Places.of(layouts[0].keys.index[..., :4].contiguous()))
     with pytest.raises(LayoutUnknown, match="must have one shape"):
         Pages([other, other], [*layouts, half], SIZE, rotary())

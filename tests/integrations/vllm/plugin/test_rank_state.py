@@ -1,4 +1,4 @@
-"""The saved state of one rank: failures are counted, and no step waits for a disk."""
+"""The saved state of one rank: no step waits for a disk, and a model is known by its weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.anchors.base_store import BaseStore  # noqa: E402
 from kedge.anchors.store import AnchorStore  # noqa: E402
-from kedge.engine.common.state import files  # noqa: E402
-from kedge.engine.common.state.snapshot import EngineState, SavedState  # noqa: E402
-from kedge.errors import ConfigError, StateRefused  # noqa: E402
+from kedge.engine.common.state import files, saving  # noqa: E402
+from kedge.engine.common.state.snapshot import EngineState  # noqa: E402
+from kedge.errors import ConfigError  # noqa: E402
 from kedge.integrations.vllm.plugin import rank_state as model_identity  # noqa: E402
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget  # noqa: E402
-from kedge.integrations.vllm.plugin.messages import Orders, Reports  # noqa: E402
+from kedge.integrations.vllm.plugin.messages import Orders  # noqa: E402
 from kedge.integrations.vllm.plugin.rank_state import (  # noqa: E402
     SAMPLE_BYTES,
     SAMPLES,
-    RankState,
     model_digest,
     samples,
 )
@@ -33,83 +32,6 @@ from kedge.settings import AnchorSettings  # noqa: E402
 from kedge.types import Namespace, TenantId  # noqa: E402
 
 PATIENCE = 60.0
-
-
-class Folder:
-    """Stands for a state folder; what `fails` is raised by the next call."""
-
-    folder = Path("folder")
-
-    def __init__(self) -> None:
-        self.saves = self.closes = 0
-        self.fails: Exception | None = None
-        self.saved = threading.Event()
-
-    def save(self) -> SavedState:
-        self.saves += 1
-        self.saved.set()
-        return self.load()
-
-    def load(self) -> SavedState:
-        if self.fails:
-            raise self.fails
-        return SavedState(1, 2, 3, 4, 0.5)
-
-    def close(self) -> None:
-        self.closes += 1
-
-
-def rank_state(folder: Any, interval: float = 3600.0, is_trusted: bool = True) -> RankState:
-    return RankState(folder, interval, lambda: is_trusted)
-
-
-def test_failures_are_counted_and_the_thread_goes_on() -> None:
-    folder = Folder()
-    state = rank_state(folder, 0.001)
-    folder.fails = OSError("full")
-    state.start()
-    for _ in range(3):
-        folder.saved.clear()
-        assert folder.saved.wait(PATIENCE)
-    folder.fails = None
-    state.close()
-    found = state.take_outcomes()
-    assert found["failed"] >= 2 and found["saved"] >= 1
-    assert not state.take_outcomes()
-
-
-def test_what_is_not_trusted_is_not_saved() -> None:
-    folder = Folder()
-    state = rank_state(folder, is_trusted=False)
-    state.start()
-    state.close()
-    state.close()
-    assert (folder.saves, folder.closes) == (0, 1)
-
-
-def test_the_end_is_saved() -> None:
-    folder = Folder()
-    state = rank_state(folder)
-    state.start()
-    state.close()
-    assert (folder.saves, folder.closes, state.take_outcomes()) == (1, 1, {"saved": 1})
-
-
-def test_what_a_start_can_find() -> None:
-    folder = Folder()
-    state = rank_state(folder)
-    assert state.load() and not state.take_outcomes()
-    folder.fails = StateRefused("manifest.json: ranks", [2], "this engine has [1]")
-    assert not state.load() and state.take_outcomes() == {"refused": 1}
-    folder.fails = PermissionError("no")
-    with pytest.raises(ConfigError, match="cannot be used: no"):
-        state.load()
-
-
-def test_outcomes_of_all_ranks_are_summed() -> None:
-    one, other = Reports(snapshots={"saved": 1}), Reports(snapshots={"saved": 1, "damaged": 2})
-    assert not one.is_empty
-    assert one.aggregate(other).snapshots == {"saved": 2, "damaged": 2}
 
 
 def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,21 +44,19 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
         save_file(*args)
 
     monkeypatch.setattr(files, "save_file", slow)
+    monkeypatch.setattr(saving, "SNAPSHOT_SECONDS", 0.01)
     anchors, bases, kv = (
         AnchorStore(AnchorSettings()),
         BaseStore(1 << 20),
         KVSegment(torch.ones(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)),
     )
-    bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
-    learned = SimpleNamespace(learned=(anchors, bases), is_learning=False)
+    learned = SimpleNamespace(learned=(anchors, bases), is_learning=False, rotation=SimpleNamespace(refusal=None))
     learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), False
     learned.learn = lambda: False
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side._learner = learned
-    state = rank_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))
-    side._state = state
-    saving = threading.Thread(target=state.save)
-    saving.start()
+    side.keep_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))
+    bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
     assert writing.wait(PATIENCE)
     for _ in range(3):
         side.begin_step()
@@ -144,8 +64,6 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
         side.after_pass(Orders())
         bases.put_content(Namespace(TenantId("a")), (4,), (), kv.slice(0, 1))
     go_on.set()
-    saving.join(PATIENCE)
-    assert side.take_reports().snapshots == {"saved": 1}
     side.close()
     found, new = BaseStore(1 << 20), AnchorStore(AnchorSettings())
     back = EngineState(tmp_path, "identity", kv.slice(0, 0), lambda question: question(new, found), values=True)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, RequestContexts, missing_of
+from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, missing_of
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 
@@ -47,7 +47,7 @@ class Queue(CachedFirstQueue):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        self.contexts.began(request, None)
+        self.contexts.began(request.request_id, None, request.num_tokens)
 
 
 @dataclass
@@ -74,13 +74,14 @@ def names(queue: Any) -> list[str]:
 
 
 def test_what_is_cached_goes_first_where_live_contexts_do_not_fit() -> None:
-    world = World(Pool({1, 2, 3}))
+    world = World(Pool({1, 2, 3}, {4}))
     queue = world.queue()
     queue.add_request(Call("evicted", [7, 8, 9], 40))
+    queue.add_request(Call("host", [4], 10))
     queue.add_request(Call("cached", [1, 2, 3], 40))
-    assert names(queue) == ["evicted", "cached"]
+    assert names(queue) == ["evicted", "host", "cached"]
     queue.add_request(Call("new", [], 40))
-    assert names(queue) == ["cached", "evicted", "new"]
+    assert names(queue) == ["cached", "host", "evicted", "new"]
 
 
 def test_what_was_peeked_at_is_popped_though_the_cache_has_changed() -> None:
@@ -145,14 +146,6 @@ def test_what_is_on_neither_tier_is_missing() -> None:
     assert missing(Pool({0, 1}, set(range(8))), list(range(8))) == pytest.approx(0.1 * 6 / 8)
 
 
-def test_what_the_host_has_goes_before_what_has_to_be_computed() -> None:
-    world = World(Pool({3}, {2}))
-    queue = world.queue(0)
-    for name, block in (("computed", 1), ("host", 2), ("device", 3)):
-        queue.add_request(Call(name, [block]))
-    assert names(queue) == ["device", "host", "computed"]
-
-
 def test_the_order_is_passed_on_when_it_changes_under_overload() -> None:
     world = World(Pool({1}))
     queue = world.queue(0)
@@ -164,31 +157,6 @@ def test_the_order_is_passed_on_when_it_changes_under_overload() -> None:
     roomy = World()
     names(roomy.queue())
     assert not roomy.orders
-
-
-def test_a_session_is_one_context_however_often_it_returns() -> None:
-    now = 0.0
-    contexts = RequestContexts(lambda: now)
-    for turn in range(1, 6):
-        call = cast(Any, Call(f"{turn}", list(range(2 * turn)), 20 * turn))
-        contexts.began(call, "session")
-        contexts.began(call, "session")
-        assert contexts.tokens() == 20 * turn
-        contexts.ended(call)
-        contexts.ended(call)
-        assert (contexts.tokens(), len(contexts)) == (20 * turn, 0)
-    now = 1000.0
-    assert contexts.tokens() == 0
-
-
-def test_a_request_without_a_session_is_forgotten_when_it_ends() -> None:
-    contexts = RequestContexts(lambda: 0.0)
-    for number in range(3):
-        call = cast(Any, Call(f"{number}", [number]))
-        contexts.began(call, None)
-        assert contexts.tokens() == 10
-        contexts.ended(call)
-        assert contexts.tokens() == 0
 
 
 class AgainstVllms(RuleBasedStateMachine):
@@ -226,7 +194,7 @@ class AgainstVllms(RuleBasedStateMachine):
             self.queue.prepend_request(call)
             self.twin.prepend_request(call)
         else:
-            self.queue.contexts.ended(call)
+            self.queue.contexts.ended(call.request_id, call.num_tokens)
 
     @precondition(lambda self: self.twin)
     @rule(data=st.data())
@@ -235,7 +203,7 @@ class AgainstVllms(RuleBasedStateMachine):
         self.queue.remove_requests(calls)
         self.twin.remove_requests(calls)
         for call in calls:
-            self.queue.contexts.ended(call)
+            self.queue.contexts.ended(call.request_id, call.num_tokens)
 
     @invariant()
     def the_same_wait(self) -> None:

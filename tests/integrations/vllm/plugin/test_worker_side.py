@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.cache import Copy, Direction
+from kedge.cache import Copied, Copy, Direction
 from kedge.integrations.vllm.plugin import worker_side
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
-from kedge.integrations.vllm.plugin.messages import CopyResult, Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.messages import Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.reuse.costs import EngineCosts
 from kedge.types import GenerateRequest, RequestId
@@ -59,7 +59,7 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
 ) -> None:
     clock, costs = Clock(), Costs()
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side.measure_passes(costs, is_cpu=True)
     side._learner = SlowLearner(clock)
     orders = Orders(scheduled=100, rows=3, writes=writes)
@@ -114,7 +114,7 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
     device, clock, costs = Device(), Clock(), Costs()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side.measure_passes(costs, is_cpu=False)
     side._learner = SlowLearner(clock)
     for scheduled, writes in ((100, (WRITE,)), (200, ()), (0, ())):
@@ -135,14 +135,14 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
 
 def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:
     """The scheduler, which has ordered them, would wait for ever."""
-    side = WorkerSide(16, 1.0, LearningBudget(None))
+    side = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     copies = (Copy(1, Direction.LOAD, (1,), (2,)), Copy(2, Direction.OFFLOAD, (1, 2), (3, 4)))
     orders = Orders(copies=copies)
     side.begin_step()
     side.before_pass(orders)
     side.after_pass(orders)
     reports = side.take_reports()
-    assert reports is not None and reports.copies == dict.fromkeys((1, 2), CopyResult(1, ok=False, seconds=0.0))
+    assert reports is not None and reports.copies == [Copied(1, ok=False), Copied(2, ok=False)]
 
 
 class Resting(SlowLearner):
@@ -165,7 +165,7 @@ class Resting(SlowLearner):
     ids=["quiet", "dropped", "ended"],
 )
 def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
-    side: Any = WorkerSide(16, 1.0, LearningBudget(None))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side._learner = learner = Resting(Clock())
     learner.writes = SimpleNamespace(drop=lambda _: None)
     learner.end_run = lambda _: None

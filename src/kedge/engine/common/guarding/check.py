@@ -68,13 +68,6 @@ class Check:
         """The run whose base KV it needs; None for a check by dense prefill alone, which needs none."""
         return self.of.run_key if any(one.reuse is ReuseMode.TRANSLATE for one in self.requests) else None
 
-    @property
-    def cost(self) -> int:
-        """Tokens that it computes, about: a fifth of the prompt where that is translated."""
-        size = self.of.prompt_tokens
-        computed = {ReuseMode.OFF: size, ReuseMode.TRANSLATE: size // 5, ReuseMode.EXACT: 1}
-        return sum(one.sampling.max_tokens + computed[one.reuse] for one in self.requests)
-
     def narrowed(self) -> Check:
         """Return the check on one rung alone, the first: what is worth it while requests are served."""
         first = next((one for one in self.requests if one.reuse is ReuseMode.TRANSLATE), None)
@@ -149,9 +142,8 @@ def trial(
 def _tried(request: GenerateRequest, served: Completion, tried: str, rung: int | None) -> GenerateRequest:
     withheld = frozenset[str]() if tried == EVERYTHING else request.guard.withheld - {tried}
     orders = replace(
-        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, left_out=True,
-        held_out=True,
-    )  # fmt: skip
+        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, held_out=True
+    )
     return replace(_again(request, served), guard=orders)
 
 

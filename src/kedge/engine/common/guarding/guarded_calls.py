@@ -23,6 +23,7 @@ from kedge.engine.common.guarding.check import Check, by_placeholder, dense_chec
 from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
+from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
@@ -45,14 +46,8 @@ End = Callable[[], None]
 GRACE, PATIENCE = 0.02, 5.0
 """Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
 milliseconds, and what a check took beside many requests says nothing of an idle engine"""
-MAX_PENDING = 16
-"""Checks that may wait, a bound for memory; beyond it the oldest is dropped"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
-WATCHING = 0.5
-"""What a translated call's tokens count for the budget of checks: one by dense prefill takes two or three such calls"""
-MAX_CREDIT = 16384
-"""Most tokens of checks that requests may save up"""
 logger = logging.getLogger(__name__)
 
 
@@ -66,9 +61,8 @@ def _carry_out(end: End) -> None:
 
 
 class CheckThread:
-    """The checks of one engine, bounded: beyond `MAX_PENDING` the oldest one is dropped of the agent with the most,
-    of the tenant with the most.
-    Any thread may call.
+    """The checks of one engine. Of more than `MAX_PENDING` that wait, the oldest one is dropped of the agent with the
+    most, of the tenant with the most. Any thread may call.
     """
 
     def __init__(
@@ -82,7 +76,9 @@ class CheckThread:
         self._changed = threading.Condition()
         self._waiting: deque[Check] = deque()
         self._current: Check | None = None
-        self._in_flight, self._idle_since, self._credit, self._paid = 0, time.monotonic(), 0.0, 0.0
+        self._in_flight, self._idle_since = 0, time.monotonic()
+        self._credit, self._is_charged = 0.0, False
+        """Tokens that requests have earned, and whether the check under way takes them"""
         self._pause = GRACE
         """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
         self._draining, self._closed = 0, False
@@ -105,7 +101,8 @@ class CheckThread:
         with self._changed:
             self._in_flight -= 1
             self._idle_since = time.monotonic()
-            self._credit = min(MAX_CREDIT, self._credit + self._settings.budget * tokens)
+            credit = self._credit + self._settings.budget * tokens
+            self._credit = credit if self._waiting else min(credit, 0.0)  # what nothing waits for is not saved up
             self._changed.notify_all()
 
     # checks ------------------------------------------------------------------------------------------------------
@@ -228,12 +225,10 @@ class CheckThread:
             return 0
         if self._in_flight == 0:
             return max(0.0, self._idle_since + self._pause - time.monotonic())
-        first = self._waiting[0].narrowed()
-        if self._credit >= (cost := min(MAX_CREDIT, first.cost)):  # a longer one would wait for ever
-            self._waiting[0] = first
-            self._credit, self._paid = self._credit - cost, cost
-            return 0
-        return None
+        if self._credit <= 0:
+            return None
+        self._waiting[0], self._is_charged = self._waiting[0].narrowed(), True
+        return 0
 
     def _carry_out(self, check: Check) -> None:
         is_done, answers, began = False, list[Completion | None](), time.monotonic()
@@ -250,8 +245,8 @@ class CheckThread:
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
-            if self._paid:  # by the estimate
-                self._credit, self._paid = self._credit + self._paid - computed, 0.0
+            if self._is_charged:  # later requests pay for what it took on top
+                self._credit, self._is_charged = self._credit - computed, False
             self.computed += computed
             self.done += is_done
             self.dropped += not is_done
@@ -380,8 +375,7 @@ class GuardedCalls:
             return self._stripped(call, item)
         done = item.completion
         self._calls.pop(call.asked.request_id, None)
-        tokens = done.receipt.computed + len(done.tokens)
-        self.checks.left(int(WATCHING * tokens) if done.receipt.translated else tokens)
+        self.checks.left(done.receipt.computed + len(done.tokens))
         return self._stripped(call, replace(item, completion=self._noted(call, done)))
 
     def _noted(self, call: GuardedCall, done: Completion) -> Completion:

@@ -7,7 +7,6 @@ guard that is in another process than the anchors have a folder of their own.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections import Counter
@@ -17,7 +16,18 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving import POOL, TEMPLATE, VALUE, Key, Record, Restored, keys, name_of, view
+from kedge.anchors.saving import (
+    POOL,
+    TEMPLATE,
+    VALUE,
+    Key,
+    Record,
+    Restored,
+    keys,
+    name_of,
+    record_of,
+    signature_of,
+)
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.files import Damage, Entry, Name, StateFolder
 from kedge.errors import StateDamaged
@@ -26,9 +36,6 @@ from kedge.reuse.guard.guard import Group, QualityGuard, SavedGroup
 from kedge.types import Namespace, WorkflowId
 
 GUARD = "guard"
-logger = logging.getLogger(__name__)
-TRIES = 8
-"""Attempts to record a pool that keeps changing, before its earlier record is used."""
 T = TypeVar("T")
 
 
@@ -74,7 +81,7 @@ class EngineState:
         self._files = StateFolder(folder, identity)
         self._like, self._values, self._ask, self._guard, self._lock = like, values, ask, guard, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
-        """By the signatures of the views that entries were made from; those of the guard by their content"""
+        """With the signatures that they were written with; those of the guard with their content"""
 
     def save(self) -> SavedState:
         """Write a snapshot of what is learned now, see `LocalEngine.save`."""
@@ -121,16 +128,16 @@ class EngineState:
 
     def _saved(self, ask: AskLearned, key: Key) -> tuple[Hashable, Entry] | None:
         """Write what has this key if it has changed. Returns its signature and entry; None if it has gone."""
-        for _ in range(TRIES):
-            now = ask(lambda anchors, bases: view(anchors, bases, key))
-            if now is None:
-                return None
-            if before := self._unchanged(name_of(key), now.signature):
-                return before
-            if record := now.record():
-                return now.signature, self._files.put(record)
-        logger.warning("%s learns faster than it is copied; the snapshot has it as it was before", name_of(key))
-        return self._written.get(name_of(key))
+        name = name_of(key)
+
+        def look(anchors: AnchorStore, bases: BaseStore) -> tuple[Hashable, Record | None]:
+            """Copy it, unless it has gone or is as it was written."""
+            signature = signature_of(anchors, bases, key)
+            is_known = signature is None or self._unchanged(name, signature)
+            return signature, None if is_known else record_of(anchors, bases, key)
+
+        signature, record = ask(look)
+        return (signature, self._files.put(record)) if record else self._unchanged(name, signature)
 
     def _unchanged(self, name: Name, signature: Hashable) -> tuple[Hashable, Entry] | None:
         """Return the signature and the entry of a record that was written with this signature and is still there."""

@@ -22,7 +22,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
 from kedge.engine.local.attention.latent import latent_of
-from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
 from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Pairing, Rotary, Rotation, by_layer
 from kedge.kv.spec import KVSpec, LayerShape
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+"""By how much of their size logits may differ: rounding errors grow from layer to layer (with 32 random layers to 1e-5,
+0.008 and 0.06). Logits that have nothing in common differ by 1.4 times their size."""
+FASTER = {"high": torch.float16, "medium": torch.bfloat16}
+"""Dtypes that products of float32 are rounded to, by PyTorch's precision setting"""
 AS_GOOD, ROUNDING = 2.0, 1e-5
 """A rotation that leaves at most so many times the least error, or no more than rounding, is as good as the best. The
 first such is taken, so that layers with the same rotation get the same object.
@@ -39,6 +43,22 @@ first such is taken, so that layers with the same rotation get the same object.
 NAME = "kedge-layout"
 PLACES = (0, 1, 5, 100)
 """Positions at which keys are compared, besides the last one that the model supports"""
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run a model with another attention function temporarily."""
+    before = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """Return the coarsest dtype that a product of a model of this dtype is rounded to."""
+    return FASTER.get(torch.get_float32_matmul_precision(), dtype) if dtype is torch.float32 else dtype
 
 
 @dataclass(frozen=True, slots=True)

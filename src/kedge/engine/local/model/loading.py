@@ -27,8 +27,6 @@ from kedge.errors import CorruptWeights, UnsupportedModel
 from kedge.kv.spec import KVSpec
 
 logger = logging.getLogger(__name__)
-MIN_BYTES_WITH_BAR = 1 << 30
-"""Bytes of weights from which loading takes seconds."""
 
 
 def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
@@ -52,9 +50,8 @@ def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrain
 
 
 def _progress_bar_for(path: Path) -> AbstractContextManager[None]:
-    """Silence the progress bar of Transformers for weights of less than `MIN_BYTES_WITH_BAR`."""
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return nullcontext() if size >= MIN_BYTES_WITH_BAR else without_bars()
+    """Silence the progress bar of Transformers for weights in a single file, which are loaded soon."""
+    return nullcontext() if len([*path.glob("*.safetensors")]) > 1 else without_bars()
 
 
 def require_buildable(config: PretrainedConfig) -> None:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kedge.engine.local.attention.arguments import unsupported
 from kedge.engine.local.attention.latent import LatentWeights
 from kedge.engine.local.attention.paged import Batch, Scoring, SequenceSlice
-from kedge.engine.local.model.comparing import TOLERANCE, attention, precision
+from kedge.engine.local.model.layout import TOLERANCE, attention, precision
 from kedge.errors import KedgeError, UnsupportedModel
 from kedge.kv.storage import PagedStorage
 

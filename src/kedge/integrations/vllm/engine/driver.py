@@ -25,9 +25,8 @@ from kedge.errors import ForwardFailed, KedgeError, RequestError
 from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import AFRESH
-from kedge.integrations.vllm.plugin.metrics import ADVICE, RECEIPTS, REPORT, AdviceCalls, message
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
+from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
+from kedge.integrations.vllm.plugin.metrics import ADVICE, ADVICE_CALLS, RECEIPTS, REPORT, message
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, RequestId, WorkflowAgent
 
@@ -50,10 +49,10 @@ def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
         raise RequestError("sampling", arguments, str(refusal)) from None
 
 
-def tokens_prompt(request: GenerateRequest, salt: str) -> TokensInput:
+def tokens_prompt(request: GenerateRequest) -> TokensInput:
     """Return a request's prompt for vLLM, whose prefix cache a check shares with those of its own salt or with none."""
     own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
-    return tokens_input(list(request.tokens), cache_salt=f"{salt}{own}" or None)
+    return tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
 
 
 @dataclass
@@ -75,9 +74,11 @@ class Figures:
 class Driver:
     """Runs requests in vLLM. An error of vLLM's ends the stream of its request as an error of Kedge's."""
 
-    def __init__(self, plugged: bool) -> None:
-        """`plugged`: whether vLLM has the plug-in, which sends receipts."""
-        self._plugged = plugged
+    def __init__(self, plugged: bool, llm: Any = None) -> None:
+        """`plugged`: whether the plug-in's receipts of requests that were ended here are awaited. `llm` is an
+        `AsyncLLM` that somebody else has started.
+        """
+        self._plugged, self.llm = plugged, llm
         self.figures = Figures()
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -85,9 +86,8 @@ class Driver:
         """Receipts that may come without an output"""
         self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
         self._numbers = itertools.count()
-        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(REMEMBERED)
+        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
-        self.advice = AdviceCalls()
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
@@ -119,9 +119,10 @@ class Driver:
 
     async def _generate(self, response: StreamedResponse) -> ReceiptData | None:
         """Generate a response. Returns the plug-in's receipt, None where the response was ended here."""
-        request = response.request
-        prompt = tokens_prompt(request, str(request.namespace))
-        async with aclosing(self.llm.generate(prompt, response.params, request.request_id)) as outputs:
+        outputs = self.llm.generate(
+            tokens_prompt(response.request), response.params, response.request.request_id, priority=response.priority
+        )
+        async with aclosing(outputs):
             async for output in outputs:
                 response.take(output)
                 if output.finished:
@@ -206,7 +207,7 @@ class _StatsListener(StatLoggerBase):
             return
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
-        self._driver.advice.answered(plugin_stats.pop(ADVICE, {}))
+        ADVICE_CALLS.answered(plugin_stats.pop(ADVICE, {}))
         figures.report = plugin_stats.pop(REPORT, None) or figures.report
         figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs

@@ -7,17 +7,16 @@ and the ends of runs.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,11 +68,9 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
+    from kedge.engine.common.state.saving import Snapshots
     from kedge.integrations.vllm.engine.driver import Driver
-    from kedge.integrations.vllm.plugin.rank_state import RankState
 
-
-T = TypeVar("T")
 STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
 
@@ -109,33 +106,26 @@ class VLLMEngine(Engine):
         arguments = _engine_arguments(self.config, path, self._keeping, plugged)
         self._lock, self._is_closed = threading.Lock(), False
         self._failure: EngineClosed | None = None
-        self._has_loop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run_loop()), name="kedge-vllm", daemon=True)
-        self._thread.start()
-        self._has_loop.wait()
         self._start(path, arguments)
 
-    async def _run_loop(self) -> None:
-        """Run the event loop until the engine is closed; vLLM's remaining tasks are cancelled then."""
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        self._has_loop.set()
-        await self._over.wait()
-
     def _start(self, path: Path, arguments: Any) -> None:
+        from anyio.from_thread import start_blocking_portal  # vLLM brings it
+
         from kedge.integrations.vllm.engine.driver import Driver, sampling_params
-        from kedge.integrations.vllm.plugin.feature_checks import lanes_refusal
 
         self._driver, self._forecasts, self._params = Driver(self._plugged), Forecasts(), sampling_params
+        self._loop = ExitStack()
+        """The event loop on a thread of its own; vLLM's remaining tasks are cancelled when it is closed"""
+        self._portal = self._loop.enter_context(start_blocking_portal(name="kedge-vllm"))
         try:
-            asyncio.run_coroutine_threadsafe(self._driver.start(arguments), self._loop).result()
+            self._portal.call(self._driver.start, arguments)
         except ValueError as error:
-            self._end_loop()
+            self._loop.close()
             raise ConfigError("engine.vllm", self.config.vllm.arguments, str(error)) from error
         except RuntimeError as error:
-            self._end_loop()
+            self._loop.close()
             raise EngineClosed("engine", str(path), f"vLLM did not start: {error}") from error
         config = self._driver.llm.vllm_config
-        self._tails = self._plugged and lanes_refusal(config) is None
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
         self.tokenizer.most = self._max_model_len
@@ -144,15 +134,15 @@ class VLLMEngine(Engine):
         eos = self.tokenizer.eos_token_id
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
-        self._guard_state: RankState | None = None
+        self._guard_state: Snapshots | None = None
         # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
         self._is_guarded = self._plugged and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
             warm_up(self._submit_check)
         if self._is_guarded and (state := self._keeping.state) is not None:
-            interval, anchors = self._keeping.snapshot_interval, self.config.anchors
             try:
-                self._guard_state = keep_guard(self._guard.guard, state.absolute() / "guard", interval, config, anchors)
+                folder = state.absolute() / "guard"
+                self._guard_state = keep_guard(self._guard.guard, folder, config, self.config.anchors)
             except ConfigError:
                 self.close()
                 raise
@@ -178,7 +168,7 @@ class VLLMEngine(Engine):
             request = within_top(request, self._max_logprobs)
         try:
             room = self._max_model_len - request.prompt_tokens
-            params = self._params(sampling_arguments(request, room, hinted=self._plugged, tails=self._tails))
+            params = self._params(sampling_arguments(request, room, hinted=self._plugged))
             response = StreamedResponse(request, self.tokenizer, params, room)
             response.stream.tap = tap
             self._call(partial(self._driver.begin, response))
@@ -213,7 +203,7 @@ class VLLMEngine(Engine):
                 )
 
     def cancel(self, request_id: RequestId) -> bool:
-        return self._call(lambda: self._driver.cancel(request_id))
+        return bool(self._call(lambda: self._driver.cancel(request_id)))
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Check a quota, see `kedge.engine.base.Engine`: vLLM's processes got all when they started. Raises
@@ -239,9 +229,10 @@ class VLLMEngine(Engine):
         require_advice(namespace, hints)
         if not self._plugged:
             return refused(hints, NO_SESSIONS)
-        outcomes = self._run(
-            partial(self._driver.advice.ask, self._driver.llm.engine_core, namespace, turn_hints(hints))
-        )
+        from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
+
+        core = self._driver.llm.engine_core
+        outcomes: list[ActionOutcome] | None = self._call(partial(ADVICE_CALLS.ask, core, namespace, turn_hints(hints)))
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -265,39 +256,25 @@ class VLLMEngine(Engine):
         if is_first:
             self._guard.checks.stop()
             grace = STATE_GRACE if self._keeping.state else None
-            asyncio.run_coroutine_threadsafe(self._driver.close(grace), self._loop).result()
-            self._end_loop()
-        self._thread.join()
+            self._portal.call(self._driver.close, grace)
+            self._portal.call(self._portal.stop, True)
+        self._loop.close()
         self._guard.checks.join()
         if is_first and self._guard_state is not None:
             self._guard_state.close()
 
     # the event loop ---------------------------------------------------------------------------------------------------
 
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
-
-    def _call(self, function: Callable[[], T]) -> T:
-        """Call a function on the loop's thread. Raises `EngineClosed` where the engine is closed, or vLLM has died."""
-
-        async def call() -> T:
-            return function()
-
-        return self._run(call)
-
-    def _run(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """Wait for what runs on the loop's thread. Raises as `_call` does."""
-
-        async def run() -> T:
-            if self.failure is not None:
-                raise died()
-            return await begin()
-
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the loop's thread, where it may be a coroutine's, and wait for its result. Raises
+        `EngineClosed` where the engine is closed, or vLLM has died.
+        """
         with self._lock:  # so that nothing is called after the loop's end
             if self._is_closed:
                 raise EngineClosed("engine", "vllm", "it was closed")
-            called = asyncio.run_coroutine_threadsafe(run(), self._loop)
+            if self.failure is not None:
+                raise died()
+            called = self._portal.start_task_soon(function)
         try:
             return called.result()
         except CancelledError:
@@ -307,7 +284,7 @@ class VLLMEngine(Engine):
         """Send messages to the plug-in, if there is one, without waiting. A closed engine ignores them."""
         with self._lock:
             if self._plugged and not self._is_closed:
-                self._loop.call_soon_threadsafe(lambda: self._driver.send(messages()))
+                self._portal.start_task_soon(lambda: self._driver.send(messages()))
 
 
 def _figures(driver: Driver) -> dict[str, object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kedge.engine.base import Stream
+from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import ConfigError
 from kedge.reuse.guard.comparison import TOP
@@ -16,7 +17,6 @@ from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kedge.integrations.vllm.plugin.rank_state import RankState
     from kedge.reuse.guard.guard import QualityGuard
     from kedge.settings import AnchorSettings
 
@@ -38,21 +38,19 @@ def within_top(request: GenerateRequest, most: int) -> GenerateRequest:
     return replace(request, logprobs=most)
 
 
-def keep_guard(
-    guard: QualityGuard, folder: Path, interval: float, config: VllmConfig, anchors: AnchorSettings
-) -> RankState:
-    """Load what the guard knew before, and begin to save what it learns every `interval` seconds, until `close`.
+def keep_guard(guard: QualityGuard, folder: Path, config: VllmConfig, anchors: AnchorSettings) -> Snapshots:
+    """Load what the guard knew before, and begin to save what it learns, until `close`.
 
     Damaged records and those of another model or of other settings of the anchors are left out, with a line in the
     log. Raises `ConfigError` where the folder cannot be used.
     """
-    from kedge.integrations.vllm.plugin.rank_state import RankState, guard_identity
+    from kedge.integrations.vllm.plugin.rank_state import guard_identity
 
     try:
         state = EngineState(folder, guard_identity(config, anchors), guard=guard)
     except OSError as error:
         raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-    kept = RankState(state, interval, lambda: True)
+    kept = Snapshots(folder, state.load, state.save, give_back=state.close)
     kept.load()
     kept.start()
     return kept

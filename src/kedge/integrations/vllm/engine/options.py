@@ -61,8 +61,6 @@ class KeepingOptions:
 
     state: Path | None = None
     """Folder for what they learn; None keeps nothing"""
-    snapshot_interval: float = 60.0
-    """Seconds between two snapshots"""
     quotas: Mapping[TenantId, Quota] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
@@ -72,7 +70,7 @@ class KeepingOptions:
             for tenant, one in self.quotas.items()
         }
         folder = None if self.state is None else str(self.state.absolute())
-        return {"state": folder, "snapshot_interval": self.snapshot_interval, "quotas": quotas}
+        return {"state": folder, "quotas": quotas}
 
 
 NOTHING_KEPT = KeepingOptions()

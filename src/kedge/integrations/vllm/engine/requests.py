@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kedge.checks import LAST_SEED
 from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_NAME_LENGTH, without_infinity
 from kedge.integrations.vllm.entry_point import FORCED
 from kedge.integrations.vllm.plugin.hints import NO_PROMPT, segment_hints
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.settings.sections import shown_fidelity
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, Tokens, TurnHints
@@ -22,10 +22,8 @@ from kedge.workflow.steps import NextRun
 
 Hints = dict[str, Any]
 """The `kedge` field of `kv_transfer_params`."""
-NO_SEED, LAST_SEED = -1, 2**63 - 1
-"""The seed that vLLM takes for none, and the one that is used instead, so that a seeded answer repeats."""
-RESENT = 64
-"""Runs of an agent after which its fixed prompt is sent again, in case that the plug-in has forgotten it"""
+NO_SEED = -1
+"""The seed that vLLM takes for none; `LAST_SEED` is used instead, so that a seeded answer repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,6 @@ def guard_hints(orders: GuardOrders) -> Hints:
         "withheld": sorted(orders.withheld),
         "epoch": orders.epoch or None,
         "rung": orders.rung,
-        "left_out": orders.left_out or None,
         "held_out": orders.held_out or None,
         "pick": orders.pick,
     }
@@ -107,22 +104,16 @@ def _fixed(request: GenerateRequest) -> int | None:
     return len(first.tokens) if others and not first.is_placeholder else None
 
 
-def sampling_arguments(
-    request: GenerateRequest, room: int, *, hinted: bool = True, tails: bool = False
-) -> dict[str, Any]:
+def sampling_arguments(request: GenerateRequest, room: int, *, hinted: bool = True) -> dict[str, Any]:
     """Return arguments of vLLM's `SamplingParams`, with hints for the plug-in if `hinted`.
 
-    `room` is the number of tokens that the model can add to the prompt; `tails` is whether the plug-in computes the
-    ends of answers.
-
-    Stop strings are not among them, as they are matched where tokens become text. vLLM draws at least one token, and
-    without `tails` one more than is wanted of an answer that other agents read, so that its last token has KV too.
+    `room` is the number of tokens that the model can add to the prompt. Stop strings are not among them, as they are
+    matched where tokens become text. vLLM draws at least one token.
     """
     sampling = request.sampling
-    wanted = sampling.max_tokens + (hinted and not tails and request.produces is not None)
     forced = {FORCED: list(request.forced)} if request.forced else {}  # where vLLM cannot force it, it is drawn
     return {
-        "max_tokens": max(1, min(wanted, room)),
+        "max_tokens": max(1, min(sampling.max_tokens, room)),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -145,14 +136,18 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
-        self._sent = _SentPrompts()
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], Tokens] = BoundedDict()
+        """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
         self._seq = itertools.count()
 
     def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
         """Yield fixed prompts that the plug-in does not know from earlier runs, then forecasts: it adopts a prompt with
         the forecast that names its agent.
         """
-        for key, tokens in self._sent.unknown(prompts):
+        for key, tokens in prompts.items():
+            if self._sent.get(agent := (key.namespace, key.client_id, key.agent)) == tokens:
+                continue
+            self._sent[agent] = tokens
             fixed = {**_run_hints(key.run), "agent": short(key.agent), "fixed_tokens": len(tokens)}
             yield PluginMessage(key.namespace, fixed, tokens)
         by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
@@ -165,31 +160,6 @@ class Forecasts:
                 self._runs[run] = known
             steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
             yield PluginMessage(run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": steps})
-
-
-@dataclass(slots=True)
-class _SentPrompt:
-    tokens: Tokens
-    runs: int = 0
-
-
-class _SentPrompts:
-    """The fixed prompts that the plug-in has. For vLLM each message is a request of its own, and a team's runs begin
-    with the same ones.
-    """
-
-    def __init__(self) -> None:
-        self._sent: BoundedDict[tuple[Namespace, str, AgentId], _SentPrompt] = BoundedDict(REMEMBERED)
-
-    def unknown(self, prompts: Mapping[AgentKey, Tokens]) -> Iterator[tuple[AgentKey, Tokens]]:
-        """Yield the prompts that have to be sent."""
-        for key, tokens in prompts.items():
-            agent = key.namespace, key.client_id, key.agent
-            sent = self._sent.use(agent, lambda: _SentPrompt(()))
-            if sent.tokens != tokens or sent.runs == RESENT:
-                self._sent[agent] = sent = _SentPrompt(tokens)
-                yield key, tokens
-            sent.runs += 1
 
 
 def expected_prompt(request: GenerateRequest) -> PluginMessage:

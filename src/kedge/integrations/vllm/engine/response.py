@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -23,19 +23,11 @@ from kedge.types import (
     Span,
     TokenDelta,
     TokenLogprob,
-    Tokens,
 )
 
 NO_RECEIPT = Miss("*", "the request ended before vLLM reported where its prompt came from")
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
 """vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
-
-
-class RankedLogprob(Protocol):
-    """vLLM's `Logprob`: of one token in one place, with its rank from 1."""
-
-    logprob: float
-    rank: int | None
 
 
 def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
@@ -64,34 +56,31 @@ def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Map
     return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
 
 
-def answer_logprobs(
-    tokens: Iterable[int], positions: Iterable[Mapping[int, RankedLogprob]], top: int
-) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities of drawn tokens, each with those of the `top` most probable tokens there."""
-    return tuple(_logprob(token, ranked, top) for token, ranked in zip(tokens, positions, strict=True))
-
-
-def prompt_logprobs(
-    tokens: Tokens, positions: Iterable[Mapping[int, RankedLogprob] | None], top: int
-) -> tuple[TokenLogprob | None, ...]:
-    """Return the log-probabilities of a prompt's tokens; None for the first, which has no context."""
-    pairs = zip(tokens, positions, strict=True)
-    return tuple(None if ranked is None else _logprob(token, ranked, top) for token, ranked in pairs)
-
-
-def _logprob(token: int, ranked: Mapping[int, RankedLogprob], top: int) -> TokenLogprob:
-    """Return a token's own log-probability and those of the `top` most probable ones; vLLM gives them together."""
-    by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
-    likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
-    return TokenLogprob(token, ranked[token].logprob, tuple(likeliest))
+def ranked_logprobs(
+    tokens: Iterable[int], positions: Iterable[Mapping[int, Any] | None], top: int
+) -> Iterator[TokenLogprob | None]:
+    """Yield the log-probability of each token, with those of the `top` most probable ones there. vLLM gives them
+    together, as its `Logprob`s with ranks from 1; None for the first token of a prompt, which has no context.
+    """
+    for token, ranked in zip(tokens, positions, strict=True):
+        if ranked is None:
+            yield None
+            continue
+        by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
+        likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
+        yield TokenLogprob(token, ranked[token].logprob, tuple(likeliest))
 
 
 class StreamedResponse:
     """The response to one request, which ends with a completion or an error. Owned by the engine's event loop."""
 
-    def __init__(self, request: GenerateRequest, tokenizer: HFTokenizer, params: Any, room: int) -> None:
-        """`params` are vLLM's `SamplingParams`; `room` is the number of tokens that the model can add to the prompt."""
-        self.request, self.params = request, params
+    def __init__(
+        self, request: GenerateRequest, tokenizer: HFTokenizer, params: Any, room: int, priority: int = 0
+    ) -> None:
+        """`params` are vLLM's `SamplingParams`; `room` is the number of tokens that the model can add to the prompt.
+        The least `priority` goes first, where vLLM goes by that.
+        """
+        self.request, self.params, self.priority = request, params, priority
         self.stream = TokenStream(request.request_id)
         self.finish: FinishReason | None = None
         """Set once the response is complete: later tokens are dropped."""
@@ -122,7 +111,7 @@ class StreamedResponse:
         if self._first_token is None:
             self._first_token, top = time.perf_counter(), self.request.prompt_logprobs
             if top is not None:
-                self._prompt_logprobs = prompt_logprobs(self.request.tokens, output.prompt_logprobs, top)
+                self._prompt_logprobs = tuple(ranked_logprobs(self.request.tokens, output.prompt_logprobs, top))
                 self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
         self._cached, self._stats = output.num_cached_tokens, output.metrics
         if self.finish is None:
@@ -147,7 +136,8 @@ class StreamedResponse:
                 break
         if self.request.logprobs is not None:
             tokens = drawn if ends and not self.stopped else drawn[:pushed]
-            added = answer_logprobs(tokens, list(output.logprobs)[: len(tokens)], self.request.logprobs)
+            found = ranked_logprobs(tokens, list(output.logprobs)[: len(tokens)], self.request.logprobs)
+            added = tuple(one for one in found if one is not None)
             self._logprobs += added
             self._add(TokenDelta("", (), logprobs=added))
         if ends or self.stopped:

@@ -14,7 +14,6 @@ from vllm.v1.request import Request
 from kedge.discovery import FoundForecasts
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.hints import HintedRequest
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, Namespace, RunKey
@@ -30,15 +29,15 @@ class AgentPrompts:
     """The forecast of every agent with the block hashes of its fixed prompt. Owned by the scheduler."""
 
     def __init__(
-        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], Changes] = lambda changes: changes
+        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], None] = lambda _: None
     ) -> None:
-        """Begin without forecasts. `on_forecast` is called with their changes, and returns what to believe of them."""
+        """Begin without forecasts. `on_forecast` is called with their changes."""
         self._block_size, self._on_forecast = block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
         self._lengths = FixedLengths(block_size)
         self.steps: dict[AgentKey, NextRun] = {}
         self.prompts: dict[AgentKey, BlockHashes] = {}
-        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(REMEMBERED)
+        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict()
         self._template_of: dict[AgentKey, AgentTemplate] = {}
         self._pools: tuple[BlockPool, ...] = ()
         self.changed = False
@@ -61,15 +60,16 @@ class AgentPrompts:
 
         Returns whether it replaced the one before.
         """
-        known = self._board.forecast(hinted.run)
+        run, workflow = hinted.request.run_key, hinted.request.workflow
+        known = self._board.forecast(run)
         newer = known.seq + 1 if known else 0
         seq = newer if hinted.seq is None else hinted.seq
-        changes = self._board.update(hinted.run, seq, steps, time.monotonic())
+        changes = self._board.update(run, seq, steps, time.monotonic())
         for key in changes:
-            if key.run == hinted.run and key not in self._template_of:
-                self._template_of[key] = (*hinted.run[:2], hinted.request.workflow, key.agent)
+            if key.run == run and key not in self._template_of:
+                self._template_of[key] = (*run[:2], workflow, key.agent)
         self._apply(changes)
-        return self._board.forecast(hinted.run) is not known
+        return self._board.forecast(run) is not known
 
     def expect(self, forecasts: FoundForecasts) -> None:
         """Take the changes of forecasts that were found, not given, with the teams of agents that are new in them."""
@@ -88,8 +88,8 @@ class AgentPrompts:
         if changes := self._board.expire(time.monotonic()):
             self._apply(changes)
 
-    def _apply(self, given: Changes) -> None:
-        changes = self._on_forecast(given)
+    def _apply(self, changes: Changes) -> None:
+        self._on_forecast(changes)
         for key, next_run in changes.items():
             if next_run is None:
                 self.steps.pop(key, None)
@@ -120,26 +120,27 @@ class AgentPrompts:
         Those of the fixed prompt belong to the agent, the others follow it. Returns the agent, or None where nothing
         was labelled.
         """
-        length = self._lengths.of(hinted.request, request.block_hashes)
+        asked, key = hinted.request, hinted.request.agent_key
+        length = self._lengths.of(asked, request.block_hashes)
         if not length or not self._pools:
             return None
         fixed = length // self._block_size
-        template: AgentTemplate = (*hinted.run[:2], hinted.request.workflow, hinted.request.agent)
+        template: AgentTemplate = (asked.namespace, key.client_id, asked.workflow, asked.agent)
         hashes = tuple(request.block_hashes[:fixed])
         self._templates[template] = hashes
         if request.abort_immediately:
             return None  # a message without a pass: the forecast that follows it adopts the prompt
         queue = self._pools[0].free_block_queue
-        if not queue.has_step(hinted.key):
+        if not queue.has_step(key):
             self._ignored_labels += 1
             return None
-        self.prompts[hinted.key], self._template_of[hinted.key] = hashes, template
-        queue.own(block_ids[:fixed], hinted.key)
+        self.prompts[key], self._template_of[key] = hashes, template
+        queue.own(block_ids[:fixed], key)
         if others:
-            own_prefix(self._pools[0], hashes, hinted.key)
+            own_prefix(self._pools[0], hashes, key)
         queue.mark_suffix((*block_ids[fixed:], *others))
         self.changed = True
-        return hinted.key
+        return key
 
     def clear(self) -> None:
         """Forget all fixed prompts. Forecasts stay."""

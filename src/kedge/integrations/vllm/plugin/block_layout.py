@@ -262,22 +262,16 @@ class BlockLayout:
         return layer.scales if self.numbers.float8 else (1.0, 1.0)
 
 
-def find_block_axes(layers: Sequence[KVLayer], num_blocks: int, block_size: int) -> list[BlockAxis]:
-    """Find the blocks of each layer. Raises `LayoutUnknown` where that is not possible for one of them."""
-    return [find_block_axis(layer, num_blocks, block_size) for layer in layers]
-
-
-def find_layouts(
-    layers: Sequence[KVLayer], axes: Sequence[BlockAxis], num_blocks: int, block_size: int
-) -> list[BlockLayout]:
-    """Find the layout of each layer's blocks. `axes`: from `find_block_axes`, of the same layers.
+def find_layouts(layers: Sequence[KVLayer], num_blocks: int, block_size: int) -> list[BlockLayout]:
+    """Find the layout of each layer's blocks.
 
     Raises `LayoutUnknown` where a layer does not keep keys and values in places, and in a format, that it finds.
     """
     if len({layer.pages.data_ptr() for layer in layers}) < len(layers):
         raise _unknown(layers[0], "a layer has no KV of its own: it shares another's")
     probed, found = probed_blocks(num_blocks), list[BlockLayout]()
-    for layer, axis in zip(layers, axes, strict=True):
+    for layer in layers:
+        axis = find_block_axis(layer, num_blocks, block_size)
         view = axis.blocks(layer.codes)
         with restored([view], probed), own_errors(layer):
             slots = torch.cat([slots_of(block, block_size, view.device) for block in probed])

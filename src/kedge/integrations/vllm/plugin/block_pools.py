@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSp
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
-from kedge.policies.eviction import StepPolicy
+from kedge.policies.eviction import EvictionPolicy
 from kedge.structures.prefixes import leading_count
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _window(spec: Any, extra: int) -> int | None:
 
 
 def replace_queue(
-    pool: BlockPool, policy: StepPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
+    pool: BlockPool, policy: EvictionPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
 ) -> StepFreeQueue:
     """Give a pool of blocks of `groups` a queue with this policy. It has handed out its null block alone."""
     queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, whole_sets)
@@ -282,15 +282,13 @@ def cached_prefix(
 # blocks with their keys and owners ------------------------------------------------------------------------------
 
 
-def name_blocks(
-    pool: BlockPool, needed: NeededBlocks, blocks: Sequence[KVCacheBlock], skipped: Container[int] = ()
-) -> int:
-    """Make blocks without a key known by theirs: all but the `skipped` ones, by index, and where the pool has a block
-    with this key. Returns how many are known now.
+def name_blocks(pool: BlockPool, needed: NeededBlocks, blocks: Sequence[KVCacheBlock]) -> int:
+    """Make blocks without a key known by theirs, but where the pool has a block with it. Returns how many are known
+    now.
     """
     known, size, named = known_blocks(pool), pool.hash_block_size, 0
-    for at, (key, place, block) in enumerate(zip(needed.keys, needed.places, blocks, strict=True)):
-        if at not in skipped and key not in known:
+    for key, place, block in zip(needed.keys, needed.places, blocks, strict=True):
+        if key not in known:
             pool._insert_block_hash(BlockHashWithGroupId(key), block, num_tokens=(place + 1) * size)
             named += 1
     return named

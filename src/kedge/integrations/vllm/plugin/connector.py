@@ -9,7 +9,7 @@ vLLM creates one connector in its scheduler and one in every worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import ConfigError, LayoutUnknown, TranslationRefused
-from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axes, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_layouts
 from kedge.integrations.vllm.plugin.feature_checks import (
     backends_refusal,
     block_bytes,
@@ -44,18 +44,16 @@ from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.rank_state import RankState, rank_folder, rank_identity
+from kedge.integrations.vllm.plugin.rank_state import rank_folder, rank_identity
 from kedge.integrations.vllm.plugin.rotations import rotation_of
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
-from kedge.reuse.contracts import LEARNING_SHARE, MAX_PENDING
 from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -88,7 +86,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             translations = Translations(self._features.translation, ranks, settings.guard, is_ahead=is_ahead)
             self._scheduler = SchedulerSide(settings, block_size, ranks, translations)
         else:
-            budget = LearningBudget(LEARNING_SHARE if ranks == 1 else None)
+            budget = LearningBudget(is_timed=ranks == 1)
             self._worker = WorkerSide(block_size, settings.tiers.throttle, budget)
 
     @property
@@ -132,11 +130,8 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         lanes, config = self._scheduler.translations.lanes, self._vllm_config
         model, block_size = config.model_config, config.cache_config.block_size
-        limits = PassLimits(model.max_model_len, model.get_vocab_size(), block_size)
         lanes.open(hold_back)
-        lanes.tails.open(limits)
-        lanes.bases.open(limits, MAX_PENDING)
-        lanes.base_share = LEARNING_SHARE
+        lanes.jobs.open(PassLimits(model.max_model_len, model.get_vocab_size(), block_size))
         return lanes
 
     def ask_at_once(self, request: Request) -> None:
@@ -190,9 +185,6 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events()
-
     def reset_cache(self) -> bool:
         self._scheduler.clear()
         return True
@@ -233,7 +225,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._worker.open_translation(learner, anchors.max_bytes + anchors.max_base_bytes)
         if self._settings.state is not None:
-            self._keep_state(self._settings.state, pages, learner)
+            self._keep_state(self._settings.state, pages)
 
     def _pages(self, kv_caches: dict[str, Tensor]) -> Pages:
         """Return the pages of the model's only group, its layers in order. Raises `LayoutUnknown` where they cannot be
@@ -243,12 +235,11 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = self._vllm_config.cache_config.block_size
         names = sorted(kv_caches, key=extract_layer_index)
         layers = [KVLayer(self._layers[name], kv_caches[name], config.dtype) for name in names]
-        axes = find_block_axes(layers, num_blocks, block_size)
-        layouts = find_layouts(layers, axes, num_blocks, block_size)
+        layouts = find_layouts(layers, num_blocks, block_size)
         rotation = rotation_of(config, list(map(extract_layer_index, names)), layers[0].pages.device)
         return Pages(layers, layouts, block_size, rotation)
 
-    def _keep_state(self, folder: Path, pages: Pages, learner: Learner) -> None:
+    def _keep_state(self, folder: Path, pages: Pages) -> None:
         """Go on from what this rank has learned before. Raises `ConfigError` where the folder cannot be used."""
         try:
             identity = rank_identity(self._vllm_config, pages.empty, self._settings.anchors)
@@ -256,8 +247,7 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
             state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
         except OSError as error:
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
-        interval = self._settings.snapshot_interval
-        self._worker.keep_state(RankState(state, interval, lambda: learner.rotation.refusal is None))
+        self._worker.keep_state(state)
 
     # in a worker, in every step ---------------------------------------------------------------------------------
 

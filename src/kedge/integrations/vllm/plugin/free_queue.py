@@ -1,129 +1,62 @@
 """vLLM's free blocks in the order of an eviction policy (KVFlow, section 3.1), in place of its own free queue.
 
 Blocks without KV worth keeping go first, as in vLLM. The others are listed by the agents that own them; a heap over
-these sets of owners says which list is next. A new step of an agent costs O(its owner sets), not O(its blocks); taking
-a block out costs what it costs in vLLM, and evicting a run of blocks one look at the heap. Lists run through the two
-links that vLLM's blocks have for its own free queue. Nothing here imports vLLM.
+these sets of owners says which list is next. A new step of an agent costs O(its owner sets), not O(its blocks), and
+blocks that were freed together are evicted by one look at the heap. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
 from kedge.errors import PlanError
-from kedge.policies.eviction import EvictionKey, StepPolicy, StepView, step_name
+from kedge.policies.eviction import EvictionKey, EvictionPolicy, StepView, kind_of
 from kedge.structures.heaps import LazyHeap, StepCounts
 from kedge.structures.prefixes import leading_count
 
 Owner = Hashable
 """Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""
-MAX_NAMED = 8
-"""Owners of a set up to which blocks with exactly these owners are brought together in it. What more own is the head
-that their prompts share, and is found through its blocks."""
 
 
 class FreeBlock(Protocol):
-    """vLLM's `KVCacheBlock`, as far as a free queue uses it. The links belong to the queue."""
+    """vLLM's `KVCacheBlock`, as far as a free queue uses it."""
 
     block_id: int
-    prev_free_block: Any
-    next_free_block: Any
-
-
-class _ListEnd:
-    """Sentinel before the first or after the last block of a list, so that every block has two neighbours."""
-
-    __slots__ = ("block_id", "next_free_block", "prev_free_block")
-
-    def __init__(self) -> None:
-        self.block_id = -1
-        self.prev_free_block: Any = None
-        self.next_free_block: Any = None
 
 
 class OwnerSet:
     """A set of owners with the free blocks that have exactly these owners: the unit that an eviction policy ranks."""
 
-    __slots__ = (
-        "_steps", "head", "key", "last_access", "members", "owners", "queued", "stamp", "step", "tail", "varying",
-    )  # fmt: skip
+    __slots__ = ("_steps", "free", "key", "last_access", "members", "owners", "stamp", "step", "varying")
 
     def __init__(self, owners: Iterable[Owner] = (), varying: bool = False, stamp: int | None = None) -> None:
         self.owners, self.varying = set(owners), varying
         self.stamp = stamp
         """When blocks were last added, for a set that is evicted as a whole, newest block first; None: each block has
         its own time"""
-        self._steps: StepCounts | None = None
-        """The steps of all owners, once there were several"""
+        self._steps = StepCounts()
         self.step: float | None = None
+        """The least step of its owners"""
         self.last_access = 0
         self.members = 0
         """Blocks with these owners, free or not; not counted for the two sets without owners."""
         self.key: EvictionKey = ()
-        self.queued = False
-        """Whether the eviction order contains this set."""
-        self.head, self.tail = _ListEnd(), _ListEnd()
-        self.head.next_free_block, self.tail.prev_free_block = self.tail, self.head
+        """Under which it is in the heap"""
+        self.free: OrderedDict[int, Any] = OrderedDict()
+        """Free blocks by id, as they were added"""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no block is in it."""
-        return self.head.next_free_block is self.tail
-
-    def __iter__(self) -> Iterator[Any]:
-        block = self.head.next_free_block
-        while block is not self.tail:
-            yield block
-            block = block.next_free_block
-
-    def count(self, most: int) -> int:
-        """Return how many blocks are in it, counted up to `most`."""
-        block, tail = self.head.next_free_block, self.tail
-        for count in range(most):
-            if block is tail:
-                return count
-            block = block.next_free_block
-        return most
-
-    def take(self, n: int, taken: list[Any]) -> None:
-        """Move the first blocks to `taken`, until that has `n` blocks or this list is empty."""
-        block, tail = self.head.next_free_block, self.tail
-        for _ in range(n - len(taken)):
-            if block is tail:
-                break
-            taken.append(block)
-            after = block.next_free_block
-            block.prev_free_block = block.next_free_block = None
-            block = after
-        self.head.next_free_block = block
-        block.prev_free_block = self.head
-
-    def prepend(self, blocks: Sequence[FreeBlock]) -> None:
-        """Insert `blocks` at the front, in their order."""
-        last: Any = self.head
-        after = last.next_free_block
-        for block in blocks:
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
-        last.next_free_block = after
-        after.prev_free_block = last
+    def order(self) -> Iterable[Any]:
+        """Its free blocks in the order of their eviction."""
+        return self.free.values() if self.stamp is None else reversed(self.free.values())
 
     def change_step(self, old: float | None, new: float | None) -> bool:
         """Replace the step of one owner. Returns whether the least step of the set changes."""
         before = self.step
-        if self._steps is None and old == before:
-            self.step = new  # of its only owner
-            return before != new
-        if self._steps is None:
-            self._steps = StepCounts()
-            if before is not None:
-                self._steps.add(before)
         if old is not None:
             self._steps.remove(old)
         if new is not None:
@@ -147,8 +80,6 @@ class BlockOwners:
         self.unowned, self.suffix = OwnerSet(), OwnerSet(varying=True)
         self.set_of = [self.unowned] * self._num_blocks
         """By block id"""
-        self._named: dict[frozenset[Owner], OwnerSet] = {}
-        """Sets by their owners, see `MAX_NAMED`; of two with the same owners this has one"""
         self._owned: set[OwnerSet] = set()
         """All sets with members that have or had owners"""
         self._by_owner: dict[Owner, set[OwnerSet]] = {}
@@ -164,16 +95,6 @@ class BlockOwners:
     def step_of(self, owner: Owner) -> float:
         """Return the step of an owner that has one."""
         return self._steps[owner]
-
-    def sets_of(self, owner: Owner) -> list[OwnerSet]:
-        """Return the sets whose blocks `owner` owns."""
-        return list(self._by_owner.get(owner, ()))
-
-    def owned_prefix(self, block_ids: Sequence[int], owner: Owner) -> int:
-        """Return how many leading blocks of a prompt `owner` owns, if it owns a prefix of it. O(log n), and O(1) where
-        it owns all its blocks.
-        """
-        return leading_count(lambda at: self.owns(block_ids[at], owner), len(block_ids), guess=self.members_of(owner))
 
     def owns(self, block_id: int, owner: Owner) -> bool:
         """Return whether a block belongs to `owner`."""
@@ -196,28 +117,20 @@ class BlockOwners:
             if owner in owners.owners:
                 continue
             if owners in self._owned and len(members) == owners.members:
-                self._widen(owners, owner)
+                self._widen(owners, owner)  # all its blocks are in use, so that it is in no order
             else:
-                self._move(members, owners, self._find(frozenset(owners.owners | {owner})))
+                after = self._joined(owners, owner)
+                for block_id in members:
+                    self.set_of[block_id] = after
+                after.members += len(members)
+                self._remove_members(owners, len(members))
 
     def by_set(self, block_ids: Iterable[int]) -> dict[OwnerSet, list[int]]:
         """Return blocks by the set that they are in. O(n), with one look-up for each run of blocks of one set."""
-        set_of, found = self.set_of, dict[OwnerSet, list[int]]()
-        last: OwnerSet | None = None
-        members: list[int] = []
-        for block_id in block_ids:
-            owners = set_of[block_id]
-            if owners is not last:
-                last, members = owners, found.setdefault(owners, [])
-            members.append(block_id)
+        found = dict[OwnerSet, list[int]]()
+        for owners, run in itertools.groupby(block_ids, self.set_of.__getitem__):
+            found.setdefault(owners, []).extend(run)
         return found
-
-    def take_away(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
-        """Remove `owner` from the owners of blocks that are in no list."""
-        for owners, members in self.by_set(block.block_id for block in blocks).items():
-            if owner in owners.owners:
-                others = owners.owners - {owner}
-                self._move(members, owners, self._find(frozenset(others)) if others else self.unowned)
 
     def mark_suffix(self, block_ids: Iterable[int]) -> None:
         """Mark blocks that are in use as following a fixed prompt; owned blocks stay owned."""
@@ -231,18 +144,11 @@ class BlockOwners:
             self.set_of[block.block_id] = self.unowned
         self._remove_members(owners, len(blocks))
 
-    def _move(self, members: Sequence[int], before: OwnerSet, after: OwnerSet) -> None:
-        for block_id in members:
-            self.set_of[block_id] = after
-        after.members += len(members)
-        self._remove_members(before, len(members))
-
     def _remove_members(self, owners: OwnerSet, count: int) -> None:
         """Count members that have left. A set without members is dropped."""
         owners.members -= count
         if not owners.members and owners in self._owned:
             self._owned.discard(owners)
-            self._unname(owners)
             for owner in owners.owners:
                 self._by_owner[owner].discard(owners)
 
@@ -253,54 +159,43 @@ class BlockOwners:
 
         Returns the sets whose least step has changed. O(owner sets of the changed owners).
         """
-        changed: dict[OwnerSet, None] = {}
+        changed = list[OwnerSet]()
         for owner, next_run in changes.items():
             old = self._steps.get(owner)
             new = None if next_run is None else next_run[0]
-            if old == new:
-                continue
-            for owners in self._by_owner.get(owner, ()):
-                if owners.change_step(old, new):
-                    changed[owners] = None
-            if new is not None:
+            if new is None:
+                changed += self.disown(owner)
+                self._steps.pop(owner, None)
+            elif old != new:
+                changed += [one for one in self._by_owner.get(owner, ()) if one.change_step(old, new)]
                 self._steps[owner] = new
-                continue
-            del self._steps[owner]  # blocks without other owners compete like unowned ones from now on
-            for owners in self._by_owner.pop(owner, set()):
-                self._unname(owners)
-                owners.owners.discard(owner)
-                self._name(owners)
-        return list(changed)
+        return changed
 
-    def _find(self, names: frozenset[Owner]) -> OwnerSet:
-        """Return a set with exactly these owners, new where none is named."""
-        found = self._named.get(names)
+    def disown(self, owner: Owner) -> list[OwnerSet]:
+        """Let an owner own nothing: blocks without other owners compete like unowned ones from now on.
+
+        Returns the sets whose least step has changed. O(its sets).
+        """
+        left = self._by_owner.pop(owner, set())
+        for owners in left:
+            owners.owners.discard(owner)
+        return [owners for owners in left if owners.change_step(self._steps[owner], None)]
+
+    def _joined(self, owners: OwnerSet, owner: Owner) -> OwnerSet:
+        """Return a set with the owners of another and one more, new where that one has none such."""
+        wanted = owners.owners | {owner}
+        found = next((one for one in self._by_owner.get(owner, ()) if one.owners == wanted), None)
         if found is None:
-            found = OwnerSet(names, stamp=self._stamp)
-            for owner in names:
-                found.change_step(None, self._steps[owner])
-                self._by_owner.setdefault(owner, set()).add(found)
+            found = OwnerSet(stamp=self._stamp)
             self._owned.add(found)
-            self._name(found)
+            for one in wanted:
+                self._widen(found, one)
         return found
 
     def _widen(self, owners: OwnerSet, owner: Owner) -> None:
-        """Add an owner to a set whose blocks are all in use, so that it is in no order."""
-        self._unname(owners)
         owners.owners.add(owner)
         owners.change_step(None, self._steps[owner])
         self._by_owner.setdefault(owner, set()).add(owners)
-        self._name(owners)
-
-    def _name(self, owners: OwnerSet) -> None:
-        if 0 < len(owners.owners) <= MAX_NAMED:
-            self._named.setdefault(frozenset(owners.owners), owners)
-
-    def _unname(self, owners: OwnerSet) -> None:
-        if len(owners.owners) <= MAX_NAMED:
-            names = frozenset(owners.owners)
-            if self._named.get(names) is owners:
-                del self._named[names]
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the step and the members of every owned set agree with the books."""
@@ -308,174 +203,20 @@ class BlockOwners:
             steps = [self._steps[owner] for owner in owners.owners]
             if owners.step != min(steps, default=None) or owners.members != self.set_of.count(owners):
                 raise PlanError("owners", owners.owners, f"step {owners.step} of {steps}, {owners.members} members")
-        for names, owners in self._named.items():
-            if owners not in self._owned or names != owners.owners:
-                raise PlanError("owners", owners.owners, f"is no set with members that is named {names}")
         for owner, found in self._by_owner.items():
             if found != {owners for owners in self._owned if owner in owners.owners}:
                 raise PlanError("owner", owner, "its sets are not those that name it")
 
 
-class EvictionOrder:
-    """A lazy heap of owner sets, each ranked by its oldest free block, and the set that is evicted from now.
-
-    Blocks freed one after another with the same owners share a stamp. While the current set is ahead of all others,
-    evicting a block costs no look at the heap.
-    """
-
-    def __init__(self, policy: StepPolicy, num_blocks: int) -> None:
-        self._policy, self._num_blocks = policy, num_blocks
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all sets and stamps."""
-        self._stamps = [0] * self._num_blocks
-        """When each block was freed, by block id"""
-        self._clock = 0
-        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"))
-        self._current: OwnerSet | None = None
-        """The set whose blocks go next, as far as their stamps are at most `_bound`."""
-        self._bound = math.inf
-
-    def set_policy(self, policy: StepPolicy, sets: Iterable[OwnerSet]) -> StepPolicy:
-        """Rank all `sets` by `policy` from now on. Returns the policy before."""
-        before, self._policy, self._current = self._policy, policy, None
-        for owners in sets:
-            self._push(owners)
-        return before
-
-    def append(self, blocks: Sequence[FreeBlock], set_of: Sequence[OwnerSet]) -> None:
-        """Add freed blocks to the lists of their owner sets (`set_of` by block id), in this order: to the end, or to
-        the front of a set that is evicted as a whole.
-        """
-        stamps, clock = self._stamps, self._clock
-        owners: OwnerSet | None = None
-        last: Any = None
-        after: Any = None
-        for block in blocks:
-            next_owners = set_of[block.block_id]
-            if next_owners is not owners:
-                clock += 1
-                if owners is not None:
-                    self._end_run(owners, last, after)
-                owners = next_owners
-                if owners.stamp is None:
-                    last, after = owners.tail.prev_free_block, owners.tail
-                else:
-                    last, after, owners.stamp = owners.head, owners.head.next_free_block, clock
-            stamps[block.block_id] = clock
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
-        self._clock = clock
-        if owners is not None:
-            self._end_run(owners, last, after)
-
-    def _end_run(self, owners: OwnerSet, last: Any, after: Any) -> None:
-        """Close the list of `owners` between `last`, the last of several added blocks, and `after`."""
-        last.next_free_block = after
-        after.prev_free_block = last
-        if not owners.queued:
-            self.enter(owners)
-
-    def take(self, n: int, taken: list[Any]) -> OwnerSet:
-        """Move blocks of the next set to `taken`, until that has `n` or another set is next. Returns the set.
-
-        Raises `PlanError` where no set has a free block.
-        """
-        owners = self._current or self._choose()
-        start = len(taken)
-        owners.take(n if math.isinf(self._bound) else start + self._within_bound(owners, n - start), taken)
-        if owners.is_empty:
-            self._current, owners.queued = None, False
-        elif len(taken) == start or self._stamp(owners, owners.head.next_free_block) > self._bound:
-            self.enter(owners)
-        return owners
-
-    def _within_bound(self, owners: OwnerSet, most: int) -> int:
-        """Count the leading blocks of `owners` that are as old as the bound, up to `most`."""
-        if owners.stamp is not None:
-            return most if owners.stamp <= self._bound else 0
-        stamps, bound = self._stamps, self._bound
-        count = 0
-        for block in owners:
-            if count >= most or stamps[block.block_id] > bound:
-                break
-            count += 1
-        return count
-
-    def _choose(self) -> OwnerSet:
-        """Make the set whose oldest block is next the current one, and set the bound up to which it stays that."""
-        chosen = self._pop()
-        if chosen is None:
-            raise PlanError("free blocks", 0, "no owner set has any")
-        self._bound = math.inf
-        if rival := self._pop():
-            if rival.key[:-1] == chosen.key[:-1]:
-                self._bound = rival.last_access
-            self._heap.push(rival)
-        self._current = chosen
-        return chosen
-
-    def _pop(self) -> OwnerSet | None:
-        """Return the set with the least key. A set whose oldest block has left since it was pushed is ranked again."""
-        while owners := self._heap.pop():
-            if owners.is_empty:
-                owners.queued = False
-                continue
-            before, owners.key = owners.key, self._key(owners)
-            if owners.key == before:
-                return owners
-            self._heap.push(owners)
-        return None
-
-    def enter(self, owners: OwnerSet) -> None:
-        """Rank a set under its present key. The current set goes back to the heap, as it may not be next any more."""
-        if self._current is not None and self._current is not owners:
-            self._push(self._current)
-        self._current = None
-        self._push(owners)
-
-    def on_steps(self, changed: Iterable[OwnerSet]) -> None:
-        """Rank sets anew whose steps have changed. One that is needed sooner now stays where it is in the heap: it is
-        ranked anew when it surfaces.
-        """
-        for owners in changed:
-            if owners.queued and (owners is self._current or self._key(owners) < owners.key):
-                self.enter(owners)
-
-    def _push(self, owners: OwnerSet) -> None:
-        owners.queued = not owners.is_empty
-        if owners.queued:
-            owners.key = self._key(owners)
-            self._heap.push(owners)
-
-    def _key(self, owners: OwnerSet) -> EvictionKey:
-        """Return the rank of a set with free blocks, which is that of its oldest one."""
-        return self._key_at(owners, owners.head.next_free_block)
-
-    def _key_at(self, owners: OwnerSet, block: FreeBlock) -> EvictionKey:
-        owners.last_access = self._stamp(owners, block)
-        return self._policy(owners)
-
-    def _stamp(self, owners: OwnerSet, block: FreeBlock) -> int:
-        return self._stamps[block.block_id] if owners.stamp is None else owners.stamp
-
-    def sort(self, sets: Iterable[OwnerSet]) -> list[Any]:
-        """Return the free blocks of `sets` in the order of their eviction. O(n log n) in the number of blocks."""
-        ranked = [(self._key_at(owners, block), block) for owners in sets for block in owners]
-        ranked.sort(key=lambda pair: pair[0])
-        return [block for _, block in ranked]
-
-
 class StepFreeQueue(BlockOwners):
     """A drop-in for `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Without owners it has the same order.
 
-    The owners of a block are set while a request holds it, and forgotten when its KV is evicted.
+    The owners of a block are set while a request holds it, and forgotten when its KV is evicted. A set of owners is
+    ranked by its oldest free block. Blocks that are freed one after another with the same owners share a stamp.
     """
 
     def __init__(
-        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: StepPolicy, whole_sets: bool = False
+        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
     ) -> None:
         """`blocks` are free, first to be used first; all block ids are below `num_blocks`.
 
@@ -483,18 +224,23 @@ class StepFreeQueue(BlockOwners):
         last: for a pool to which a prompt's blocks are added as it grows, without a use of those before.
         """
         self.evicted: Counter[str] = Counter()
-        """Blocks with KV that were handed out, by step: "varying", "unlabelled", "inf" (unknown), or the number."""
-        self.on_evicted: Callable[[Collection[Owner]], None] = lambda _: None
-        """Called with the owners of evicted blocks, unless these are more than `MAX_NAMED`: before the head that many
-        prompts share, their ends are evicted"""
+        """Blocks with KV that were handed out, by `kind_of`"""
         self.num_free_blocks = 0
         self.groups: Any = None
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
-        self._empty = OwnerSet()
-        """Free blocks without KV worth keeping"""
+        self._empty: dict[int, Any] = {}
+        """Free blocks without KV worth keeping by id, the one that is used next at the end"""
+        self._policy, self._clock = policy, 0
         super().__init__(num_blocks, whole_sets)
-        self._order = EvictionOrder(policy, num_blocks)
         self.prepend_n(blocks)
+
+    def clear_owners(self) -> None:
+        """Make every block unowned, and the order empty. Steps stay known."""
+        super().clear_owners()
+        self._stamps = [0] * self._num_blocks
+        """When each block was freed, by block id"""
+        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"), lambda owners: bool(owners.free))
+        """All sets with free blocks, under the key that they have now or a lesser one"""
 
     # called by vLLM -------------------------------------------------------------------------------------------
 
@@ -509,36 +255,17 @@ class StepFreeQueue(BlockOwners):
         if n > self.num_free_blocks:
             raise PlanError("n", n, f"only {self.num_free_blocks} blocks are free")
         self.num_free_blocks -= n
-        taken: list[Any] = []
-        self._empty.take(n, taken)
+        taken = [self._empty.popitem()[1] for _ in range(min(n, len(self._empty)))]
         while len(taken) < n:
-            self._evict(n, taken)
+            taken += self._evict(n - len(taken))
         return taken
-
-    def _evict(self, n: int, taken: list[Any]) -> None:
-        """Take blocks of the set that is next, until there are `n` or another set is next."""
-        start = len(taken)
-        owners = self._order.take(n, taken)
-        self.evicted[step_name(owners)] += len(taken) - start
-        if owners is not self.unowned:
-            self.release(owners, taken[start:])
-            if len(owners.owners) <= MAX_NAMED:
-                self.on_evicted(owners.owners)
 
     def remove(self, block: FreeBlock) -> None:
         """Take a block out of its list. Raises `PlanError` for a block that is not free."""
-        self.remove_n((block,))
-
-    def remove_n(self, blocks: Sequence[FreeBlock]) -> None:
-        """Take different blocks out of their lists. Raises `PlanError` for a block that is not free."""
-        for block in blocks:
-            before, after = block.prev_free_block, block.next_free_block
-            if before is None or after is None:
-                raise PlanError("block", block.block_id, "is not free")
-            before.next_free_block = after
-            after.prev_free_block = before
-            block.prev_free_block = block.next_free_block = None
-        self.num_free_blocks -= len(blocks)
+        at = block.block_id
+        if self.set_of[at].free.pop(at, None) is None and self._empty.pop(at, None) is None:
+            raise PlanError("block", at, "is not free")
+        self.num_free_blocks -= 1
 
     def append(self, block: FreeBlock) -> None:
         """Add a free block whose KV is worth keeping."""
@@ -546,83 +273,142 @@ class StepFreeQueue(BlockOwners):
 
     def append_n(self, blocks: Sequence[FreeBlock]) -> None:
         """Add free blocks whose KV is worth keeping; of those with the same owners the first is evicted first."""
-        self._order.append(blocks, self.set_of)
+        set_of, stamps = self.set_of, self._stamps
+        for owners, run in itertools.groupby(blocks, lambda block: set_of[block.block_id]):
+            self._clock += 1
+            added, is_ranked = [(block.block_id, block) for block in run], bool(owners.free)
+            if owners.stamp is None:
+                for at, _ in added:
+                    stamps[at] = self._clock
+            else:
+                owners.stamp = self._clock
+                added.reverse()
+            owners.free.update(added)
+            if not is_ranked:
+                self._rank(owners)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[FreeBlock]) -> None:
         """Add free blocks without KV worth keeping; the first of them is used before all others."""
-        set_of, unowned = self.set_of, self.unowned
         for block in blocks:
-            if set_of[block.block_id] is not unowned:
-                self.release(set_of[block.block_id], [block])
-        self._empty.prepend(blocks)
+            if (owners := self.set_of[block.block_id]) is not self.unowned:
+                self.release(owners, [block])
+        self._empty.update((block.block_id, block) for block in reversed(blocks))
         self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[Any]:
         """Return all free blocks in the order in which they are used. O(n log n) in their number."""
-        return list(self.iter_blocks_after(None))
+        return [*reversed(self._empty.values()), *self._sorted(self.sets())]
 
     def iter_blocks_after(self, cursor: FreeBlock | None) -> Iterator[Any]:
         """Yield the free blocks that are used after `cursor` (None: all), in that order."""
-        order = [*self._empty, *self._order.sort(self.sets())]
-        start = 0 if cursor is None else order.index(cursor) + 1
-        yield from order[start:]
+        order = self.get_all_free_blocks()
+        yield from order[0 if cursor is None else order.index(cursor) + 1 :]
 
-    # owners ---------------------------------------------------------------------------------------------------
+    # the order of eviction ------------------------------------------------------------------------------------
 
-    def own_history(self, block_ids: Sequence[int], owner: Owner) -> list[Any]:
-        """Make `owner` own these blocks, all of a prompt that is in use, and no free block.
+    def _evict(self, most: int) -> list[Any]:
+        """Take up to `most` blocks of the set that goes first: those that were freed with its oldest."""
+        owners = self._first()
+        free, is_whole, count = owners.free, owners.stamp is not None, min(most, len(owners.free))
+        if not is_whole and count > 1:
+            stamps, oldest = self._stamps, self._oldest(owners)
+            alike = itertools.takewhile(lambda at: stamps[at] == oldest, itertools.islice(free, count))
+            count = sum(1 for _ in alike)
+        taken = [free.popitem(is_whole)[1] for _ in range(count)]
+        self.evicted[kind_of(owners)] += count
+        if owners is not self.unowned:
+            self.release(owners, taken)
+        return taken
 
-        Returns the free blocks that it had owned: it has left them behind. O(blocks that change their owners + log n)
-        for a prompt that continues the one before; else O(n). Raises `PlanError` for an owner without a step.
-        """
-        left = [block for owners in self.sets_of(owner) for block in owners]
-        if left:
-            self.leave(left, owner)
-        known = self.owned_prefix(block_ids, owner)
-        if self.members_of(owner) < known:
-            known = 0  # some of the blocks before are not its own
-        self.own(block_ids[known:], owner)
-        return left
+    def _first(self) -> OwnerSet:
+        """Return the set with the least key. One whose oldest block has left since it was ranked is ranked again."""
+        while owners := self._heap.peek():
+            if owners.key == self._key(owners, self._oldest(owners)):
+                return owners
+            self._rank(owners)
+        raise PlanError("free blocks", 0, "no owner set has any")
 
-    def leave(self, blocks: Sequence[FreeBlock], owner: Owner) -> None:
-        """Remove `owner` from the owners of free blocks. O(blocks)."""
-        self.remove_n(blocks)
-        self.take_away(blocks, owner)
-        self.append_n(blocks)
+    def _rank(self, owners: OwnerSet) -> None:
+        """Enter a set with free blocks into the heap, under its present key."""
+        owners.key = self._key(owners, self._oldest(owners))
+        self._heap.push(owners)
+
+    def _oldest(self, owners: OwnerSet) -> int:
+        """Return the stamp of a set with free blocks, which is that of its oldest one."""
+        return self._stamps[next(iter(owners.free))] if owners.stamp is None else owners.stamp
+
+    def _key(self, owners: OwnerSet, stamp: int) -> EvictionKey:
+        owners.last_access = stamp
+        return self._policy(owners)
+
+    def _sorted(self, sets: Iterable[OwnerSet]) -> list[Any]:
+        """Return the free blocks of `sets` in the order of their eviction. O(n log n) in the number of blocks."""
+        ranked = [
+            (self._key(owners, self._stamps[block.block_id] if owners.stamp is None else owners.stamp), block)
+            for owners in sets
+            for block in owners.order
+        ]
+        ranked.sort(key=lambda pair: pair[0])
+        return [block for _, block in ranked]
+
+    def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
+        """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
+        before, self._policy = self._policy, policy
+        self._rank_again(self.sets())
+        return before
 
     def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
         """Take new steps (with probabilities, which are not used here); None removes an owner.
 
         O(owner sets of the changed owners).
         """
-        self._order.on_steps(self.update_steps(changes))
+        self._rank_again(self.update_steps(changes))
+
+    def _rank_again(self, sets: Iterable[OwnerSet]) -> None:
+        for owners in sets:
+            if owners.free:
+                self._rank(owners)
+
+    # owners ---------------------------------------------------------------------------------------------------
+
+    def own_history(self, block_ids: Sequence[int], owner: Owner) -> None:
+        """Make `owner` own these blocks, all of a prompt that is in use, and no others: those it has left behind.
+
+        O(blocks that change their owners + log n) for a prompt that continues the one before; else O(n). Raises
+        `PlanError` for an owner without a step.
+        """
+        owned = self.members_of(owner)
+        known = leading_count(lambda at: self.owns(block_ids[at], owner), len(block_ids), guess=owned)
+        if known != owned:
+            self.leave(owner)
+            known = 0
+        self.own(block_ids[known:], owner)
+
+    def leave(self, owner: Owner) -> None:
+        """Let an owner, whose step stays known, own nothing. O(its sets)."""
+        self._rank_again(self.disown(owner))
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
-        free = [*self._empty, *(block for owners in self.sets() for block in owners)]
+        free = [*reversed(self._empty.values()), *(block for owners in self.sets() for block in owners.order)]
         self.num_free_blocks = 0
-        self._empty = OwnerSet()
+        self._empty.clear()
         self.clear_owners()
-        self._order.clear()
         self.prepend_n(free)
-
-    def set_policy(self, policy: StepPolicy) -> StepPolicy:
-        """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
-        return self._order.set_policy(policy, self.sets())
 
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Return how many free blocks, up to `blocks`, have no KV worth keeping, or are in sets that `may_evict` takes.
 
-        O(blocks + owner sets).
+        O(owner sets).
         """
-        found = self._empty.count(blocks)
+        found = len(self._empty)
         for owners in self.sets():
-            if found == blocks:
+            if found >= blocks:
                 break
-            if not owners.is_empty and may_evict(owners):
-                found += owners.count(blocks - found)
-        return found
+            if owners.free and may_evict(owners):
+                found += len(owners.free)
+        return min(found, blocks)
 
     def victims(self, n: int, may_evict: Callable[[OwnerSet], bool], is_own: Callable[[int], bool]) -> list[Any]:
         """Return up to `n` free blocks with KV whose ids `is_own` accepts, of sets that `may_evict` takes, in the order
@@ -630,23 +416,19 @@ class StepFreeQueue(BlockOwners):
 
         All blocks of a set with owners are alike to `is_own`.
         """
-        shared = (self.unowned, self.suffix)
-        sets = [
-            owners
-            for owners in self.sets()
-            if not owners.is_empty
-            and (owners in shared or is_own(owners.head.next_free_block.block_id))
-            and may_evict(owners)
-        ]
-        return [block for block in self._order.sort(sets) if is_own(block.block_id)][:n]
+        mixed = (self.unowned, self.suffix)
+        found = [one for one in self.sets() if one.free and (one in mixed or is_own(next(iter(one.free))))]
+        return [block for block in self._sorted(filter(may_evict, found)) if is_own(block.block_id)][:n]
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` unless links, counts and steps agree and every set with free blocks is in the order."""
-        sets = list(self.sets())
-        blocks = [block for owners in (self._empty, *sets) for block in owners]
-        if len({block.block_id for block in blocks}) != len(blocks) or len(blocks) != self.num_free_blocks:
-            raise PlanError("num_free_blocks", self.num_free_blocks, f"{len(blocks)} are in lists")
-        for owners in sets:
-            if not owners.is_empty and not owners.queued:
-                raise PlanError("owners", owners.owners, "has free blocks and is not in the eviction order")
+        """Raise `PlanError` unless lists, counts and steps agree and every set with free blocks is in the order."""
         super().check_integrity()
+        sets = list(self.sets())
+        listed = [at for free in (self._empty, *(owners.free for owners in sets)) for at in free]
+        if len(set(listed)) != len(listed) or len(listed) != self.num_free_blocks:
+            raise PlanError("num_free_blocks", self.num_free_blocks, f"{len(listed)} are in lists")
+        for owners in sets:
+            if any(self.set_of[at] is not owners for at in owners.free):
+                raise PlanError("owners", owners.owners, "has blocks of others in its list")
+            if owners.free and owners.key > self._key(owners, self._oldest(owners)):
+                raise PlanError("owners", owners.owners, "is not in the eviction order where it should be")

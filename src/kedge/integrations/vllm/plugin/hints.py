@@ -16,7 +16,7 @@ from typing import Any
 from kedge.guard import GuardMode, GuardOrders
 from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.call_hints import KEDGE
-from kedge.hints.values import MAX_EXPECTED, read_text, read_whole
+from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, read_text, read_whole
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.settings.sections import read_fidelity
 from kedge.types import (
@@ -33,15 +33,15 @@ from kedge.types import (
     TurnHints,
     WorkflowId,
 )
-from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.steps import NextRun
 
-MAX_WITHHELD = 1024
-"""Most placeholders of one request that are withheld from translation"""
 AFRESH = "\0"
 """In a salt, before what keeps a request from what vLLM's prefix cache has of its prompt"""
 NO_PROMPT: Tokens = (0,)
 """The prompt of a message without one: vLLM accepts no empty prompt."""
+OF_A_TURN = ("session", "parent", "returns_in", "keep_for", "expects")
+OF_A_GUARD = ("fidelity", "withheld", "epoch", "rung", "held_out", "pick")
+"""Hints that are fields of `TurnHints` and of `GuardOrders`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,6 @@ class HintedRequest:
     steps: Mapping[AgentId, NextRun] | None = None
     """The forecast of its run"""
     seq: int | None = None
-    final: bool = False
-    """Whether the run ends with this request"""
     is_ahead: bool = False
     """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
     is_advice: bool = False
@@ -64,18 +62,10 @@ class HintedRequest:
     """What becomes of the actions that the client asked for, for the receipt"""
 
     @property
-    def run(self) -> RunKey:
-        return self.request.run_key
-
-    @property
     def ends_run(self) -> bool:
         """Whether a run ends that is more than its session."""
-        return self.final and bool(self.request.run) and self.request.run != self.request.turn.session
-
-    @property
-    def key(self) -> AgentKey:
-        """The agent that calls, as forecasts name it."""
-        return self.request.agent_key
+        asked = self.request
+        return asked.turn.is_last and bool(asked.run) and asked.run != asked.turn.session
 
 
 def read_hints(
@@ -98,7 +88,7 @@ def read_hints(
                 given[name] = read(value)
         except ValueError:
             ignored += 1
-    get, is_ahead, final = given.get, given.get("ahead", False), given.get("final", False)
+    get, is_ahead = given.get, given.get("ahead", False)
     # one that is run is plain if its client says nothing of its prompt and of reuse
     is_plain = not is_ahead and not given.keys() & {"reuse", "segments"}
     request = GenerateRequest(
@@ -112,27 +102,15 @@ def read_hints(
         agent=AgentId(get("agent", "")),
         fixed=get("fixed_tokens"),
         produces=get("produces"),
-        turn=TurnHints(
-            get("session", ""), get("parent", ""), get("returns_in"), final, get("keep_for"), get("expects", {})
-        ),
+        turn=TurnHints(is_last=get("final", False), **{name: given[name] for name in OF_A_TURN if name in given}),
         is_plain=get("plain", is_plain),
-        guard=GuardOrders(
-            mode=get("guard"),
-            fidelity=get("fidelity"),
-            withheld=get("withheld", frozenset[str]()),
-            epoch=get("epoch", 0),
-            rung=get("rung"),
-            left_out=get("left_out", False),
-            held_out=get("held_out", False),
-            pick=get("pick", ""),
-        ),
+        guard=GuardOrders(get("guard"), **{name: given[name] for name in OF_A_GUARD if name in given}),
     )
     steps = get("steps")
     return HintedRequest(
         request,
         steps=None if steps is None else {agent: NextRun(left) for agent, left in steps.items()},
         seq=get("seq"),
-        final=final,
         is_ahead=is_ahead,
         is_advice=get("advice", False),
         actions=get("actions", ()),
@@ -162,8 +140,13 @@ def namespace_of(salt: str | None) -> Namespace:
     return Namespace.parse((salt or "").partition(AFRESH)[0] or "default")
 
 
+def salt_of(namespace: Namespace) -> str:
+    """Return the salt of requests whose KV is kept there, the shortest that `namespace_of` reads so."""
+    return "" if namespace == namespace_of(None) else str(namespace)
+
+
 def _names(value: Any) -> frozenset[str]:
-    if not isinstance(value, list | tuple) or len(value) > MAX_WITHHELD:
+    if not isinstance(value, list | tuple) or len(value) > MAX_HINT_AGENTS:
         raise ValueError
     return frozenset(map(read_text, value))
 
@@ -258,7 +241,7 @@ KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
     **{"produces": _sample, "ahead": _flag, "advice": _flag, "plain": _flag, "actions": _actions},
-    **{"withheld": _names, "epoch": read_whole, "rung": _rung, "left_out": _flag, "held_out": _flag},
+    **{"withheld": _names, "epoch": read_whole, "rung": _rung, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
 

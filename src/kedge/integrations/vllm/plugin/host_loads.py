@@ -1,26 +1,23 @@
-"""When KV moves from the host to the device: when a request arrives, on demand, and by forecast. And its backups."""
+"""When KV moves from the host to the device, on demand and before it is needed, and when it is backed up there."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash
 
-from kedge.cache import Copy
+from kedge.cache import Copied, Copy
 from kedge.cache.copies import Purpose
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import has_end, own_known, own_prefix
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
-from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.requests import LiveRequest
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
 from kedge.policies.eviction import StepView, distance
 from kedge.policies.prefetch import (
     COPY_JOBS,
@@ -34,27 +31,10 @@ from kedge.policies.prefetch import (
 from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
 from kedge.structures.bounded import BoundedDict
-from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import first_of
-from kedge.workflow.forecast import AgentKey
 
 SHARE = 2
 """One of so many device blocks may be held by backups."""
-MAX_LOADS = 3
-"""Loads on demand for one request, whose blocks may be evicted after each; then it computes what it lacks."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedHistory:
-    """What a session has on the device at the end of a turn."""
-
-    session: SessionKey
-    hashes: Sequence[BlockHash]
-    """Of its blocks with KV"""
-    computed_from: int
-    """Index of the first block that the turn computed"""
-    left: Sequence[KVCacheBlock] = ()
-    """Blocks that were its own before the turn, and are not any more"""
 
 
 class HostBackups:
@@ -63,7 +43,7 @@ class HostBackups:
     def __init__(self, tier: HostTier, unlabelled_step: float) -> None:
         self._tier, self._unlabelled_step = tier, unlabelled_step
         self._limit = max(1, tier.device.num_gpu_blocks // SHARE)
-        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict(REMEMBERED)
+        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict()
         """Histories, and the index from which on they are not done"""
 
     @property
@@ -76,25 +56,20 @@ class HostBackups:
         own_prefix(self._tier.host, hashes, owner)
         self._tier.back_up(hashes, owner, partial(self._is_no_sooner, step))
 
-    def history(self, history: FinishedHistory) -> None:
-        """Order the backup of a session whose turn has ended.
+    def history(self, owner: Owner, hashes: Sequence[BlockHash]) -> None:
+        """Order the backup of what a session has on the device at the end of a turn.
 
         O(blocks that the host lacks, or that change their owners there, + log n).
         """
-        hashes, owner = history.hashes, history.session
-        if history.left:
-            self._leave(history.left, owner)
+        queue = self._tier.queue
         held, owned = self._tier.prefixes(hashes, owner)
+        if owned != queue.members_of(owner):  # as after a prompt that leaves a part of the history out
+            queue.leave(owner)
+            owned = 0
         if owned < held:
             own_known(self._tier.host, self._tier.groups.needed(hashes[:held], owned).keys, owner)
-        self._pending[owner] = (hashes, min(held, history.computed_from))
+        self._pending[owner] = hashes, held
         self.go_on()
-
-    def _leave(self, blocks: Sequence[KVCacheBlock], owner: Owner) -> None:
-        """Give up on the host what a session has left behind on the device, where several blocks may hold the same."""
-        known = self._tier.host.cached_block_hash_to_block
-        found = [known.get_one_block(one) for one in {block.block_hash: None for block in blocks if block.block_hash}]
-        self._tier.queue.leave([block for block in found if block is not None and not block.ref_cnt], owner)
 
     def go_on(self) -> None:
         """Order the next backups, as far as they may hold device blocks. Call this once per step."""
@@ -111,38 +86,29 @@ class HostBackups:
 
 
 class IdleSessions:
-    """Idle sessions within the window whose histories have left the device, soonest first. Owned by the scheduler.
+    """The histories of sessions, and which of these are idle and needed within the window. Owned by the scheduler."""
 
-    It hears of steps that change and of blocks that are evicted: O(changed sessions x log n), never O(all sessions).
-    """
-
-    def __init__(self, tier: HostTier, settings: TierSettings, is_trusted: Callable[[], bool] = lambda: True) -> None:
-        """Begin without sessions. `is_trusted` returns whether sessions, and not LRU, rule the device."""
-        self._tier, self._settings, self._is_trusted = tier, settings, is_trusted
-        self._most = tier.host.num_gpu_blocks
-        self._histories: OrderedDict[Owner, list[BlockHash]] = OrderedDict()
+    def __init__(self, tier: HostTier) -> None:
+        self._tier, self._most = tier, tier.host.num_gpu_blocks
+        self._histories: OrderedDict[Owner, Sequence[BlockHash]] = OrderedDict()
         """Oldest first; as many blocks in all as the host has"""
         self._blocks = 0
         self._near: dict[Owner, float] = {}
         """Steps of idle sessions within the window"""
-        self._targets: LazyHeap[Owner] = LazyHeap(lambda session: (self._near[session],), self._is_target)
         self.changed = False
-        """Whether a session has become a target since the last look"""
+        """Whether one has come near, or nearer, that is not on the device"""
 
-    def __len__(self) -> int:
-        """Return the number of blocks whose hashes are kept."""
-        return self._blocks
-
-    # what changes ---------------------------------------------------------------------------------------------
+    def near(self) -> Iterator[tuple[Owner, float, Sequence[BlockHash]]]:
+        """Yield the sessions within the window with their steps and histories."""
+        for session, step in self._near.items():
+            if session in self._histories:
+                yield session, step, self._histories[session]
 
     def ended(self, session: Owner, hashes: Sequence[BlockHash]) -> None:
-        """Take the history of a session whose turn has ended, which is on the device. O(blocks that it has added)."""
-        known = self._histories.pop(session, [])
-        self._blocks += len(hashes) - len(known)
-        if not known or hashes[len(known) - 1 : len(known)] != known[-1:]:
-            known = []
-        known.extend(hashes[len(known) :])
-        self._histories[session] = known
+        """Take the history of a session whose turn has ended, which is on the device."""
+        self._drop(session)
+        self._histories[session] = hashes
+        self._blocks += len(hashes)
         while self._blocks > self._most:
             self._drop(next(iter(self._histories)))
 
@@ -154,17 +120,8 @@ class IdleSessions:
                 self._drop(session)
             elif next_run[0] >= 0 and is_within(next_run[0], PREFETCH_WINDOW):
                 self._near[session] = next_run[0]
-                if self._has_left(session):
-                    self._consider(session)
-
-    def on_evicted(self, owners: Iterable[Owner]) -> None:
-        """Take the owners of blocks that are leaving the device."""
-        for owner in owners:
-            self._consider(owner)
-
-    def on_reset(self) -> None:
-        """Take that the device is empty. O(sessions within the window)."""
-        self.on_evicted(tuple(self._near))
+                hashes = self._histories.get(session)
+                self.changed = self.changed or bool(hashes and not has_end(self._tier.device, hashes))
 
     def clear(self) -> None:
         """Forget all histories: the host is empty."""
@@ -173,43 +130,6 @@ class IdleSessions:
 
     def _drop(self, session: Owner) -> None:
         self._blocks -= len(self._histories.pop(session, ()))
-
-    def _consider(self, session: Owner) -> None:
-        if self._is_target(session):
-            self._targets.push(session)
-            self.changed = True
-
-    def _is_target(self, session: Owner) -> bool:
-        return session in self._near and session in self._histories
-
-    def _has_left(self, session: Owner) -> bool:
-        """Return whether it has a history that is not on the device and not on its way: the end of it goes first."""
-        hashes = self._histories.get(session)
-        if not hashes or self._tier.loading(hashes[-1]):
-            return False
-        return not has_end(self._tier.device, hashes)
-
-    # once per step --------------------------------------------------------------------------------------------
-
-    def start(self, slots: int) -> None:
-        """Order up to `slots` loads, soonest first. Those without room are tried again in the next look."""
-        self.changed = False
-        if not self._is_trusted():
-            return
-        refused: list[Owner] = []
-        while slots > len(refused) and (session := self._targets.pop()) is not None:
-            hashes = self._histories[session]
-            first, stop = self._tier.extent(hashes)
-            if not self._has_left(session) or first == stop or not self._tier.load_pays(stop - first):
-                continue
-            unlabelled = self._settings.unlabelled_step
-            may_evict = partial(may_replace, step=self._near[session], virtual_step=unlabelled)
-            if self._tier.load(hashes, Purpose.PREFETCH, session, may_evict):
-                slots -= 1
-            else:
-                refused.append(session)
-        for session in refused:
-            self._targets.push(session)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the blocks of the histories sum to what is counted and are within the bound."""
@@ -222,16 +142,21 @@ class HostLoads:
     """The policy of loads. Owned by the scheduler."""
 
     def __init__(
-        self, tier: HostTier, prompts: AgentPrompts, idle: IdleSessions, settings: TierSettings, block_size: int
+        self,
+        tier: HostTier,
+        prompts: AgentPrompts,
+        settings: TierSettings,
+        block_size: int,
+        is_trusted: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.tier, self._prompts, self.idle = tier, prompts, idle
-        self.settings, self._block_size = settings, block_size
+        """`is_trusted` returns whether sessions, and not LRU, rule the device."""
+        self.tier, self._prompts, self.idle = tier, prompts, IdleSessions(tier)
+        self.settings, self._block_size, self._is_trusted = settings, block_size, is_trusted
         self.backups = HostBackups(tier, settings.unlabelled_step)
         self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
         self._has_room = False
         """Whether a copy has ended, or a request has arrived or left, since the last look for prefetches"""
-        self._not_worth_loading = 0
 
     @property
     def busy(self) -> bool:
@@ -245,12 +170,11 @@ class HostLoads:
     def counters(self) -> Counter[str]:
         """Return what was counted since the start."""
         counted = Counter(self.tier.counters)
-        counted["loads_that_do_not_pay"] = self._not_worth_loading
         counted["host_evictions"] = sum(self.tier.queue.evicted.values())
         return counted
 
     def look_again(self) -> None:
-        """Look for prefetches in this step: requests have changed."""
+        """Look for prefetches in this step: requests have changed, or what is on the device."""
         self._has_room = True
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
@@ -292,24 +216,18 @@ class HostLoads:
     # once per step --------------------------------------------------------------------------------------------
 
     def copies(self, requests: Iterable[LiveRequest], idle: bool) -> tuple[Copy, ...]:
-        """Return the copies of this step: demands first, then prefetches, those of idle sessions only while no request
-        waits. `idle`: no token is scheduled.
-        """
+        """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
         self.backups.go_on()
         self._demand(idle)
         if self._is_due:
             self._has_room = self._prompts.changed = self.idle.changed = False
-            requests = tuple(requests)
-            self._load_ahead(requests)
-            self._prefetch()
-            if all(one.is_admitted or not one.may_load for one in requests):
-                self.idle.start(PREFETCH_JOBS - self.tier.prefetching)
+            self._load_ahead([one for one in requests if one.may_load and not one.is_admitted])
         return self.tier.take_copies()
 
-    def finished(self, history: FinishedHistory) -> None:
-        """Take the history that a session has on the device at the end of a turn."""
-        self.idle.ended(history.session, history.hashes)
-        self.backups.history(history)
+    def finished(self, session: SessionKey, hashes: Sequence[BlockHash]) -> None:
+        """Take the history that a session has on the device at the end of a turn: the hashes of its blocks with KV."""
+        self.idle.ended(session, hashes)
+        self.backups.history(session, hashes)
 
     def _demand(self, idle: bool) -> None:
         """Order the loads that requests wanted in this step, in the order of service.
@@ -325,11 +243,10 @@ class HostLoads:
             first, stop = self.tier.extent(hashes)
             if not self.tier.load_pays(stop - first):
                 live.computes = True
-                self._not_worth_loading += 1
-            elif self.tier.load(hashes, Purpose.DEMAND, live.session, self._may_evict(live.session if place else None)):
-                live.loads += 1
-                live.computes = live.loads == MAX_LOADS
-            elif not place:
+                self.tier.counters["loads_that_do_not_pay"] += 1
+                continue
+            may_evict = self._may_evict(live.session if place else None)
+            if not self.tier.load(hashes, Purpose.DEMAND, live.session, may_evict) and not place:
                 live.computes = self._is_impatient(live) or (idle and not self.tier.busy)
 
     def _needed(self, live: LiveRequest) -> Sequence[BlockHash]:
@@ -343,40 +260,48 @@ class HostLoads:
             return lambda _: True
         return partial(may_replace, step=queue.step_of(owner), virtual_step=self.settings.unlabelled_step)
 
-    def _load_ahead(self, requests: Iterable[LiveRequest]) -> None:
-        """Load what the next sessions in the queue have on the host, before vLLM looks at them."""
-        slots = PREFETCH_JOBS - self.tier.prefetching
-        waiting = (one for one in requests if one.session and not (one.is_admitted or one.is_ahead))
-        for live in itertools.islice(waiting, max(0, slots)):
+    def _load_ahead(self, waiting: Sequence[LiveRequest]) -> None:
+        """Load what the next sessions in the queue have on the host, before vLLM looks at them. Then what is needed
+        within the window, soonest first, over what is needed strictly later.
+        """
+        sessions = (one for one in waiting if one.session and not one.is_ahead)
+        for live in itertools.islice(sessions, self._slots):
             hashes = self._needed(live)
-            first, stop = self.tier.extent(hashes)
-            if first < stop and self.tier.load_pays(stop - first):
+            if self.cached_blocks(hashes)[1]:
                 may_evict = self._may_evict(live.session)
                 live.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, live.session, may_evict) is not None
+        candidates = sorted(self._candidates(idle=not waiting), key=lambda one: one.order)
+        for candidate in candidates[: self._slots]:
+            owner, hashes = candidate.node
+            may_evict = partial(candidate.may_replace, virtual_step=self.settings.unlabelled_step)
+            self.tier.load(hashes, Purpose.PREFETCH, owner, may_evict)
 
-    def _prefetch(self) -> None:
-        """Load the fixed prompts of the agents that run next, soonest first, over what is needed strictly later."""
-        settings, candidates = self.settings, list[Candidate[AgentKey]]()
-        for key, hashes in self._prompts.prompts.items():
-            next_run = self._prompts.steps.get(key)
-            if next_run is None or not is_within(next_run.steps, PREFETCH_WINDOW):
-                continue
+    @property
+    def _slots(self) -> int:
+        return max(0, PREFETCH_JOBS - self.tier.prefetching)
+
+    def _candidates(self, *, idle: bool) -> Iterator[Candidate[tuple[Owner, Sequence[BlockHash]]]]:
+        """Yield what is needed within the window and on the host only: fixed prompts of agents and, while the engine is
+        `idle`, as no request waits, histories of sessions. Nobody waits for these loads, so that all of them pay.
+        """
+        wanted = list[tuple[Owner, Sequence[BlockHash], float, float]]()
+        for key, fixed in self._prompts.prompts.items():
+            if next_run := self._prompts.steps.get(key):
+                wanted.append((key, fixed, next_run.steps, next_run.probability))
+        if idle and self._is_trusted():
+            wanted += [(session, hashes, step, 1.0) for session, step, hashes in self.idle.near()]
+        for owner, hashes, step, probability in wanted:
             # Tails are evicted first, so with its last block on the device all of a prompt is.
-            if hashes and not has_end(self.tier.device, hashes):
-                first, stop = self.tier.extent(hashes)
-                candidates.append(Candidate(key, next_run.steps, next_run.probability, stop - first))
-        slots = PREFETCH_JOBS - self.tier.prefetching
-        for candidate in sorted(candidates, key=lambda one: one.order):
-            if slots <= 0:
-                break
-            hashes = self._prompts.prompts[candidate.node]
-            may_evict = partial(candidate.may_replace, virtual_step=settings.unlabelled_step)
-            slots -= self.tier.load(hashes, Purpose.PREFETCH, candidate.node, may_evict) is not None
+            if not hashes or not is_within(step, PREFETCH_WINDOW) or has_end(self.tier.device, hashes):
+                continue
+            first, stop = self.tier.extent(hashes)
+            if first < stop:
+                yield Candidate((owner, hashes), step, probability, stop - first)
 
-    def on_reports(self, copies: Mapping[int, CopyResult], computed: tuple[int, float]) -> None:
-        """Take the workers' results of copies, and how many tokens they computed in how many seconds."""
-        for copy_id, result in copies.items():
-            self.tier.on_copied(copy_id, result)
+    def on_reports(self, copies: Iterable[Copied], computed: tuple[int, float]) -> None:
+        """Take the ends of copies on all ranks, and how many tokens they computed in how many seconds."""
+        for copied in copies:
+            self.tier.on_copied(copied)
         self.tier.cost.compute.observe(*computed)
         self._has_room = self._has_room or bool(copies)
 

@@ -1,17 +1,12 @@
 """The host tier behind vLLM's device blocks, as the scheduler sees it: a second block pool and the copies between both.
 
 Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepFreeQueue`). A load never fails a
-request: blocks that did not arrive, or that a rank found corrupt, are computed. The host forgets those.
-
-vLLM's events say what is stored on the host and what is loaded back, so that routers know both. An event of the host
-has `medium="CPU"` and the content that vLLM published for the same block on the device; where that is not known any
-more, it has the hash alone, as those of vLLM's own offloading have.
+request: blocks that did not arrive are computed.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,19 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    BlockHashWithGroupId,
-    KVCacheBlock,
-    get_block_hash,
-    get_group_id,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from kedge.cache import Copy, Direction
+from kedge.cache import Copied, Copy, Direction
 from kedge.cache.copies import Outcome, Purpose
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.block_pools import (
@@ -46,18 +32,12 @@ from kedge.integrations.vllm.plugin.block_pools import (
     replace_queue,
 )
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
-from kedge.integrations.vllm.plugin.messages import CopyResult
 from kedge.integrations.vllm.plugin.settings import OTHERS
-from kedge.policies.eviction import StepPolicy, StepView
+from kedge.policies.eviction import EvictionPolicy, StepView
 from kedge.policies.prefetch import CostModel
-from kedge.policies.sessions import SessionKey
 from kedge.settings import QuotaSettings
-from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
-
-logger = logging.getLogger(__name__)
-HOST_MEDIUM = "CPU"
 
 
 class HostQuotas:
@@ -111,73 +91,6 @@ class HostQuotas:
             raise PlanError("held", self.held, f"{over} have more than they may")
 
 
-def pool_options(device: BlockPool) -> dict[str, Any]:
-    """Return the arguments of a host's pool with events; none where vLLM publishes none."""
-    return {"enable_kv_cache_events": True, "medium": HOST_MEDIUM} if device.enable_kv_cache_events else {}
-
-
-class TierEvents:
-    """Publishes what copies change in both tiers. Owned by the scheduler."""
-
-    def __init__(self, device: BlockPool, host: BlockPool) -> None:
-        """Watch the events of `device`, which say what its blocks have in them."""
-        self._host, self._take = host, device.take_events
-        self._contents: BoundedDict[object, BlockStored] = BoundedDict(2 * (len(device.blocks) + len(host.blocks)))
-        device.take_events = self._watch
-
-    def stored(self, pool: BlockPool, keys: Iterable[BlockHashWithGroupId], owner: Owner | None) -> None:
-        """Publish that blocks are in `pool` now. The events name the session of `owner` if its client has named it."""
-        for one in map(_published, keys):
-            known = self._contents.get(one) or _placeholder(*one)
-            event = msgspec.structs.replace(known, medium=pool.medium)
-            if "session_id" in event.__struct_fields__:
-                name = owner.name if isinstance(owner, SessionKey) else None
-                event.session_id = name if isinstance(name, str) else None
-            pool.kv_event_queue.append(event)
-
-    def clear(self) -> None:
-        """Empty the host. Only its own blocks are published as removed: what vLLM says of a whole pool is of all."""
-        held = [_published(BlockHashWithGroupId(key)) for key in known_blocks(self._host)]
-        self._host.reset_prefix_cache()
-        events = [event for event in self._host.kv_event_queue if not isinstance(event, AllBlocksCleared)]
-        events += [BlockRemoved([one], medium=HOST_MEDIUM, group_idx=group) for one, group in held]
-        self._host.kv_event_queue = events
-
-    def _watch(self) -> list[KVCacheEvent]:
-        """Take the events of the device for vLLM, and remember what they say of blocks.
-
-        One that clears all media is followed by what the host still has.
-        """
-        events = self._take()
-        for event in events:
-            if isinstance(event, BlockStored) and event.token_ids:
-                group = getattr(event, "group_idx", None) or 0
-                self._contents.update(((one.block_hashes[0], group), one) for one in _by_block(event))
-            elif isinstance(event, AllBlocksCleared):
-                self.stored(self._host, map(BlockHashWithGroupId, list(known_blocks(self._host))), None)
-        return events
-
-
-def _published(key: BlockHashWithGroupId) -> tuple[Any, int]:
-    """Return the hash and the group of a block as events have them."""
-    return maybe_convert_block_hash(get_block_hash(key)), get_group_id(key)
-
-
-def _by_block(event: BlockStored) -> Iterator[BlockStored]:
-    """Yield the events of the single blocks of one."""
-    parents: Sequence[object] = (event.parent_block_hash, *event.block_hashes)
-    keys = event.extra_keys or [None] * len(event.block_hashes)
-    for at, one in enumerate(event.block_hashes):
-        tokens = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
-        own = {"block_hashes": [one], "parent_block_hash": parents[at], "token_ids": list(tokens)}
-        yield msgspec.structs.replace(event, **own, extra_keys=[keys[at]])
-
-
-def _placeholder(block_hash: object, group: int) -> BlockStored:
-    plain = BlockStored([block_hash], None, token_ids=[], block_size=0, lora_id=None, medium=None, lora_name=None)
-    return msgspec.structs.replace(plain, group_idx=group) if group else plain
-
-
 @dataclass(eq=False, slots=True)
 class BlockTransfer:
     """A copy that has been ordered, with the blocks that it holds."""
@@ -191,8 +104,8 @@ class BlockTransfer:
     owner: Owner | None
     demanded: bool = False
     """Whether a request waits for it."""
-    result: CopyResult | None = None
-    """Merged over the ranks that have finished"""
+    ends: list[Copied] = field(default_factory=list)
+    """Of the ranks that have finished"""
     prefix: list[KVCacheBlock] = field(default_factory=list)
     """Device blocks of the prompt before those that are loaded"""
     abandoned: bool = False
@@ -223,17 +136,15 @@ class HostTier:
         self,
         device: BlockPool,
         num_blocks: int,
-        policy: StepPolicy,
+        policy: EvictionPolicy,
         ranks: int,
         quotas: HostQuotas | None = None,
     ) -> None:
         """`num_blocks` of host memory; each of the `ranks` workers copies its share of every block. `quotas`, of
         `num_blocks` + 1, keep tenants to what they may hold.
         """
-        options = pool_options(device)
         self.device, self.groups = device, groups_in(device)
-        self.host = BlockPool(num_blocks + 1, True, device.hash_block_size, **options)  # vLLM keeps one for itself
-        self.events = TierEvents(device, self.host) if options else None
+        self.host = BlockPool(num_blocks + 1, True, device.hash_block_size)  # vLLM keeps one for itself
         self.queue = replace_queue(self.host, policy, whole_sets=True, groups=self.groups)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
@@ -426,7 +337,8 @@ class HostTier:
         is_own = partial(self.quotas.is_of, tenant=_tenant_of(owner))
         victims = self.queue.victims(excess, lambda owners: owner not in owners.owners and may_evict(owners), is_own)
         self.host.evict_blocks({block.block_id for block in victims})
-        self.queue.remove_n(victims)
+        for block in victims:
+            self.queue.remove(block)
         self.queue.prepend_n(victims)
         self._release(victims)
         self.counters["host_evictions_over_quota"] += len(victims)
@@ -470,23 +382,23 @@ class HostTier:
 
     # ends of copies -------------------------------------------------------------------------------------------
 
-    def on_copied(self, copy_id: int, result: CopyResult) -> None:
-        """Take the result of some ranks for a copy; it lands once all ranks have finished."""
-        transfer = self._transfers[copy_id]
-        transfer.result = transfer.result.merged(result) if transfer.result else result
-        if transfer.result.ranks == self._ranks:
-            del self._transfers[copy_id]
-            self._land(transfer, transfer.result)
+    def on_copied(self, copied: Copied) -> None:
+        """Take the end of a copy on one rank; it lands once all ranks have finished."""
+        transfer = self._transfers[copied.copy_id]
+        transfer.ends.append(copied)
+        if len(transfer.ends) == self._ranks:
+            del self._transfers[copied.copy_id]
+            self._land(transfer)
 
-    def _land(self, transfer: BlockTransfer, result: CopyResult) -> None:
+    def _land(self, transfer: BlockTransfer) -> None:
         source, target = self._pools(transfer.copy.direction)
         if transfer.abandoned:
             target.free_blocks(reversed(transfer.targets))
             return
-        if result.ok:
-            self._publish(transfer, target, result.corrupt)
-        source.evict_blocks({transfer.sources[i].block_id for i in result.corrupt})
-        self._count(transfer, result)
+        is_ok = all(one.ok for one in transfer.ends)
+        if is_ok:
+            self._publish(transfer, target)
+        self._count(transfer, is_ok)
         target.free_blocks(reversed(transfer.prefix + transfer.targets))
         source.free_blocks(reversed(transfer.sources))
         self._release(transfer.sources if transfer.is_load else transfer.targets)
@@ -494,14 +406,11 @@ class HostTier:
         for one in transfer.needed.keys:
             under_way.pop(one, None)
 
-    def _publish(self, transfer: BlockTransfer, target: BlockPool, corrupt: frozenset[int]) -> None:
-        """Make the targets known by their keys, except for corrupt ones and those that a request has computed
-        meanwhile, which are owned in their place.
+    def _publish(self, transfer: BlockTransfer, target: BlockPool) -> None:
+        """Make the targets known by their keys, except for those that a request has computed meanwhile, which are owned
+        in their place.
         """
-        named = name_blocks(target, transfer.needed, transfer.targets, corrupt)
-        if self.events:
-            landed = (block.block_hash for block in transfer.targets if block.block_hash)
-            self.events.stored(target, landed, transfer.owner)
+        named = name_blocks(target, transfer.needed, transfer.targets)
         queue: StepFreeQueue = target.free_block_queue
         if transfer.owner is None or not queue.has_step(transfer.owner):
             return
@@ -510,20 +419,18 @@ class HostTier:
         else:
             own_known(target, transfer.needed.keys, transfer.owner)
 
-    def _count(self, transfer: BlockTransfer, result: CopyResult) -> None:
-        blocks = len(transfer.targets) - len(result.corrupt)
-        self.counters["corrupt_blocks"] += len(result.corrupt)
-        if not result.ok:
+    def _count(self, transfer: BlockTransfer, is_ok: bool) -> None:
+        blocks = len(transfer.targets)
+        if not is_ok:
             self.counters["failed_copies"] += 1
         elif transfer.is_load:
             self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(len(transfer.targets), result.seconds)
+            self.cost.load.observe(blocks, max(one.seconds for one in transfer.ends))
         else:
             self.counters["blocks_offloaded"] += blocks
         if transfer.purpose is Purpose.PREFETCH:
             landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
-            is_whole = result.ok and not result.corrupt
-            self.counters[f"prefetches_{landed if is_whole else Outcome.FAILED}"] += 1
+            self.counters[f"prefetches_{landed if is_ok else Outcome.FAILED}"] += 1
 
     # emptying a tier ------------------------------------------------------------------------------------------
 
@@ -568,7 +475,7 @@ class HostTier:
     def clear(self) -> None:
         """Empty the host tier. Copies under way are abandoned."""
         with self.without_copies():
-            self.events.clear() if self.events else self.host.reset_prefix_cache()
+            self.host.reset_prefix_cache()
             self.queue.forget_blocks()
             if self.quotas:
                 self.quotas.clear()

@@ -35,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kedge.integrations.vllm.plugin.messages import Capture
 from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 from kedge.structures.bounded import BoundedDict
@@ -143,136 +144,118 @@ class PassLimits(NamedTuple):
 NO_MODEL = PassLimits(0, 0, 1)
 
 
-class HeldLanes:
-    """A source of lanes in held blocks, granted step by step."""
-
-    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
-        """`order` takes the captures for the step that is being scheduled, or for the next one."""
-        self._held, self._order, self._model = held, order, NO_MODEL
-        self.granted: list[HeldLane] = []
-        """The lanes of this step"""
-
-    @property
-    def taken(self) -> LaneBudget:
-        """What the lanes of this step take of it."""
-        return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
-
-
-@dataclass(frozen=True, slots=True)
-class EndedAnswer:
-    """An answer that other agents read."""
-
-    request: GenerateRequest
-    prompt: Sequence[int]
-    tokens: Tokens
-    computed: int
-    """How many of its tokens have KV"""
-    is_complete: bool
-
-    @classmethod
-    def of(cls, hinted: GenerateRequest, request: Request) -> EndedAnswer:
-        """Return the answer of a request that has ended; the token that stopped it is not part of it."""
-        tokens = answer_of(request)
-        computed = min(max(0, request.num_computed_tokens - request.num_prompt_tokens), len(tokens))
-        prompt = request.prompt_token_ids or ()
-        return cls(hinted, prompt, tokens, computed, request.status in COMPLETE)
-
-
 def answer_of(request: Request) -> Tokens:
     """Return the answer of a request that has ended, without the token that stopped it."""
     tokens = tuple(request.output_token_ids)
     return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
 
 
-class AnswerTails(HeldLanes):
-    """The ends of answers of one scheduler."""
+@dataclass(slots=True)
+class HeldJob:
+    """Tokens that are computed in held blocks, behind those that have KV: of a base prefill, or of an answer."""
+
+    request: GenerateRequest
+    tokens: Tokens
+    capture_id: int
+    computed: int = 0
+    answer: Tokens = ()
+    """The last of the tokens, if they are an answer"""
+
+
+class HeldJobs:
+    """The base prefills of one scheduler, and the ends of its answers. Before `open`, nothing of either is computed."""
 
     def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
-        super().__init__(held, order)
-        self._ended: dict[int, EndedAnswer] = {}
-        """Answers that ended since the last step, by the ids of their captures"""
+        """`order` takes the captures for the step that is being scheduled, or for the next one."""
+        self._held, self._order, self._model = held, order, NO_MODEL
+        self.granted: list[HeldLane] = []
+        """The lanes of this step"""
+        self._ends: list[HeldJob] = []
+        """Answers that ended since the last step, whose ends may be computed"""
+        self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
+        """Base prefills that no request waits for and that have not begun, oldest first"""
+        self._awaited: dict[BaseKey, None] = {}
+        """Those that a request waits for, oldest first"""
+        self._begun: dict[BaseKey, HeldJob] = {}
+        self._counts: Counter[str] = Counter()
 
     def open(self, model: PassLimits) -> None:
-        """Let ends be computed from now on."""
+        """Compute ends of answers and base prefills from now on. At most `MAX_PENDING` of these are queued that no
+        request waits for.
+        """
         self._model = model
+        self._wanted = BoundedDict(MAX_PENDING, lambda *_: self._count(DROPPED))
 
     @property
-    def is_wanted(self) -> bool:
+    def taken(self) -> LaneBudget:
+        """What the lanes of this step take of it."""
+        return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
+
+    def _compute(self, job: HeldJob, most: int) -> bool:
+        """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""
+        blocks = self._held.blocks_of(job.capture_id)[: self._blocks(job.tokens)]
+        span = range(job.computed, min(job.computed + most, len(job.tokens)))
+        self.granted.append(HeldLane([*job.tokens, job.tokens[-1]], blocks, span))
+        job.computed = span.stop
+        is_done = span.stop == len(job.tokens)
+        if is_done:
+            self._capture(job)
+        return is_done
+
+    def _capture(self, job: HeldJob) -> None:
+        """Order the capture of an answer as far as it has KV, or of a whole base prefill.
+
+        The last pass of one that is given up may still write: a capture of nothing frees its blocks once the next one
+        is over.
+        """
+        request, missing = job.request, len(job.tokens) - job.computed
+        answer = job.answer[: len(job.answer) - missing]
+        if missing and not answer:
+            request = NOTHING
+        self._order(Capture(request, tuple(self._held.blocks_of(job.capture_id)), job.capture_id, answer))
+
+    def _blocks(self, tokens: Tokens) -> int:
+        return -(-len(tokens) // self._model.block_size)
+
+    # ends of answers ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_ends(self) -> bool:
         """Whether an answer has ended since the last step whose end may be computed."""
-        return bool(self._ended)
+        return bool(self._ends)
 
-    def add(self, answer: EndedAnswer, block_ids: list[int]) -> None:
-        """Hold the blocks of an answer, and order its capture: for the next step if its end may be computed there."""
-        if not block_ids or not answer.tokens:
+    def add_answer(self, asked: GenerateRequest, ended: Request, block_ids: list[int]) -> None:
+        """Hold the blocks of an answer that other agents read, and order its capture: for the next step if its end may
+        be computed there.
+        """
+        answer, prompt = answer_of(ended), ended.prompt_token_ids or ()
+        known = min(max(0, ended.num_computed_tokens - ended.num_prompt_tokens), len(answer))
+        tokens = (*prompt, *answer)
+        may_end = known < len(answer) and ended.status in COMPLETE and self._model.can_compute(tokens)
+        if not block_ids or not (known or may_end):
             return
-        if self._model.limit and answer.is_complete:
-            self._ended[self._held.hold(block_ids)] = answer
-        elif answer.computed:
-            self._capture(self._held.hold(block_ids), answer, answer.tokens[: answer.computed])
+        job = HeldJob(asked, tokens, self._held.hold(block_ids), len(prompt) + known, answer)
+        if may_end:
+            self._ends.append(job)
+        else:
+            self._capture(job)
 
-    def _capture(self, capture_id: int, answer: EndedAnswer, tokens: Tokens) -> None:
-        blocks = tuple(self._held.blocks_of(capture_id))
-        self._order(Capture(answer.request, blocks, capture_id, tokens))
-
-    def grant(self, budget: LaneBudget, running: int) -> LaneBudget:
-        """Order the captures of all answers that have ended, and lanes for the ends that fit a step.
+    def grant_ends(self, budget: LaneBudget, running: int) -> LaneBudget:
+        """Grant lanes for the ends that fit a step, and order the captures of all answers that have ended.
 
         `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
         """
-        ended, self._ended, self.granted = self._ended, {}, []
-        for capture_id, answer in ended.items():
-            lane = self._lane(capture_id, answer, budget.less(*self.taken), running)
-            if lane is not None:
-                self.granted.append(lane)
+        ends, self._ends, self.granted = self._ends, [], []
+        for job in ends:
+            left, missing = budget.less(*self.taken), len(job.tokens) - job.computed
+            has_room = missing <= left.tokens and left.rows > 0
+            if has_room and self._held.grow(job.capture_id, self._blocks(job.tokens), running):
+                self._compute(job, missing)
+            else:
+                self._capture(job)
         return self.taken
 
-    def _lane(self, capture_id: int, answer: EndedAnswer, left: LaneBudget, spare: int) -> HeldLane | None:
-        """Order the capture of an answer. Returns the lane that its end needs, None where it needs or gets none."""
-        limit, _, block_size = self._model
-        kept = answer.tokens
-        span = range(len(answer.prompt) + answer.computed, len(answer.prompt) + len(kept))
-        has_room = len(span) <= left.tokens and left.rows > 0 and span.stop < limit
-        blocks = -(-span.stop // block_size)
-        if span and has_room and self._held.grow(capture_id, blocks, spare):
-            self._capture(capture_id, answer, kept)
-            tokens = [*answer.prompt, *kept, kept[-1]]
-            return HeldLane(tokens, self._held.blocks_of(capture_id)[:blocks], span)
-        if answer.computed:
-            self._capture(capture_id, answer, answer.tokens[: answer.computed])
-        else:
-            self._held.free(capture_id)
-        return None
-
-    def give_up(self) -> None:
-        """Forget the answers that have ended since the last step, whose blocks are freed by the caller."""
-        self._ended.clear()
-
-
-@dataclass(slots=True)
-class _BegunPrefill:
-    """A base prefill that holds its blocks."""
-
-    request: GenerateRequest
-    capture_id: int
-    computed: int = 0
-
-
-class BaseJobs(HeldLanes):
-    """The base prefills of one scheduler. Before `open`, it takes none."""
-
-    def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
-        super().__init__(held, order)
-        self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
-        """Those that no request waits for and that have not begun, oldest first"""
-        self._awaited: dict[BaseKey, None] = {}
-        """Those that a request waits for, oldest first"""
-        self._begun: dict[BaseKey, _BegunPrefill] = {}
-        self._counts: Counter[str] = Counter()
-
-    def open(self, model: PassLimits, most: int) -> None:
-        """Compute base prefills from now on. At most `most` are queued that no request waits for."""
-        self._model = model
-        self._wanted = BoundedDict(most, lambda *_: self._count(DROPPED))
+    # base prefills ------------------------------------------------------------------------------------------------
 
     def _count(self, name: str, times: int = 1) -> None:
         self._counts.update({name: times} if times else {})
@@ -312,10 +295,11 @@ class BaseJobs(HeldLanes):
     def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
         """Grant lanes for pieces of base prefills. Returns what they take.
 
-        `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
+        `budget` is what requests, and ends of answers, leave of a step; prefills that no request waits for take at most
+        `most` tokens of it.
         `spare` blocks are left free for requests: where those are short, the prefills under way are dropped.
         """
-        self.granted = []
+        ends = self.taken
         if self._held.free_blocks < spare:
             self._drop(*self._begun)
         for key in self._in_order():
@@ -329,9 +313,11 @@ class BaseJobs(HeldLanes):
                 self._drop(key)  # the request is computed densely; an idle engine would step for ever
                 continue
             most -= 0 if key in self._awaited else min(limit, len(key[1]) - self._begun[key].computed)
-            if not self._compute(key, limit):
+            if not self._compute(self._begun[key], limit):
                 break
-        return self.taken
+            self._forget(key)
+            self._count(DONE)
+        return self.taken.less(*ends)
 
     def _in_order(self) -> list[BaseKey]:
         others = [key for key in self._begun if key not in self._awaited]
@@ -343,38 +329,19 @@ class BaseJobs(HeldLanes):
             return True
         namespace, tokens = key
         capture_id = self._held.hold([])
-        if not self._held.grow(capture_id, -(-len(tokens) // self._model.block_size), spare):
+        if not self._held.grow(capture_id, self._blocks(tokens), spare):
             self._held.free(capture_id)
             return False
         request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
-        self._begun[key] = _BegunPrefill(request, capture_id)
+        self._begun[key] = HeldJob(request, tokens, capture_id)
         self._wanted.pop(key, None)
         return True
 
-    def _compute(self, key: BaseKey, most: int) -> bool:
-        """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""
-        job, tokens = self._begun[key], key[1]
-        blocks = self._held.blocks_of(job.capture_id)
-        span = range(job.computed, min(job.computed + most, len(tokens)))
-        self.granted.append(HeldLane([*tokens, tokens[-1]], blocks, span))
-        job.computed = span.stop
-        if span.stop < len(tokens):
-            return False
-        self._order(Capture(job.request, tuple(blocks), job.capture_id))
-        self._forget(key)
-        self._count(DONE)
-        return True
-
     def _drop(self, *keys: BaseKey) -> None:
-        """Give prefills up. A request that needs one asks again.
-
-        The last pass of one that has begun may still write: a capture of nothing frees its blocks once the next one is
-        over.
-        """
+        """Give prefills up. A request that needs one asks again."""
         for key in keys:
             if job := self._begun.get(key):
-                blocks = tuple(self._held.blocks_of(job.capture_id))
-                self._order(Capture(NOTHING, blocks, job.capture_id))
+                self._capture(job)
             self._forget(key)
         self._count(DROPPED, len(keys))
 
@@ -388,21 +355,19 @@ class BaseJobs(HeldLanes):
         self._drop(*self._in_order())
 
     def give_up(self) -> None:
-        """Forget all base prefills. The blocks of those that are under way are freed by the caller."""
+        """Forget all base prefills and ends of answers. The blocks that they hold are freed by the caller."""
         self._count(DROPPED, len(self))
-        for kept in (self._begun, self._awaited, self._wanted):
+        for kept in (self._begun, self._awaited, self._wanted, self._ends):
             kept.clear()
 
 
 class LaneGrants:
     """The lanes of one scheduler's requests. Without `open`, no request gets any."""
 
-    def __init__(self, requests: Mapping[str, LiveRequest], tails: AnswerTails, bases: BaseJobs) -> None:
-        """`requests`: all that wait or run, by vLLM's ids. `tails` and `bases` get lanes too."""
-        self._requests, self.tails, self.bases = requests, tails, bases
+    def __init__(self, requests: Mapping[str, LiveRequest], jobs: HeldJobs) -> None:
+        """`requests`: all that wait or run, by vLLM's ids. `jobs` get lanes too."""
+        self._requests, self.jobs = requests, jobs
         self.is_open = False
-        self.base_share = 0.0
-        """The share of a step's time that base prefills may take beside requests"""
         self._hold_back: Callable[[], None] = lambda: None
         self._granted: dict[str, Holes] = {}
         self._admitted: dict[str, Holes] = {}
@@ -415,7 +380,7 @@ class LaneGrants:
     @property
     def is_wanted(self) -> bool:
         """Whether lanes may be granted in this step: to a request, to the end of an answer or to a base prefill."""
-        return self.tails.is_wanted or bool(self.bases) or self._has_gaps
+        return self.jobs.has_ends or bool(self.jobs) or self._has_gaps
 
     @property
     def _has_gaps(self) -> bool:
@@ -466,11 +431,11 @@ class LaneGrants:
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
         lanes = [lane for admitted in self._admitted.values() for lane in admitted]
-        lanes += [lane.span for lane in (*self.tails.granted, *self.bases.granted)]
+        lanes += [lane.span for lane in self.jobs.granted]
         return LaneBudget(sum(map(len, lanes)), len(lanes))
 
     def take(self) -> tuple[dict[str, Holes], list[HeldLane]]:
         """Return the lanes of this step: of requests that were admitted in it, and in held blocks."""
-        taken = self._admitted, [*self.tails.granted, *self.bases.granted]
-        self._admitted, self.tails.granted, self.bases.granted = {}, [], []
+        taken = self._admitted, self.jobs.granted
+        self._admitted, self.jobs.granted = {}, []
         return taken

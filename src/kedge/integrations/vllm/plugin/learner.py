@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -23,21 +23,19 @@ import torch
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import translate_into
+from kedge.anchors.translator import Translation, translate_into
 from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
-from kedge.integrations.vllm.plugin.settings import OTHERS, REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
-from kedge.policies.balance import Balances
-from kedge.reuse.contracts import BaseNeed, ReadKV
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import MAX_PENDING, EngineCosts
 from kedge.reuse.layout import Placed, known_segments, next_stop, plan_key
-from kedge.reuse.plan import ReusePlan, Translation
-from kedge.reuse.planner import CHEAPER, Draft
-from kedge.reuse.runtime import Runtime
+from kedge.reuse.plan import ReusePlan
+from kedge.reuse.planner import Draft
+from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -62,8 +60,6 @@ EXPECTED_SHARE = 4
 """Expected prompts may take one in so many of the bytes that base KV may take"""
 
 
-MAX_EXPECTED = 16
-"""Prompts that may be expected; the one whose hint is the oldest goes first"""
 _NOWHERE = SlotTable(torch.empty(0, dtype=torch.int64))
 
 
@@ -126,7 +122,7 @@ class ExpectedPrompts:
         `max_bytes`.
         """
         self._runtime, self._pages, self._exact_of, self._max_bytes = runtime, pages, exact_of, max_bytes
-        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_EXPECTED)
+        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_PENDING)
 
     def __len__(self) -> int:
         return len(self._expected)
@@ -219,37 +215,10 @@ class _Parts:
         self.found.append(ReadyPart(start, self._pages.translated(start, base, offsets)))
 
 
-class PromptHeads:
-    """The first prefix segments of one rank's prompts."""
-
-    def __init__(self, bases: BaseStore) -> None:
-        self._bases = bases
-
-    def find(self, request: GenerateRequest) -> KVSegment | None:
-        """Return the KV of a prompt's first segment; None where it is not known, a value or all of the prompt."""
-        first = request.segments[0]
-        if first.is_placeholder or len(request.segments) == 1:
-            return None
-        entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
-        return entry.kv if entry else None
-
-    def tokens(self, request: GenerateRequest) -> int:
-        """Return how many tokens of a prompt are known so."""
-        head = self.find(request)
-        return head.tokens if head else 0
-
-    def keep(self, request: GenerateRequest, read: ReadKV) -> None:
-        """Keep the KV of a computed prompt's first segment, unless it is known."""
-        first = request.segments[0]
-        if first.tokens and not first.is_placeholder and self.find(request) is None:
-            self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedWrite:
     """The KV to be written for a request that can be translated."""
 
-    request: GenerateRequest
     plan: ReusePlan
     head: KVSegment | None
     """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
@@ -257,19 +226,17 @@ class PlannedWrite:
     """What was translated before the request arrived, by the first position of its translation"""
     seconds: float
     """Time that all this took"""
-    teaches: bool = False
-    """Whether its prompt is captured"""
 
 
 class PlannedWrites:
     """The planned writes of one rank, until their requests are admitted."""
 
-    def __init__(self, pages: Pages, costs: EngineCosts, balances: Balances) -> None:
-        """`costs` observes what translations take, `balances` what they take and save."""
-        self._pages, self._costs, self._balances, self._translate_into = pages, costs, balances, translate_into(pages)
+    def __init__(self, pages: Pages, costs: EngineCosts) -> None:
+        """`costs` observes what translations take."""
+        self._pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
         self._planned: dict[RequestId, PlannedWrite] = {}
-        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict(REMEMBERED)
-        """The plans of prompts that are captured although something in them is translated"""
+        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict()
+        """The plans of prompts in which something is translated, until they are captured"""
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -284,7 +251,7 @@ class PlannedWrites:
         self._written.pop(request_id, None)
 
     def take_written(self, request_id: RequestId) -> ReusePlan | None:
-        """Return the plan by which parts of a captured prompt were translated, if any were."""
+        """Return the plan by which parts of a captured prompt were translated; None: all of it was computed."""
         return self._written.pop(request_id, None)
 
     def write(self, order: TranslationWrite) -> None:
@@ -295,13 +262,10 @@ class PlannedWrites:
         if planned.head is not None and start < planned.head.tokens:
             self._pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
         count, tokens = self._translate(planned, table, range(start, stop))
-        if planned.teaches:
-            self._written[order.request_id] = planned.plan
-        seconds = planned.seconds + time.monotonic() - began
-        self._costs.observe_translation(count, tokens, seconds)
-        self._balances.save(planned.request, self._costs.added_seconds(tokens, 0))
-        lanes = len(order.spans) - 1  # rows of the pass that computing the whole prompt would not have
-        self._balances.spend(planned.request, self._costs.added_seconds(0, lanes), host=seconds)
+        self._written[order.request_id] = planned.plan
+        # a request that is asked about begins a step later, which counts as the smallest of passes
+        asking = self._costs.pass_seconds(1, 1)
+        self._costs.observe_translation(count, tokens, asking + planned.seconds + time.monotonic() - began)
 
     def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
         """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""
@@ -337,17 +301,15 @@ class Learner:
     def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
         """`costs` says what is worth translating."""
         self._bases = BaseStore(settings.anchors.max_base_bytes)
-        self._heads = PromptHeads(self._bases)
         self.learned = limited(AnchorStore(settings.anchors), settings.quotas), self._bases
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages = pages
-        self._costs, self._balances = costs, Balances(has_gpu=pages.kernel_slots is not None)
         most = settings.anchors.max_base_bytes // EXPECTED_SHARE
-        self._expected = ExpectedPrompts(self._runtime, pages, self._heads.tokens, most)
-        self.writes = PlannedWrites(pages, costs, self._balances)
-        self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict(REMEMBERED)
-        self._harvests: BoundedDict[RequestId, None] = BoundedDict(REMEMBERED)
+        self._expected = ExpectedPrompts(self._runtime, pages, self._known, most)
+        self.writes = PlannedWrites(pages, costs)
+        self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
+        self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
         self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
         self._ended_runs: list[RunKey] = []
@@ -358,47 +320,43 @@ class Learner:
     # before a request is admitted -------------------------------------------------------------------------------
 
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
-        """Return what of a prompt has to be computed, and which base KV would help.
-
-        A request that is asked about begins a step later, and its prompt is sent to the workers before: that counts as
-        the smallest of passes.
-        """
-        began = time.monotonic()
-        self._balances.request(query.request)
-        self._balances.spend(query.request, host=self._costs.pass_seconds(1, 1))
-        verdict = self._judged(query)
-        is_dense = verdict.tokens == query.request.prompt_tokens
-        if is_dense:
-            self._balances.spend(query.request, host=time.monotonic() - began)
-        return replace(verdict, is_losing=self._costs.is_by_cost and self._balances.is_losing(query.request))
-
-    def _judged(self, query: TranslationQuery) -> TranslationVerdict:
+        """Return what of a prompt has to be computed, and which base KV would help."""
         request = query.request
-        wanted = () if query.has_waited else self._note(request, self._runtime.needs(request))
+        wanted = () if query.has_waited else self._note(self._runtime.needs(request))
         if refusal := self.rotation.refusal:
             self._note_harvest(request, wanted=refusal is UNCHECKED and not request.guard.held_out)
-            misses = (Miss("*", refusal),)
-            return TranslationVerdict((range(request.prompt_tokens),), misses, wanted, teaches=refusal is UNCHECKED)
+            return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", refusal),), wanted)
         if query.may_wait and (first := self._prerequisites(query)):
             return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
         return self._planned(query, wanted)
 
-    def _note(self, request: GenerateRequest, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
+    def _head(self, request: GenerateRequest) -> KVSegment | None:
+        """Return the KV of a prompt's first segment; None where it is not known, a value or all of the prompt."""
+        first = request.segments[0]
+        if first.is_placeholder or len(request.segments) == 1:
+            return None
+        entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
+        return entry.kv if entry else None
+
+    def _known(self, request: GenerateRequest) -> int:
+        """Return how many leading tokens of a prompt are known by its first segment."""
+        head = self._head(request)
+        return head.tokens if head else 0
+
+    def _note(self, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
         """Keep needed base prefills until they are captured. Returns their prompts."""
         by_prompt = {(need.namespace, need.tokens): need for need in needs}
-        new = by_prompt.keys() - self._needs.keys()
-        self._balances.spend(request, sum(self._costs.added_seconds(len(tokens), 1) for _, tokens in new))
         self._needs.update(by_prompt)
         return tuple(tokens for _, tokens in by_prompt)
 
     def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
-        exact = max(query.exact, self._heads.tokens(query.request))
-        return self._note(query.request, self._runtime.prerequisites(query.request, exact, of_later_readers=True))
+        exact = max(query.exact, self._known(query.request))
+        return self._note(self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
         began = time.monotonic()
-        request, head = query.request, self._heads.find(query.request)
+        request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
         found = self._expected.claim(request, exact)
         ready: Mapping[int, Sequence[ReadyPart]] = {}
@@ -409,22 +367,14 @@ class Learner:
             plan = self._runtime.seal(found.draft, request)
             self._runtime.use(plan)
             ready, seconds = found.ready, found.seconds
-        holes, misses = plan.holes, plan.misses
-        teaches = self._runtime.wants_harvest(request, plan)
-        self._note_harvest(request, wanted=teaches)
+        holes = plan.holes
+        self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
-            self._balances.spend(request, host=seconds)
-            teaches = teaches or plan.translates or head is None or self._runtime.leaves_base(request)
-            dense = (range(request.prompt_tokens),)
-            # computed only because that takes less time, which the next one's will too
-            is_declined = not plan.translates and not plan.teaches and all(one.reason == CHEAPER for one in misses)
-            return TranslationVerdict(dense, misses, wanted, teaches=teaches, is_declined=is_declined)
+            return TranslationVerdict((range(request.prompt_tokens),), plan.misses, wanted)
         seconds += time.monotonic() - began
+        self.writes.put(request.request_id, PlannedWrite(plan, head, ready, seconds))
         stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
-        ready_to, lacks_head = max(stops, default=0), head is None and not request.segments[0].is_placeholder
-        teaches = teaches or lacks_head or self._runtime.leaves_base(request, plan)
-        self.writes.put(request.request_id, PlannedWrite(request, plan, head, ready, seconds, teaches))
-        return TranslationVerdict(holes, misses, wanted, ready=ready_to, teaches=teaches)
+        return TranslationVerdict(holes, plan.misses, wanted, ready=max(stops, default=0))
 
     def _note_harvest(self, request: GenerateRequest, *, wanted: bool) -> None:
         self._harvests.pop(request.request_id, None)
@@ -437,7 +387,7 @@ class Learner:
         """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
         from.
         """
-        began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
+        request, table = order.request, self.pages.table(order.blocks)
         start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
             kv = self.pages.read(table, start, start + len(order.response))
@@ -445,17 +395,18 @@ class Learner:
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
-        elif any(segment.is_placeholder for segment in request.segments):
+        elif self.rotation.refusal in (None, UNCHECKED) and any(one.is_placeholder for one in request.segments):
             read: ReadKV = partial(self.pages.read, table)
             plan = self.writes.take_written(request.request_id)
             if plan is None and not self.rotation.is_checked:
                 self.rotation.check(request.tokens, read(0, request.prompt_tokens))
-            self._heads.keep(request, read)
+            first = request.segments[0]
+            if first.tokens and not first.is_placeholder and self._head(request) is None:
+                self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
             self._runtime.keep_base(request, read, plan)
             if request.request_id in self._harvests and self._runtime.may_observe(request, plan):
                 self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
             self._harvests.pop(request.request_id, None)
-        self._balances.spend(request, host=time.monotonic() - began)
 
     # learning -----------------------------------------------------------------------------------------------------
 
@@ -496,14 +447,11 @@ class Learner:
     def _observe(self, prompt: _CapturedPrompt) -> bool:
         """Return False where no segment is left, or where offsets cannot be kept (which changes no pool)."""
         assert prompt.steps is not None
-        began = time.monotonic()
         try:
             return next(prompt.steps, None) is not None
         except TranslationRefused as refusal:
             logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
             return False
-        finally:
-            self._balances.spend(prompt.request, host=time.monotonic() - began)
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
@@ -525,7 +473,6 @@ class Learner:
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
         self._expected.clear()
-        self._balances.clear()
         self._runtime.clear()
         self._captured.clear()
 

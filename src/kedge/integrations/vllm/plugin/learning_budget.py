@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from kedge.engine.common.guarding.guarded_calls import GRACE
 from kedge.policies.service import StepTimes
+from kedge.reuse.costs import LEARNING_SHARE
 
-MAX_CREDIT = 0.25
-"""Most seconds of learning that passes may save up"""
 PATIENCE = 8
 """Steps in a row in which nothing is learned since somebody waits for a first token; in the next one it is"""
 PIECE_S = 0.05
@@ -34,51 +33,44 @@ class Patience:
 
 
 class LearningBudget:
-    """The seconds that one rank may learn for. Learning that takes longer is paid for by the passes that follow."""
+    """The seconds that one rank may learn for."""
 
-    def __init__(self, share: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share` is that of each pass's time; None is one piece a step, the same on all ranks, whose clocks differ.
-        `clock` returns seconds.
-        """
-        self._share, self._clock = share, clock
-        self._credit = self._began = self._computed = 0.0
+    def __init__(self, *, is_timed: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """Unless `is_timed` it is one piece a step: the clocks of several ranks differ. `clock` is in seconds."""
+        self._is_timed, self._clock = is_timed, clock
+        self._computed = self._credit = 0.0
         self._patience = Patience()
 
-    def begin(self) -> None:
-        """Note the time at which a step begins."""
-        self._began = self._clock()
+    def computes(self) -> None:
+        """Note that a pass is over."""
+        self._computed = self._clock()
 
-    def spend(self, learn: Callable[[], bool], *, idle: bool, is_awaited: bool) -> None:
-        """Learn piece after piece after a pass, within what passes have earned, until `learn` returns False.
+    def spend(self, learn: Callable[[], bool], seconds: float, *, is_awaited: bool) -> None:
+        """Learn piece after piece after a pass of so many seconds, within its share, until `learn` returns False. Later
+        passes pay for what exceeds it, and of earlier ones counts what was held back.
 
-        An `idle` step, without a pass, is for one piece: a request that arrives meanwhile does not wait for more. While
-        a first token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.
+        A step without a pass is for one piece: a request that arrives meanwhile does not wait for more. While a first
+        token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.
         """
-        self.earn(idle=idle)
+        self._credit += LEARNING_SHARE * seconds
         if self._patience.holds_back(is_awaited=is_awaited):
             return
-        if self._share is None or (idle and self._clock() - self._computed >= GRACE):
+        if not self._is_timed or (not seconds and self._clock() - self._computed >= GRACE):
             learn()
-        elif not idle:
+        elif seconds:
             began = self._clock()
             while self._credit > 0 and learn():
                 ended = self._clock()
                 self._credit, began = self._credit - (ended - began), ended
-
-    def earn(self, *, idle: bool) -> None:
-        """Earn the share of a pass, of which an `idle` step has none."""
-        if idle:
-            return
-        self._computed = self._clock()
-        self._credit = min(self._credit + (self._share or 0.0) * (self._computed - self._began), MAX_CREDIT)
+            self._credit = min(self._credit, 0.0)
 
 
 class BaseShare:
-    """The tokens that base prefills may take of a step."""
+    """The tokens that base prefills may take of a step: within `LEARNING_SHARE` of its time."""
 
-    def __init__(self, share: float, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share` is the part of a step's time, `times` what steps take. `clock` returns seconds."""
-        self._share, self._times, self._clock = share, times, clock
+    def __init__(self, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
+        """`times` is what steps take. `clock` returns seconds."""
+        self._times, self._clock = times, clock
         self._patience, self._computed = Patience(), -math.inf
 
     def computes(self) -> None:
@@ -95,7 +87,7 @@ class BaseShare:
         """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
         if self._patience.holds_back(is_awaited=prefill > 0):
             return 0
-        if not self._times.are_known or self._share == 1:
-            return int(most * self._share)
+        if not self._times.are_known:
+            return int(most * LEARNING_SHARE)
         own = self._times.decode / self._times.per_token + prefill
-        return min(most, int(own * self._share / (1 - self._share)))
+        return min(most, int(own * LEARNING_SHARE / (1 - LEARNING_SHARE)))

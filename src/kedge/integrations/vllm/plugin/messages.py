@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -88,12 +86,6 @@ class TranslationVerdict:
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
     ready: int = 0
     """Leading tokens of which what is translated was so before the request arrived"""
-    teaches: bool = False
-    """Whether what is computed of it is worth learning from"""
-    is_losing: bool = False
-    """Whether translating its workflow saves too little time for what it takes"""
-    is_declined: bool = False
-    """Whether all of it is computed because that takes less time than translating it"""
 
     @property
     def tokens(self) -> int:
@@ -110,38 +102,15 @@ class TranslationVerdict:
             self.needs or other.needs,
             self.awaits or other.awaits,
             min(self.ready, other.ready),
-            self.teaches or other.teaches,
-            self.is_losing and other.is_losing,
-            self.is_declined and other.is_declined,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CopyResult:
-    """The end of a copy on some ranks."""
-
-    ranks: int
-    ok: bool
-    seconds: float
-    corrupt: frozenset[int] = frozenset()
-    """Places in the copy of the blocks that some rank found corrupt"""
-
-    @classmethod
-    def of(cls, copied: Copied) -> CopyResult:
-        """Return the end of a copy on one rank."""
-        return cls(1, copied.ok, copied.seconds, frozenset(copied.corrupt))
-
-    def merged(self, other: CopyResult) -> CopyResult:
-        """Return the end on both groups of ranks."""
-        ok, seconds = self.ok and other.ok, max(self.seconds, other.seconds)
-        return CopyResult(self.ranks + other.ranks, ok, seconds, self.corrupt | other.corrupt)
 
 
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
     """The workers' message to the scheduler. The reports of all ranks for one step are merged into one."""
 
-    copies: dict[int, CopyResult] = field(default_factory=dict)
+    copies: list[Copied] = field(default_factory=list)
+    """Their ends, on each rank"""
     verdicts: dict[RequestId, TranslationVerdict] = field(default_factory=dict)
     """All ranks answer a query in the same step, so the merged verdict is final"""
     captured: dict[int, int] = field(default_factory=dict)
@@ -150,26 +119,21 @@ class Reports(KVConnectorWorkerMetadata):
     """Tokens and seconds of a pass that was long enough for a measurement"""
     learning: bool = False
     """Whether a captured prompt is still being learned from"""
-    snapshots: Mapping[str, int] = field(default_factory=dict)
-    """Snapshots of what was learned, by `OUTCOMES`, on all ranks"""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        found = self.copies or self.verdicts or self.captured or self.computed[0] or self.snapshots
+        found = self.copies or self.verdicts or self.captured or self.computed[0]
         return not (found or self.learning)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
         """Merge another rank's reports into these."""
         assert isinstance(other, Reports)
-        for copy_id, result in other.copies.items():
-            mine = self.copies.get(copy_id)
-            self.copies[copy_id] = mine.merged(result) if mine else result
+        self.copies += other.copies
         for request_id, verdict in other.verdicts.items():
             self.verdicts[request_id] = self.verdicts.get(request_id, verdict).merged(verdict)
         for capture_id, ranks in other.captured.items():
             self.captured[capture_id] = self.captured.get(capture_id, 0) + ranks
         self.learning = self.learning or other.learning
         self.computed = max(self.computed, other.computed, key=lambda pass_: pass_[1])
-        self.snapshots = Counter(self.snapshots) + Counter(other.snapshots)
         return self

@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kedge.discovery import PlainRequests
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import NO_PROMPT
+from kedge.integrations.vllm.plugin.hints import NO_PROMPT, salt_of
 from kedge.types import Namespace
 
 TIMEOUT = 5.0
@@ -52,7 +52,6 @@ COUNTERS = {
     "prefetches_late": "Prefetches that a request waited for.",
     "prefetches_failed": "Prefetches whose copy failed.",
     "failed_copies": "Copies that failed; their blocks were computed.",
-    "corrupt_blocks": "Host blocks with another content than was copied there; they were dropped and computed.",
     "denied_loads": "Loads that found no room on the device.",
     "skipped_backups": "Fixed prompts that found no room on the host.",
     "loads_that_do_not_pay": "Loads that would have taken longer than computing.",
@@ -60,10 +59,6 @@ COUNTERS = {
     "base_prefills_queued": "Base prefills that the scheduler has been asked for.",
     "base_prefills_done": "Base prefills that it has computed.",
     "base_prefills_dropped": "Base prefills that it has given up: for want of blocks, or as too many waited.",
-    "snapshots_saved": "Snapshots of what a rank has learned that were written to its folder.",
-    "snapshots_failed": "Snapshots that could not be written.",
-    "snapshots_refused": "Starts of a rank at which its folder held the state of another model or rank.",
-    "snapshots_damaged": "Damaged files of saved state; they were put aside.",
     "ignored_hints": "Hints with a name or value that is not accepted.",
     "ignored_labels": "Fixed prompts of agents without a forecast.",
     "ignored_forecasts": "Forecasts, or their entries for single agents, that were ignored.",
@@ -94,7 +89,7 @@ def message(
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=str(namespace),
+        cache_salt=salt_of(namespace) or None,
         data_parallel_rank=rank,
         abort_immediately=True,
     )
@@ -188,7 +183,7 @@ class StatReports:
 
 
 ADVICE_CALLS = AdviceCalls()
-"""Hints that were sent by the middleware in the process of vLLM's server."""
+"""Hints that were sent by this process: Kedge's engine, or the middleware in vLLM's server."""
 
 
 class KedgeStats(KVConnectorStats):

@@ -1,15 +1,16 @@
-"""A request as all parts of the scheduler's half follow it, from its arrival to its end: one record for each."""
+"""A request as all parts of the scheduler's half follow it, from its arrival to its receipt: one record for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.sessions import SessionKey, Turn
 from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
-from kedge.types import GenerateRequest, RequestId, ReuseMode, Tokens
+from kedge.types import GenerateRequest, Miss, Receipt, RequestId, ReuseMode, Source, Span, Tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -44,16 +45,12 @@ class LiveRequest:
     """Tokens of its prompt that it waited for while they were loaded"""
     waiting_since: float | None = None
     """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
-    loads: int = 0
-    """Loads that were ordered on its demand"""
     computes: bool = False
     """Whether no further load is ordered for it: it computes what it lacks then"""
 
     # translation
     refusal: str | None = None
     """Why it is not translated"""
-    is_declined: bool = False
-    """Whether the workers are not asked, since translating its agent's last request did not pay"""
     exact: int = 0
     """Leading tokens that were exact at the last query"""
     queries: int = 0
@@ -103,7 +100,7 @@ class LiveRequest:
     @property
     def is_asked_about(self) -> bool:
         """Whether the workers are asked what of it can be translated."""
-        return self.may_learn and self.has_placeholders and not self.is_declined
+        return self.may_learn and self.has_placeholders
 
     def is_outdated(self, computed: int) -> bool:
         """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
@@ -131,3 +128,50 @@ class LiveRequest:
         """Let vLLM hash the blocks before the first translated token only: what follows is not exact."""
         exact = self.written[0].start if self.written else num_computed_tokens
         give(self.request, min(num_computed_tokens, exact))
+
+    @property
+    def outcome(self) -> tuple[tuple[Miss, ...], int]:
+        """Why tokens were not translated, and of how many leading ones what is translated was so before the request
+        arrived.
+        """
+        if not (self.has_placeholders and self.asked.reuse is ReuseMode.TRANSLATE):
+            return (), 0
+        if self.refusal:
+            return (Miss("*", self.refusal),), 0
+        return (self.verdict.misses, self.verdict.ready) if self.verdict else ((), 0)
+
+    def receipt(self) -> Receipt:
+        """Return the receipt of a request with hints."""
+        asked, (misses, ready) = self.asked, self.outcome
+        preassembled = ready if self.translated else 0
+        return Receipt(asked.request_id, asked.reuse, self._spans(), misses, preassembled=preassembled)
+
+    def _spans(self) -> tuple[Span, ...]:
+        """Return which of the prompt's tokens came from where, in O(spans)."""
+        total, host = self.request.num_prompt_tokens, self.loaded
+        device = min(self.device, total)
+        cuts = {0, device, total, *(edge for run in (host, *self.translated) for edge in (run.start, run.stop))}
+
+        def source(at: int) -> Source:
+            if any(at in run for run in self.translated):
+                return Source.TRANSLATED
+            return Source.COMPUTED if at >= device else Source.HOST if at in host else Source.DEVICE
+
+        spans: list[Span] = []
+        for start, stop in pairwise(sorted(edge for edge in cuts if 0 <= edge <= total)):
+            kind = source(start)
+            begun = spans.pop().start if spans and spans[-1].source is kind else start
+            spans.append(Span(begun, stop, kind))
+        return tuple(spans)
+
+
+def receipt_to_dict(receipt: Receipt, actions: Sequence[Mapping[str, str]] = ()) -> dict[str, Any]:
+    """Return a receipt as JSON data. `actions` is what became of those that the client asked for, which few do."""
+    data: dict[str, Any] = {
+        "mode": receipt.mode.value,
+        "tokens": {source.value: receipt.tokens(source) for source in Source},
+        "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
+        "preassembled": receipt.preassembled,
+        "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
+    }
+    return {**data, "actions": list(actions)} if actions else data

@@ -14,9 +14,10 @@ import itertools
 import logging
 import math
 import secrets
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -55,48 +56,12 @@ LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 MayStart = Callable[[int, float], bool]
 """Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
 logger = logging.getLogger(__name__)
-LAST_PRIORITY = 1 << 20
-"""The priority of an agent that never runs according to its forecast."""
 
 
 def missing_of(request: Request, cached: Cached) -> float:
     """Return the share of a request's full blocks that has to be computed."""
     hashes = request.block_hashes
     return missing_share(len(hashes), *cached(hashes)) if hashes else 1.0
-
-
-class RequestContexts:
-    """The live contexts of the requests in the engine, and of idle sessions."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._live = clock, LiveContexts()
-        self._began: dict[str, tuple[Hashable, int]] = {}
-        """Request id -> its session, and the tokens with which it began"""
-
-    def __len__(self) -> int:
-        """Return how many requests have begun and not ended."""
-        return len(self._began)
-
-    def began(self, request: Request, session: Hashable | None) -> None:
-        """Take a request that has arrived, with its session if that is known; one that is queued again is ignored."""
-        if request.request_id in self._began:
-            return
-        context = request.request_id if session is None else session
-        self._began[request.request_id] = context, request.num_tokens
-        self._live.began(context, request.num_tokens)
-
-    def ended(self, request: Request) -> None:
-        """Take the end of a request, however it ended; unknown ones are ignored."""
-        context, began_with = self._began.pop(request.request_id, (None, 0))
-        if context is None:
-            return
-        self._live.ended(context, began_with, request.num_tokens, self._clock())
-        if context == request.request_id:  # no request can continue it
-            self._live.forget(context)
-
-    def tokens(self) -> int:
-        """Return the tokens of all live contexts."""
-        return self._live.tokens(self._clock())
 
 
 class CachedFirstQueue(RequestQueue):
@@ -119,7 +84,7 @@ class CachedFirstQueue(RequestQueue):
         """
         self._capacity, self._step, self._on_order, self._may_start = capacity, step, on_order, may_start
         self._ordered: list[Request] = []
-        self.contexts = RequestContexts(clock)
+        self.contexts = LiveContexts(clock)
         self._order: ServiceOrder[Request] = ServiceOrder(lambda request: missing_of(request, cached))
         self._returned: deque[Request] = deque()
         self._head: Request | None = None
@@ -200,7 +165,7 @@ def priority_of(request: Request) -> int:
     next_run = hinted.steps.get(hinted.request.agent) if hinted and hinted.steps else None
     if next_run is None or request.priority:
         return request.priority
-    return LAST_PRIORITY if math.isinf(next_run.steps) else min(int(next_run.steps), LAST_PRIORITY)
+    return sys.maxsize if math.isinf(next_run.steps) else int(next_run.steps)  # the last one if it never runs
 
 
 class KedgeScheduling:
@@ -235,7 +200,7 @@ class KedgeScheduling:
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
         self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
-        self._base_share = BaseShare(self._lanes.base_share if self._lanes else 0.0, self._times)
+        self._base_share = BaseShare(self._times)
         self._by_cache: CachedFirstQueue | None = None
         if self.policy is SchedulingPolicy.FCFS:
             pool = self.kv_cache_manager.block_pool
@@ -262,11 +227,11 @@ class KedgeScheduling:
         super().add_request(request)  # type: ignore[misc]
         if self._by_cache is not None and request.request_id in self.requests:
             live = self._plugin.requests.get(request.request_id) if self._plugin else None
-            self._by_cache.contexts.began(request, live and live.session)
+            self._by_cache.contexts.began(request.request_id, live and live.session, request.num_tokens)
 
     def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
         if self._by_cache is not None:
-            self._by_cache.contexts.ended(request)
+            self._by_cache.contexts.ended(request.request_id, request.num_tokens)
         self._times.answered(request.num_output_tokens)
         return super()._free_request(request, *args, **more)  # type: ignore[misc]
 
@@ -328,8 +293,7 @@ class KedgeScheduling:
         rows = self.scheduler_config.max_num_seqs
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
         is_paused = self.pause_state is not PauseState.UNPAUSED
-        tails = lanes.tails.grant(LaneBudget(0, 0) if is_paused else budget, len(self.running))
-        budget = budget.less(*tails)
+        budget = budget.less(*lanes.jobs.grant_ends(LaneBudget(0, 0) if is_paused else budget, len(self.running)))
         demand = 0  # of running requests, beyond a token each
         for one in self.running:
             wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
@@ -345,15 +309,15 @@ class KedgeScheduling:
         a request waits for a base prefill.
         """
         if self.pause_state is not PauseState.UNPAUSED:
-            lanes.bases.stop()
-        if not lanes.bases:
+            lanes.jobs.stop()
+        if not lanes.jobs:
             return LaneBudget(0, 0)
         first = next(iter(self._in_order()), None)
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.bases.awaited else 0)
+        budget = left.less(demand, 1 if first and not lanes.jobs.awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
-        return lanes.bases.grant(budget, len(self.running) + awaited, most=most, idle=idle)
+        return lanes.jobs.grant(budget, len(self.running) + awaited, most=most, idle=idle)
 
     def _add_lanes(self, output: SchedulerOutput, request_id: str, lanes: Holes) -> None:
         """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""

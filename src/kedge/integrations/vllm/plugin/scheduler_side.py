@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,7 +32,7 @@ from kedge.integrations.vllm.plugin.hints import (
     with_actions,
     without_hints,
 )
-from kedge.integrations.vllm.plugin.host_loads import HostLoads, IdleSessions
+from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
@@ -43,10 +42,9 @@ from kedge.integrations.vllm.plugin.metrics import (
     KedgeStats,
     StatReports,
 )
-from kedge.integrations.vllm.plugin.receipts import receipt_of, receipt_to_dict, served_by
-from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
 from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
-from kedge.integrations.vllm.plugin.settings import REMEMBERED, PluginSettings
+from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
 from kedge.structures.bounded import BoundedDict
@@ -61,7 +59,9 @@ class SchedulerSide:
         self._policy = policy_of(settings.tiers)
         self.translations = translations
         self.sessions = SessionHistories()
-        self.prompts = AgentPrompts(block_size, settings.forecast_ttl, self.sessions.on_forecast)
+        self.prompts = AgentPrompts(
+            block_size, settings.forecast_ttl, lambda changes: self.sessions.ledger.on_forecast(changes)
+        )
         self.plain = PlainRequests(settings.discovery)
         self.queue: StepFreeQueue | None = None
         self.loads: HostLoads | None = None
@@ -70,7 +70,7 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._reports = StatReports(self.totals, self.plain)
         self._unsent_receipts: dict[str, dict[str, Any]] = {}
-        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict(REMEMBERED)
+        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict()
         """What became of hints between requests, by the ids of their messages"""
 
     def bind(
@@ -84,9 +84,10 @@ class SchedulerSide:
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
-            idle = IdleSessions(tier, self._settings.tiers, lambda: self.sessions.ledger.guard.trusted)
-            self.loads = HostLoads(tier, self.prompts, idle, self._settings.tiers, self._block_size)
-            self.queue.on_evicted, self.sessions.on_steps = idle.on_evicted, idle.on_steps
+            self.loads = HostLoads(
+                tier, self.prompts, self._settings.tiers, self._block_size, lambda: self.sessions.ledger.guard.trusted
+            )
+            self.sessions.on_steps = self.loads.idle.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
         if has_sessions:
@@ -176,20 +177,20 @@ class SchedulerSide:
                 self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
         history = self.sessions.finish(live, main, others)
         if history and self.loads:
-            self.loads.finished(history)
-        receipt = None
+            self.loads.finished(*history)
+        receipt, served = None, Served(live.device, 0)
         if hinted is not None:
             self.translations.on_finish(live, main)
-            if hinted.final:
-                self._end_run(hinted.run)
-            found = receipt_of(live, *self.translations.outcome_of(live))
+            if hinted.request.turn.is_last:
+                self._end_run(hinted.request.run_key)
+            found = live.receipt()
+            served = Served.of(found)
             self._counts["translated_tokens"] += found.translated
             receipt = receipt_to_dict(found, hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
                 self._unsent_receipts[request.request_id] = receipt
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
-        served = served_by(receipt) if receipt else Served(live.device, 0)
         self.plain.ended(namespace, request_id, answer, served)
         return receipt
 
@@ -200,7 +201,7 @@ class SchedulerSide:
             is_newer = bool(request.run) and self.prompts.forecast(hinted, hinted.steps)
             outcomes.append(took_forecast(request.run, is_newer))
         if hinted.ends_run:
-            self._end_run(hinted.run)
+            self._end_run(request.run_key)
             outcomes.append(run_ended())
         outcomes += self.sessions.advise(request.namespace, request.turn)
         self._answers[request.request_id] = [one.to_dict() for one in outcomes]
@@ -227,7 +228,6 @@ class SchedulerSide:
         """Return the orders to the workers for this step."""
         orders = self.translations.take_orders(output)
         self.prompts.expect(self.plain.forecasts)
-        self.plain.log()
         self.prompts.expire()
         self.sessions.advance()
         for live in [self.requests[one] for one in output.preempted_req_ids or ()]:
@@ -241,7 +241,6 @@ class SchedulerSide:
         """Take the workers' reports of a step."""
         if self.loads:
             self.loads.on_reports(reports.copies, reports.computed)
-        self._counts.update({f"snapshots_{outcome}": count for outcome, count in reports.snapshots.items()})
         self.translations.on_reports(reports)
 
     @property
@@ -273,12 +272,8 @@ class SchedulerSide:
             done = reset()
             self.queue.forget_blocks()
         if self.loads:
-            self.loads.idle.on_reset()
+            self.loads.look_again()
         return done
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return vLLM's events of the host tier since the last call."""
-        return self.loads.tier.host.take_events() if self.loads and self.loads.tier.events else []
 
     def take_stats(self) -> KedgeStats | None:
         """Return what was counted since the last call, with what no output carries: receipts of requests that were
@@ -295,10 +290,10 @@ class SchedulerSide:
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
-        found.update({**self.translations.lanes.bases.counters(), **self._counts})
+        found.update({**self.translations.lanes.jobs.counters(), **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
-                found[f"evictions_{name if name in ('varying', 'unlabelled') else 'labelled'}"] += count
+                found[f"evictions_{name}"] += count
         if self.loads:
             found.update(self.loads.counters())
         return dict(found)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
 from kedge.hints.actions import ActionOutcome
@@ -18,13 +19,13 @@ from kedge.hints.values import MAX_NAME_LENGTH
 from kedge.integrations.vllm.plugin.block_pools import own_prefix
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import namespace_of
-from kedge.integrations.vllm.plugin.host_loads import FinishedHistory
 from kedge.integrations.vllm.plugin.requests import LiveRequest
-from kedge.policies.eviction import StepPolicy, lru
+from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.sessions import (
     NO_SESSIONS,
     NextRuns,
     SessionHints,
+    SessionKey,
     SessionLedger,
     TurnEnd,
     refused,
@@ -32,8 +33,6 @@ from kedge.policies.sessions import (
 from kedge.policies.sessions.turns import NO_HINTS
 from kedge.structures.prefixes import first_of
 from kedge.types import Namespace, TurnHints
-from kedge.workflow.forecast import Changes
-from kedge.workflow.steps import NextRun
 
 UNANSWERED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
@@ -46,7 +45,7 @@ class SessionHistories:
         self.ledger = SessionLedger(1, clock)
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
-        self._other_policy: StepPolicy = lru
+        self._other_policy: EvictionPolicy = lru
         self.on_steps: Callable[[NextRuns], None] = lambda _: None
         """Called with the steps that have changed"""
 
@@ -55,11 +54,6 @@ class SessionHistories:
         self._device = device
         self._queues = [pool.free_block_queue for pool in (device, *others)]
         self.ledger = SessionLedger(device.num_gpu_blocks, self._clock)
-
-    def on_forecast(self, changes: Changes) -> Changes:
-        """Take the changes of the forecast. Returns them with the probabilities that were found to hold."""
-        believed = self.ledger.on_forecast(changes)
-        return {key: next_run and NextRun(*next_run) for key, next_run in believed.items()}
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions between requests. Returns what becomes of each hint."""
@@ -91,10 +85,12 @@ class SessionHistories:
         self.ledger.waiting(live.turn for live in requests if live.turn)
         self.advance()
 
-    def finish(self, live: LiveRequest, main: list[int], others: Sequence[int] = ()) -> FinishedHistory | None:
+    def finish(
+        self, live: LiveRequest, main: list[int], others: Sequence[int] = ()
+    ) -> tuple[SessionKey, Sequence[BlockHash]] | None:
         """Take the end of a turn, whose blocks in the main group and in the others hold KV and are still in use.
 
-        Returns the history that the session now owns, None where it owns none or the turn was not answered.
+        Returns the session with the history that it now owns, None where it owns none or the turn was not answered.
         """
         turn, request = live.turn, live.request
         if turn is None or self._device is None:
@@ -114,10 +110,9 @@ class SessionHistories:
         if not is_answered:
             queue.own((*main, *others), key)
             return None
-        left = queue.own_history(main, key)
+        queue.own_history(main, key)
         queue.own(others, key)
-        hashes = first_of(request.block_hashes, request.num_computed_tokens // size)
-        return FinishedHistory(key, hashes, live.device // size, left)
+        return key, first_of(request.block_hashes, request.num_computed_tokens // size)
 
     def preempted(self, live: LiveRequest) -> None:
         """Protect what a request has computed that lost its blocks and waits again."""

@@ -21,8 +21,6 @@ from kedge.types import ReuseMode
 
 OTHERS = "*"
 """Stands in `quotas` for tenants that are not named"""
-REMEMBERED = 4096
-"""Agents, prompts or messages of one kind that are remembered, a bound for memory: the oldest is forgotten"""
 SCHEDULER = "kedge.integrations.vllm.plugin.scheduler.make_scheduler"
 """vLLM's `scheduler_cls` for lanes and for Kedge's order of waiting requests"""
 
@@ -50,7 +48,5 @@ class PluginSettings(SettingsSection):
     """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     state: Path | None = None
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
-    snapshot_interval: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Seconds between two snapshots."""
     quotas: dict[str, QuotaSettings] = {}
     """What tenants may hold on each rank, by the tenant; `*` is each tenant that is not named."""

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.integrations.vllm.plugin.lanes import (
-    AnswerTails,
-    BaseJobs,
-    EndedAnswer,
-    HeldBlocks,
-    LaneGrants,
-)
+from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants
 from kedge.integrations.vllm.plugin.messages import (
     Capture,
     Orders,
@@ -32,23 +25,10 @@ from kedge.integrations.vllm.plugin.messages import (
     TranslationWrite,
 )
 from kedge.integrations.vllm.plugin.requests import CacheBlocks, LiveRequest
-from kedge.integrations.vllm.plugin.settings import REMEMBERED
-from kedge.reuse.planner import CHEAPER
 from kedge.settings import GuardSettings
-from kedge.structures.bounded import BoundedDict
-from kedge.types import (
-    GenerateRequest,
-    Miss,
-    ReuseMode,
-    RunKey,
-)
+from kedge.types import GenerateRequest, ReuseMode, RunKey
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
-LOSING = "translating this workflow saves too little time for what it takes"
-TRIED, MAX_TRIED = 16, 256
-"""Runs, or requests, until one is translated although that did not pay. After each that has not shown that it does,
-twice as many are left alone, up to the second number: trying must not cost what standing aside saves.
-"""
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
@@ -57,54 +37,6 @@ MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
 MAX_WAITS = 64
 """Steps for which a request waits for base KV; then it goes on without"""
-
-
-@dataclass(slots=True)
-class _Tries:
-    """When what is left alone is tried, so that it is seen when that pays again."""
-
-    every: int = TRIED
-    left: int = TRIED
-    """Runs, or requests, until the next try"""
-
-    def take(self) -> bool:
-        """Return whether the run, or the request, that begins is tried."""
-        self.left -= 1
-        if self.left:
-            return False
-        self.every = self.left = min(2 * self.every, MAX_TRIED)
-        return True
-
-
-class StandAside:
-    """Workflows and agents of one scheduler for which the workers report that translation does not pay. Runs of such a
-    workflow are left alone as a whole: an agent's prompt can be translated only where the answers before it were kept.
-    """
-
-    def __init__(self) -> None:
-        self._aside: BoundedDict[Hashable, _Tries] = BoundedDict(REMEMBERED)
-        self._is_tried: BoundedDict[RunKey, bool] = BoundedDict(REMEMBERED)
-
-    def report(self, request: GenerateRequest, verdict: TranslationVerdict) -> None:
-        """Take what the workers say about the workflow and the agent of a request."""
-        agent = request.workflow_agent
-        for key, is_aside in ((agent[:2], verdict.is_losing), (agent, verdict.is_declined)):
-            if is_aside:
-                self._aside.use(key, _Tries)
-            else:
-                self._aside.pop(key, None)
-
-    def leaves_alone(self, request: GenerateRequest) -> bool:
-        """Return whether a request is left alone, since its run is."""
-        tries = self._aside.get(request.workflow_agent[:2])
-        if tries is None:
-            return False
-        return not (self._is_tried.use(request.run_key, tries.take) if request.run else tries.take())
-
-    def declines(self, request: GenerateRequest) -> bool:
-        """Return whether computing a request takes less time, as that of its agent's last one did."""
-        tries = self._aside.get(request.workflow_agent)
-        return tries is not None and not tries.take()
 
 
 class Translations:
@@ -123,9 +55,7 @@ class Translations:
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
         """For captures; its pool, the device's, is set once vLLM has one"""
-        tails, bases = AnswerTails(self.held, self._order), BaseJobs(self.held, self._order)
-        self.lanes = LaneGrants(self.requests, tails, bases)
-        self._aside = StandAside()
+        self.lanes = LaneGrants(self.requests, HeldJobs(self.held, self._order))
         self._is_learning = False
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
         """Prompts to be captured in the steps to come, once their first tokens have been read; their blocks are held"""
@@ -158,12 +88,7 @@ class Translations:
 
     def on_arrival(self, live: LiveRequest) -> None:
         """Take a new request with hints."""
-        asked = live.asked
-        live.refusal = self.refusal or request_refusal(live.request) or self._unproved(asked)
-        is_served = asked.reuse is ReuseMode.TRANSLATE and not asked.guard.is_proving
-        if is_served and self._aside.leaves_alone(asked):
-            live.refusal = live.refusal or LOSING
-        live.is_declined = live.is_asked_about and self._aside.declines(asked)
+        live.refusal = self.refusal or request_refusal(live.request) or self._unproved(live.asked)
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, which the workers may prepare."""
@@ -206,7 +131,7 @@ class Translations:
         """
         if not live.is_asked_about or live.verdict or live.is_pending:
             return
-        is_behind = self._orders.captures or any(self._completed) or self.lanes.tails.is_wanted
+        is_behind = self._orders.captures or any(self._completed) or self.lanes.jobs.has_ends
         if is_behind or live.awaits or not (query := self._query(live, computed)):
             return
         self._take(live, answer(query))
@@ -225,7 +150,7 @@ class Translations:
         """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
         namespace = live.asked.namespace
         live.waits += 1
-        is_awaited = any(self.lanes.bases.is_awaited(namespace, tokens) for tokens in live.awaits or ())
+        is_awaited = any(self.lanes.jobs.is_awaited(namespace, tokens) for tokens in live.awaits or ())
         if is_awaited and live.waits <= MAX_WAITS:
             return True
         live.withdraw()
@@ -245,23 +170,8 @@ class Translations:
         """Order the capture of a response that other agents read; its blocks are held until then."""
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
-        if live.asked.produces is None or not live.may_learn or self.held.pool is None:
-            return
-        answer = EndedAnswer.of(live.asked, live.request)
-        self.lanes.tails.add(answer, block_ids)
-
-    @staticmethod
-    def outcome_of(live: LiveRequest) -> tuple[tuple[Miss, ...], int]:
-        """Return why tokens of a finished request were not translated, and of how many leading tokens what is
-        translated was so before it arrived.
-        """
-        if live.asked.reuse is not ReuseMode.TRANSLATE or not live.has_placeholders:
-            return (), 0
-        if live.refusal:
-            return (Miss("*", live.refusal),), 0
-        if live.verdict is None:
-            return (Miss("*", CHEAPER),) if live.is_declined else (), 0
-        return live.verdict.misses, live.verdict.ready
+        if live.asked.produces is not None and live.may_learn and self.held.pool is not None:
+            self.lanes.jobs.add_answer(live.asked, live.request, block_ids)
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
@@ -279,7 +189,7 @@ class Translations:
                 continue
             if live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
                 live.captured = True
-                if live.verdict and live.verdict.teaches and self._block_ids:
+                if live.verdict and self._block_ids:
                     blocks = self._block_ids(live.request.request_id)[0]
                     capture = Capture(live.asked, tuple(blocks), self.held.hold(blocks))
                     self._completed[-1].append(capture)
@@ -306,26 +216,24 @@ class Translations:
         """Take the verdict on a request, and queue the base prefills that it asks for."""
         request = live.asked
         live.take_verdict(verdict)
-        self._aside.report(request, verdict)
         for tokens in verdict.needs:
-            self.lanes.bases.add(request.namespace, tokens)
+            self.lanes.jobs.add(request.namespace, tokens)
         live.awaits = verdict.awaits if live.awaits is None else ()  # it waits once at most
         for tokens in live.awaits:
-            self.lanes.bases.add_awaited(request.namespace, tokens)
+            self.lanes.jobs.add_awaited(request.namespace, tokens)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
         self._orders.captures = ()
         for captures in self._completed:
             captures.clear()
-        self.lanes.tails.give_up()
-        self.lanes.bases.give_up()
+        self.lanes.jobs.give_up()
         self.held.give_up()
 
     @property
     def busy(self) -> bool:
         """Whether a capture, a base prefill or an expected prompt is pending, or workers are learning."""
-        return bool(self.held or self.lanes.bases or self._orders.expected) or self._is_learning
+        return bool(self.held or self.lanes.jobs or self._orders.expected) or self._is_learning
 
 
 def request_refusal(request: Request) -> str | None:

@@ -18,32 +18,28 @@ from kedge.anchors.anchor import AnchorId
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import translate_into
-from kedge.cache import Direction
+from kedge.anchors.translator import Translation, translate_into
+from kedge.cache import Copied, Direction
+from kedge.engine.common.state.saving import Snapshots
+from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
-    CopyResult,
     Orders,
     Reports,
     TranslationQuery,
     TranslationVerdict,
 )
 from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.rank_state import RankState
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
-from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import Translation
+from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.types import Miss
 
 Registered = Mapping[str, Tensor | Sequence[Tensor]]
 """By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
-LONG = 128
-"""Tokens of the longest write that is measured"""
-REPEATS = 3
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_MEASURED = 64
@@ -108,7 +104,7 @@ def distinct(views: Iterable[Tensor]) -> list[Tensor]:
 
 def measure_writes(costs: EngineCosts, pages: Pages) -> None:
     """Translate zeros into pages that are not in use yet. It builds the kernels where there are any."""
-    table = pages.first(LONG)
+    table = pages.first(LONGEST)
     kv = pages.read(table, 0, len(table.slots))
     base = KVSegment(torch.zeros_like(kv.keys), torch.zeros_like(kv.values))
     offsets = empty_table(base)
@@ -183,7 +179,7 @@ class WorkerSide:
         self._reported_learning = False
         self._learning = threading.Lock()
         """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
-        self._state: RankState | None = None
+        self._snapshots: Snapshots | None = None
 
     def open_host_tier(self, layers: Sequence[Tensor], num_blocks: int) -> None:
         """Allocate the host tier: `num_blocks` blocks for each of `layers`, views [blocks, …] of their pages, in the
@@ -209,12 +205,16 @@ class WorkerSide:
         else:
             self._refusal = learner.why
 
-    def keep_state(self, state: RankState) -> None:
-        """Go on from what `state` has saved, and keep what is learned in it from now on."""
-        self._state = state
-        if state.load() and self._learner:
-            self._learner.rotation.trust()
-        state.start()
+    def keep_state(self, state: EngineState) -> None:
+        """Go on from what `state` has saved, and keep what is learned in it from now on, where it is to be trusted."""
+        assert self._learner
+        rotation = self._learner.rotation
+        self._snapshots = Snapshots(
+            state.folder, state.load, lambda: None if rotation.refusal else state.save(), give_back=state.close
+        )
+        if self._snapshots.load():
+            rotation.trust()
+        self._snapshots.start()
 
     def ask(self, question: Callable[[AnchorStore, BaseStore], T]) -> T:
         """Return the result of a question to what was learned, asked between two steps. Any thread may call; it can
@@ -236,7 +236,6 @@ class WorkerSide:
     def begin_step(self) -> None:
         """Note the time at which a step begins."""
         self._began = time.monotonic()
-        self._budget.begin()
         if self._passes:
             self._passes.begin()
             if self._room:
@@ -271,7 +270,9 @@ class WorkerSide:
 
     def after_pass(self, orders: Orders) -> None:
         """Start offloads, learn from captured prompts, and answer queries."""
-        seconds = time.monotonic() - self._began - self._not_computing
+        seconds = time.monotonic() - self._began - self._not_computing if orders.scheduled else 0.0
+        if orders.scheduled:
+            self._budget.computes()
         if self._costs and orders.scheduled:
             ended = [(orders.scheduled, orders.rows, seconds)]
             if self._passes:
@@ -282,18 +283,17 @@ class WorkerSide:
                 if tokens >= MIN_MEASURED:
                     self._reports.computed = (tokens, taken)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest):
-            self._budget.earn(idle=not orders.scheduled)
             return
         self._submit(orders, Direction.OFFLOAD)
         with self._learning:
             if self._learner:
-                self._learn_from_step(self._learner, orders)
+                self._learn_from_step(self._learner, orders, seconds)
             for query in orders.queries:
                 self._reports.verdicts[query.request.request_id] = self._verdict(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
 
-    def _learn_from_step(self, learner: Learner, orders: Orders) -> None:
+    def _learn_from_step(self, learner: Learner, orders: Orders, seconds: float) -> None:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
             learner.capture(capture)
         for request_id in orders.dropped:
@@ -304,7 +304,7 @@ class WorkerSide:
         for run in orders.ended_runs:
             learner.end_run(run)
         is_awaited = orders.prefills or bool(orders.queries)
-        self._budget.spend(learner.learn, idle=not orders.scheduled, is_awaited=is_awaited)
+        self._budget.spend(learner.learn, seconds, is_awaited=is_awaited)
         self._reports.learning = learner.is_learning
 
     def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
@@ -326,14 +326,13 @@ class WorkerSide:
             if self._copier:
                 self._copier.submit(copy)
             else:
-                self._reports.copies[copy.copy_id] = CopyResult(1, ok=False, seconds=0.0)
+                self._reports.copies.append(Copied(copy.copy_id, ok=False))
 
     def take_reports(self) -> Reports | None:
         """Return the reports of a step, None where nothing has changed."""
-        for copied in self._copier.drain() if self._copier else ():
-            self._reports.copies[copied.copy_id] = CopyResult.of(copied)
+        if self._copier:
+            self._reports.copies += self._copier.drain()
         reports = self._reports
-        reports.snapshots = self._state.take_outcomes() if self._state else {}
         if reports.is_empty and self._reported_learning == reports.learning:
             return None
         self._reports, self._reported_learning = Reports(), reports.learning
@@ -348,5 +347,5 @@ class WorkerSide:
         """End the copier's thread, and write the last snapshot of what was learned."""
         if self._copier:
             self._copier.close()
-        if self._state:
-            self._state.close()
+        if self._snapshots:
+            self._snapshots.close()

@@ -1,33 +1,56 @@
-// The page: one state after the other, from the stream into the panels.
+// The page: one state after the other, from what the server has told into the panels.
 
 import { columns } from "./charts.js";
 import { follow as followDetail } from "./details.js";
 import { find, h, render } from "./dom.js";
+import { key, load, poll } from "./feed.js";
 import { graph, statesOf } from "./graph.js";
 import * as header from "./header.js";
+import * as memory from "./memory.js";
 import * as panels from "./panels.js";
 import { failures, receipts as receiptTable } from "./receipts.js";
-import { follow, key } from "./stream.js";
 
-const ORDER = ["device", "host", "preassembled", "translated", "computed"];
+const ORDER = ["device", "host", "translated", "computed"];
+const PAUSE_MS = 1000;
+const ENGINE_PAUSE_MS = 2000;
 const RUNS_SHOWN = 6;
 const FAILURES_SHOWN = 5;
 const THEME = "kedge.theme";
 const receipts = receiptTable();
-let stream = null;
+let stops = [];
 let latest = null;
 let chosen = null;
 
-// the stream ----------------------------------------------------------------------------------------------------------
+// what is asked -------------------------------------------------------------------------------------------------------
 
 function connect() {
-  stream?.stop();
-  stream = follow("/v1/dashboard/events", { event: take, status: connection, refused: askForKey });
+  disconnect();
+  stops = [poll(ask, PAUSE_MS), poll(askEngine, ENGINE_PAUSE_MS)];
 }
 
-function connection(state, text) {
-  if (state === "live") receipts.update([]); // their numbers begin anew with a server, and with another key
-  header.connection(state, text);
+function disconnect() {
+  for (const stop of stops) stop();
+}
+
+async function ask(signal) {
+  const { data, problem, refused } = await load(`/v1/dashboard?since=${memory.since()}`, signal);
+  if (signal.aborted) return false;
+  if (refused) askForKey(problem);
+  else if (problem) header.connection("lost", problem);
+  else if (memory.take(data)) take(memory.state());
+  else receipts.update([]); // their numbers begin anew with a server
+  return !problem;
+}
+
+/** A busy engine answers late, which holds up nothing else. */
+async function askEngine(signal) {
+  if (!latest) return true;
+  header.engine(Date.now());
+  const { data } = await load("/v1/dashboard/engine", signal);
+  header.engine(0);
+  if (signal.aborted || !data) return false;
+  memory.takeEngine(data);
+  return true;
 }
 
 function take(state) {
@@ -38,9 +61,17 @@ function take(state) {
   show(state);
 }
 
-function askForKey(message) {
+/** Another key: nothing is known any more. */
+function forget() {
   latest = null;
+  memory.forget();
+  receipts.update([]);
   header.forget();
+}
+
+function askForKey(message) {
+  disconnect();
+  forget();
   header.connection("refused", "needs a key");
   for (const id of ["board", "empty", "forget"]) find(id).hidden = true;
   find("key").hidden = false;
@@ -71,9 +102,9 @@ function fill(state) {
   const sources = ORDER.filter((source) => source in state.tokens);
   const agents = inOrder(state.agents, state.workflows);
   const put = (id, data, build) => render(find(id), data, build);
-  put("figures", [state.requests, state.running, state.waiting, state.tokens, state.runs, state.failures], () => panels.figures(state));
+  put("figures", [state.requests, state.running, state.waiting, state.tokens, state.runs.map((one) => one.status), state.failures], () => panels.figures(state));
   flows(state);
-  put("runs", state.runs, () => panels.runs(state.runs));
+  put("runs", state.runs.map((one) => ({ ...one, calls: [] })), () => panels.runs(state.runs));
   find("all-runs").hidden = state.runs.length <= RUNS_SHOWN;
   put("series", [state.series, find("series").clientWidth], () => columns(state.series, sources, find("series").clientWidth));
   put("series-legend", state.tokens, () => panels.legend(state.tokens));
@@ -88,7 +119,7 @@ function fill(state) {
   find("all-failures").hidden = state.failures.list.length <= FAILURES_SHOWN;
   put("failures", state.failures.list.map((one) => ({ ...one, age_s: 0 })), () => failures(state.failures.list));
   receipts.update(state.receipts);
-  followDetail(state.runs);
+  followDetail(state);
 }
 
 /** Agents in the order in which they speak, those of no registered workflow last. */
@@ -140,7 +171,7 @@ find("key").addEventListener("submit", (event) => {
   event.preventDefault();
   key.set(find("key-input").value.trim());
   find("key-input").value = "";
-  header.forget();
+  forget();
   header.connection("connecting", "connecting");
   connect();
 });
@@ -154,16 +185,16 @@ for (const name of ["runs", "receipts", "failures"]) {
 }
 find("detail-close").addEventListener("click", () => {
   history.pushState(null, "", location.pathname);
-  followDetail([]);
+  followDetail(latest);
 });
-addEventListener("hashchange", () => latest && followDetail(latest.runs));
+addEventListener("hashchange", () => latest && followDetail(latest));
 find("forget").addEventListener("click", () => {
   key.forget();
-  header.forget();
+  forget();
   connect();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme());
-document.addEventListener("visibilitychange", () => (document.hidden ? stream?.stop() : connect()));
+document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
 new ResizeObserver(() => latest && show(latest)).observe(find("main"));
 
 find("receipts").append(receipts.element);

@@ -3,42 +3,32 @@
 import { bar, clock, find, h, hint, left, milliseconds, muted, number, plural, render, right, seconds, table } from "./dom.js";
 import { agentName, MARKS, partsOf, shortened, sourceName } from "./panels.js";
 import { misses, sources, timed } from "./receipts.js";
-import { load as fetched } from "./stream.js";
+import { load as fetched } from "./feed.js";
 
 const NO_TEXTS = "Texts are not kept: start the server with --keep-texts (server.keep_texts), or set keep_texts for the tenant.";
 const GONE = "The text of this call is no longer kept.";
+const FORGOTTEN = "The dashboard remembers only the last ones.";
 const calls = new Map(); // number -> what it was made of, and its element
 let shown = null;
-let seen = "";
 
-const chosen = () => /^#(run|call)=(\d+)$/.exec(location.hash);
+const chosen = () => /^#(run|call)=(.+)$/.exec(location.hash);
 
-/** Shows what the address names; `runs` are those of the newest state: a run that has changed is fetched again. */
-export async function follow(runs) {
+/** Shows what the address names, as of a state. */
+export function follow(state) {
   const [hash, kind, which] = chosen() ?? [""];
-  find("detail").hidden = !hash;
-  if (!hash) {
-    shown = null;
-    return;
-  }
-  const now = kind === "run" ? changes(runs.find((one) => one.number === Number(which))) : "";
-  if (shown === hash && seen === now) return;
   const isNew = shown !== hash;
-  [shown, seen] = [hash, now];
-  const answer = await fetched(`/v1/dashboard/${kind}s/${which}`);
-  if (shown === hash) show(kind, answer, isNew);
-}
-
-const changes = (run) => (run ? JSON.stringify([run.status, run.agents]) : "");
-
-function show(kind, { data, problem }, isNew) {
+  find("detail").hidden = !hash;
+  shown = hash;
+  if (!hash) return;
   if (isNew) calls.clear();
   find("detail-title").textContent = kind === "run" ? "Run" : "Call";
   const place = find("detail-body");
-  if (problem) place.replaceChildren(hint(problem));
-  else if (kind === "run") showRun(data, place, isNew);
-  else place.replaceChildren(opened(callOf(data)));
-  if (isNew) find("detail-title").focus();
+  const found = kind === "run" ? state.runs.find((one) => one.id === decodeURIComponent(which)) : state.calls.find((one) => one.number === Number(which));
+  const made = JSON.stringify(found, (name, value) => (name === "age_s" ? 0 : value));
+  render(place, [hash, made], () => (!found ? hint(FORGOTTEN) : kind === "run" ? runOf(found) : opened(callOf(found))));
+  if (!isNew) return;
+  if (kind === "run" && found?.calls.length === 1) opened(callOf(found.calls[0]));
+  find("detail-title").focus();
 }
 
 const opened = (element) => {
@@ -46,18 +36,17 @@ const opened = (element) => {
   return element;
 };
 
-function showRun(run, place, isNew) {
+function runOf(run) {
   const head = h(
     "p",
     { class: "run-head" },
     h("code", {}, run.id),
     h("span", { class: `status ${run.status}` }, run.status),
-    muted(`${run.workflow || "no workflow"}, ${plural(run.calls.length, "call")}, began ${seconds(run.age_s)} ago`),
+    muted(`${run.workflow || "no workflow"}, ${plural(run.calls.length, "call")}, began ${seconds(run.age_s ?? 0)} ago`),
   );
   const reason = run.reason ? h("p", { class: "reason" }, run.reason) : null;
-  const list = run.calls.length ? h("ol", { class: "calls" }, run.calls.map((one) => h("li", {}, callOf(one)))) : hint("No call of it came this far.");
-  place.replaceChildren(...[head, reason, list].filter(Boolean));
-  if (isNew && run.calls.length === 1) opened(calls.get(run.calls[0].number).element);
+  const list = run.calls.length ? h("ol", { class: "calls" }, [...run.calls].reverse().map((one) => h("li", {}, callOf(one)))) : hint("No call of it came this far.");
+  return [head, reason, list];
 }
 
 /** A call's element; the one that is there stays, and stays open, while nothing of the call has changed. */
@@ -86,8 +75,8 @@ function summary(one) {
     state,
     name,
     h("span", { class: "sources" }, bar(partsOf(one.tokens)), h("span", {}, sources(one.tokens))),
-    h("span", { class: "right" }, muted("first token "), timed(one.ttft_ms, one.ttft_load)),
-    h("span", { class: "right" }, muted("answer "), timed(one.total_ms, one.total_load)),
+    h("span", { class: "right" }, muted("first token "), timed(one.ttft_ms, one.load)),
+    h("span", { class: "right" }, muted("answer "), timed(one.total_ms, one.load)),
   ];
 }
 

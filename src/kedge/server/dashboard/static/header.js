@@ -2,13 +2,15 @@
 
 import { find } from "./dom.js";
 
-const LATE_MS = 15_000; // three times the longest rest between two states
+const LATE_MS = 15_000; // three times the longest pause between two questions
 const SILENT_S = 10;
 let link = { state: "connecting", text: "" };
 let health = null;
 let came = 0;
+let asked = 0;
+let isClosed = false;
 
-/** The stream is `connecting`, `live` or `lost`, with a text that says why. */
+/** The server is `connecting`, `refused` or `lost`, with a text that says why. */
 export function connection(state, text) {
   link = { state, text };
   show();
@@ -16,15 +18,29 @@ export function connection(state, text) {
 
 /** A state has come. */
 export function arrived(state) {
-  [health, came] = [state.health, Date.now()];
-  for (const one of document.querySelectorAll(".of-engine")) one.classList.toggle("stale", state.health.silent_s > SILENT_S);
+  [link, came, isClosed] = [{ state: "live", text: "live" }, Date.now(), Boolean(state.engine.closed)];
+  health = ofEngine(state.health);
+  for (const one of document.querySelectorAll(".of-engine")) one.classList.toggle("stale", silence() > SILENT_S);
   show();
+}
+
+/** When the engine was asked what it holds; 0 once it has answered. */
+export const engine = (at) => (asked = at);
+
+const silence = () => (asked ? (Date.now() - asked) / 1000 : 0);
+
+/** What the server says of the engine, and what only its own answer, or its silence, tells. */
+function ofEngine(said) {
+  if (isClosed && said.state !== "failed") return { state: "closed", reason: "the engine was closed" };
+  if (said.state === "healthy" && silence() > SILENT_S) return { state: "overloaded", reason: `the engine has not answered for ${Math.round(silence())} s` };
+  return said;
 }
 
 /** Another key, or another server: nothing is known any more. */
 export function forget() {
   health = null;
   came = 0;
+  isClosed = false;
 }
 
 const isGone = () => health !== null && ["failed", "closed"].includes(health.state);

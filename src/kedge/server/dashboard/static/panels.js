@@ -5,7 +5,6 @@ import { bar, bytes, grouped, h, hint, left, load, median, milliseconds, muted, 
 const SOURCE_NAMES = {
   device: "exact, device",
   host: "exact, host",
-  preassembled: "preassembled",
   translated: "translated",
   computed: "computed",
 };
@@ -30,7 +29,7 @@ export function figures(state) {
   const reused = exact + sum(others);
   const of = (kinds) => state.receipts.filter((one) => kinds.includes(one.kind));
   const ttft = (kinds) => median(of(kinds).map((one) => one.ttft_ms));
-  const at = (kinds) => (of(kinds).length ? `, ${load(median(of(kinds).map((one) => one.ttft_load)))}` : "");
+  const at = (kinds) => (of(kinds).length ? `, ${load(median(of(kinds).map((one) => one.load)))}` : "");
   const [reuse, none] = [["exact", "translated"], ["computed"]];
   const live = state.runs.filter((run) => run.status === "running").length;
   return [
@@ -60,14 +59,14 @@ function run(one) {
   return h(
     "li",
     {},
-    h("p", {}, h("a", { href: `#run=${one.number}`, title: one.id }, h("code", {}, shortened(one.id))), h("span", { class: `status ${one.status}` }, one.status), muted(story(one, wentWell))),
+    h("p", {}, h("a", { href: `#run=${encodeURIComponent(one.id)}`, title: one.id }, h("code", {}, shortened(one.id))), h("span", { class: `status ${one.status}` }, one.status), muted(story(one, wentWell))),
     one.reason ? h("p", { class: "reason" }, one.reason) : null,
     wentWell ? null : places(one),
   );
 }
 
 function story(one, wentWell) {
-  const began = `${one.workflow ? `${one.workflow}, ` : ""}began ${seconds(one.age_s)} ago`;
+  const began = [one.workflow, one.age_s === null ? "" : `began ${seconds(one.age_s)} ago`].filter(Boolean).join(", ");
   const calls = Object.values(one.agents).reduce((all, at) => all + at.calls, 0);
   return wentWell ? `${plural(calls, "call")}, ${began}` : began;
 }
@@ -164,15 +163,14 @@ export function tiers(engine) {
 
 export function cached(agents, held) {
   const known = held ?? [];
-  const fixed = agents.filter((one) => one.fixed);
-  if (!fixed.length) return hint("No agent with a fixed prompt has called yet.");
+  if (!known.length) return hint("No agent with a fixed prompt has called yet.");
   const row = (one) => {
-    const at = known.find((other) => other.agent === one.agent && other.workflow === one.workflow);
-    const tiers = ["device", "host"].map((tier) => tokensCell(at?.[tier], tier, one.fixed));
-    return [agentName(one), nextRun(one), number(one.fixed), ...tiers];
+    const agent = agents.find((other) => other.agent === one.agent && other.workflow === one.workflow);
+    const tiers = ["device", "host"].map((tier) => tokensCell(one[tier], tier, one.fixed));
+    return [agentName(one), agent ? nextRun(agent) : muted("unknown"), number(one.fixed), ...tiers];
   };
   const names = [left("Agent"), left("Next run"), ...["Tokens", "Device", "Host"].map(right)];
-  return grouped("Where the fixed prompts of agents are cached", names, byWorkflow(fixed), row);
+  return grouped("Where the fixed prompts of agents are cached", names, byWorkflow(known), row);
 }
 
 function nextRun(one) {
@@ -183,7 +181,6 @@ function nextRun(one) {
 }
 
 function tokensCell(amount, tier, whole) {
-  if (amount === undefined) return muted("\u2013");
   return h("span", { class: "time" }, number(amount), bar([{ name: tier, amount }], Math.max(whole, amount)));
 }
 

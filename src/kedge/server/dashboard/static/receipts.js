@@ -32,8 +32,8 @@ function receipt(one) {
     h("td", {}, agentName(one), one.workflow ? h("small", {}, one.workflow) : null),
     h("td", {}, one.mode),
     h("td", { class: "sources" }, bar(partsOf(one.tokens)), h("span", {}, sources(one.tokens))),
-    h("td", { class: "right" }, timed(one.ttft_ms, one.ttft_load)),
-    h("td", { class: "right" }, timed(one.total_ms, one.total_load)),
+    h("td", { class: "right" }, timed(one.ttft_ms, one.load)),
+    h("td", { class: "right" }, timed(one.total_ms, one.load)),
     h("td", { class: "misses" }, misses(one)),
   );
 }
@@ -44,7 +44,7 @@ export function sources(tokens) {
   return counts.map(([source, amount]) => `${number(amount)} ${sourceName(source)}`).join(" \u00b7 ");
 }
 
-/** A time with the most requests that were in flight meanwhile. */
+/** A time with the requests that were in flight when it began. */
 export const timed = (value, inFlight) => [milliseconds(value), h("small", {}, load(inFlight))];
 
 /** Reasons, each with the segments that it holds for; the last token of a prompt is computed whatever is cached. */

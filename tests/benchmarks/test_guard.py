@@ -1,0 +1,262 @@
+"""`kedge bench guard`: damage is what its name says, what counts as off, and the whole in the small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from benchmarks import guard
+from benchmarks.guard import (
+    QUIET,
+    TOKENS,
+    GuardBenchSettings,
+    GuardLane,
+    MakeWrite,
+    Served,
+    WrongBase,
+    WrongWrites,
+    at_another_base,
+    by_agent,
+    flip_bytes,
+    from_corrupt_base,
+    poison_anchors,
+    swap_heads,
+    with_swapped_heads,
+)
+from kedge.anchors.offsets import empty_table
+from kedge.anchors.sites import no_offsets
+from kedge.anchors.translator import Translation
+from kedge.bench.shapes import Loaded, load_model
+from kedge.cli.main import app
+from kedge.engine.echo import EchoEngine
+from kedge.engine.local.build import EngineParts
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.errors import GenerationFailed, PlanError
+from kedge.kv.rotary import Rotary
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.settings import EngineSettings
+from kedge.types import AgentId
+from kedge.workloads.miniature import MATH, questions
+
+FINAL, QUESTIONS = AgentId("final"), 5
+START, WRITTEN = 5, 12
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return load_model(None, EngineSettings())
+
+
+@pytest.fixture(scope="module")
+def runner(loaded: Loaded) -> ModelRunner:
+    return loaded[0]
+
+
+@pytest.fixture
+def lane(loaded: Loaded) -> Iterator[GuardLane]:
+    """A team that has answered some questions, whose values are moved by anchors alone."""
+    config = GuardBenchSettings().engine().model_copy(update={"planner": {"by_cost": False, "move": "never"}})
+    with GuardLane(loaded, MATH.workflow(), EngineSettings.model_validate(config.model_dump())) as built:
+        built.warm([one.text for one in islice(questions(0), QUESTIONS)])
+        yield built
+
+
+def stored(parts: EngineParts, agent: str | None = None) -> dict[object, Tensor]:
+    """The offsets of one agent's sites, or of all, without the arenas' free rows."""
+    pools = parts.learned[0].pools
+    return {
+        (key, site, number): table.arena[table.rows_of_anchors(offsets.holders)].clone()
+        for key, pool in pools.items()
+        for site, offsets in pool.sites.items()
+        if agent is None or f"/{agent}/" in site.agent_key
+        for number, table in enumerate(offsets.tables)
+    }
+
+
+def changed_by(lane: GuardLane, do: Callable[[EngineParts], object]) -> tuple[set[object], set[object]]:
+    """The tables that differ after a damage, and those of the last agent."""
+    before, own = lane.engine.query(stored), lane.engine.query(partial(stored, agent=FINAL))
+    lane.engine.query(do)
+    after = lane.engine.query(stored)
+    lane.engine.query(lambda parts: parts.learned[0].check_integrity())
+    return {key for key, rows in before.items() if not torch.equal(rows, after[key])}, set(own)
+
+
+def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) -> None:
+    swap = partial(swap_heads, agent=FINAL)
+    before = lane.engine.query(stored)
+    assert all(rows.any() for rows in lane.engine.query(partial(stored, agent=FINAL)).values()), "offsets to be damaged"
+    changed, own = changed_by(lane, swap)
+    assert changed == own
+    lane.engine.query(swap)
+    assert all(torch.equal(rows, before[key]) for key, rows in lane.engine.query(stored).items())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_so_many_anchors_are_poisoned(lane: GuardLane, count: int) -> None:
+    before = lane.engine.query(stored)
+    changed, own = changed_by(lane, partial(poison_anchors, agent=FINAL, count=count))
+    assert changed <= own and 0 < len(changed) <= 2 * count, "the tables of so many sites at most"
+    after = lane.engine.query(stored)
+    poisoned = 0
+    for key in changed:
+        rows = (before[key] != after[key]).any(1).nonzero().flatten()
+        poisoned += 1 + int((rows.diff() > 1).sum())
+        largest = before[key].abs().max()
+        assert len(rows) < len(before[key]) and after[key][rows].abs().max() > 2 * largest > 0
+    assert poisoned <= 2 * count
+
+
+def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
+    with pytest.raises(PlanError, match="nobody"):
+        lane.engine.query(partial(poison_anchors, agent=AgentId("nobody")))
+
+
+def test_flipped_bytes_are_of_all_parts_of_a_number() -> None:
+    numbers = torch.ones(4096, dtype=torch.float16)
+    flip_bytes(numbers)
+    wrong = numbers[numbers != 1]
+    assert (wrong.abs() > 1.5).any() and ((wrong > 0.9) & (wrong < 1.5)).any(), "exponents and mantissas"
+
+
+def test_of_a_wrong_base_position_0_is_right_and_none_behind_it(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = torch.stack(runner.rotary.tables)
+
+    def tables() -> torch.Tensor:
+        module = WrongBase(runner.rotary)
+        return torch.stack(Rotary(module, runner.max_positions, runner.device).tables)
+
+    wrong = tables()
+    assert torch.equal(wrong[:, 0], right[:, 0])
+    assert torch.allclose(wrong[:, :, 0], right[:, :, 0], atol=1e-3), "the first frequency is 1 at any base"
+    assert not torch.allclose(wrong[:, 1:100, 1:], right[:, 1:100, 1:], atol=1e-2)
+    monkeypatch.setattr(guard, "TIMES_BASE", 1.0)
+    assert torch.allclose(tables()[:, :512], right[:, :512], atol=1e-3)
+
+
+def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment, KVSegment]:
+    """Base KV, and what is there after its translation for an agent where those of `final` are wrong."""
+    storage = PagedStorage(runner.spec, 4, 16, runner.device, runner.rotary)
+    table = SlotTable.of([2, 0], storage.block_size)
+    made = torch.Generator().manual_seed(0)
+    shape = (runner.spec.layers, WRITTEN, runner.spec.kv_heads, runner.spec.head_dim)
+    base = KVSegment(torch.randn(shape, generator=made), torch.randn(shape, generator=made))
+    kept = KVSegment(base.keys.clone(), base.values.clone())
+    none = empty_table(base)
+    plan: Any = SimpleNamespace(translations=(Translation(START, base, no_offsets(base, none), none),))
+    fault = WrongWrites(make, AgentId("final"))
+    request: Any = SimpleNamespace(agent=AgentId(agent))
+    assert fault(runner, storage).assemble(request, table, plan) is plan
+    assert torch.equal(base.keys, kept.keys) and torch.equal(base.values, kept.values), "others read it as well"
+    slots = table.slots[START : START + WRITTEN]
+    return base, KVSegment(storage.keys[:, slots], storage.values[:, slots])
+
+
+@pytest.mark.parametrize("make", [at_another_base, with_swapped_heads, from_corrupt_base])
+def test_other_agents_translations_are_right(runner: ModelRunner, make: MakeWrite) -> None:
+    base, there = written(runner, make, "critic")
+    assert torch.equal(there.values, base.values)
+    assert torch.allclose(runner.rotary.unrotate(there.keys, slice(START, START + WRITTEN)), base.keys, atol=1e-4)
+
+
+def test_heads_are_in_reverse_order(runner: ModelRunner) -> None:
+    base, there = written(runner, with_swapped_heads, "final")
+    assert torch.equal(there.values, base.values.flip(2)) and not torch.equal(there.values, base.values)
+    keys = runner.rotary.unrotate(there.keys, slice(START, START + WRITTEN))
+    assert torch.allclose(keys, base.keys.flip(2), atol=1e-4)
+
+
+def test_keys_alone_are_rotated_otherwise(runner: ModelRunner) -> None:
+    base, there = written(runner, at_another_base, "final")
+    assert torch.equal(there.values, base.values)
+    keys = runner.rotary.unrotate(there.keys, slice(START, START + WRITTEN))
+    assert not torch.allclose(keys, base.keys, atol=0.1)
+
+
+def test_some_numbers_of_base_kv_are_others(runner: ModelRunner) -> None:
+    base, there = written(runner, from_corrupt_base, "final")
+    wrong = (there.values != base.values).float().mean()
+    assert 0 < wrong < 0.1 and (there.values - base.values).abs().max() > 1
+
+
+def calls(*translated: int) -> list[Any]:
+    return [SimpleNamespace(is_translated=bool(one)) for one in translated]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "off_after"),
+    [
+        ((0, 5), [0] * QUIET, 0),
+        ((5,), [5, 0, 5, *[0] * QUIET], 3),
+        ((5,), [5, *[0] * (QUIET - 1)], None),
+        ((0, 0), [0] * QUIET, None),
+    ],
+)
+def test_an_agent_is_off_once_nothing_is_translated_for_long_if_it_ever_was(
+    before: tuple[int, ...], after: list[int], off_after: int | None
+) -> None:
+    assert Served(calls(*before), calls(*after)).off_after() == off_after
+
+
+def test_a_guard_that_withholds_ends_it_at_once() -> None:
+    assert Served(calls(5), calls(5, 0), is_off=True).off_after() == 2
+
+
+def test_a_request_that_a_fault_makes_fail_is_a_changed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = GuardLane.__new__(GuardLane)
+    bare.flow, bare.engine = GuardBenchSettings().flow(), EchoEngine()  # type: ignore[assignment]
+
+    def fails(*_: object, **__: object) -> None:
+        raise GenerationFailed("request_id", 1, "its logits are not finite")
+
+    assert bare.ask("1 + 1?")[-1].completion.text
+    monkeypatch.setattr(guard, "run", fails)
+    assert bare.ask("1 + 1?") == []
+
+
+def test_answers_are_short_and_no_question_comes_before_and_after_a_fault() -> None:
+    settings = GuardBenchSettings()
+    assert {agent.max_tokens for agent in settings.flow().agents} == {TOKENS}
+    learned, later = (set(settings.questions(later=after)) for after in (False, True))
+    assert len(learned) > 50 and len(later) > 50 and len(learned & later) <= 1, "XQuAD asks one question twice"
+    drifted = set(settings.questions(task="gsm8k"))
+    assert drifted and not drifted & later
+
+
+def test_an_alarm_of_an_agent_counts_once() -> None:
+    records = [{"agent": "a", "suspicions": 2}, {"agent": "a", "suspicions": 1}, {"agent": "b", "suspicions": 1}]
+    assert by_agent(records, "suspicions") == 3
+
+
+def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "guard.json"
+    sizes = {"model": "nano", "fault": "swapped_heads", "learned": 5, "limit": 2, "calls": 6, "clients": 1}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    done = CliRunner().invoke(app, ["bench", "guard", *options, "--quick", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80 and "swapped_heads" in done.stdout
+    assert "clean: 6 calls" in done.stdout
+    saved = json.loads(file.read_text())
+    fault = saved["faults"]["swapped_heads"]
+    assert 0 <= fault["changed_served"] <= 2 and 0 <= fault["lived"] <= 2 and fault["calls_before"] == 2
+    assert saved["clean"].keys() == {"calls", "translated", "checks", "false_alarms", "ever_off"}
+
+
+@pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess"), ("--part", "all")])
+def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "guard", "--model", "nano", option, value])
+    assert done.exit_code == 2 and f"'{value}': must be one of" in " ".join(done.output.split())

@@ -1,0 +1,85 @@
+"""The receipt of a finished request, as it leaves vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
+from kedge.reuse.plan import spans_of
+from kedge.types import Miss, ReuseMode, Source
+
+PROMPT = tuple(range(3, 103))
+
+
+def live(asked: dict[str, Any] | None = None, **given: Any) -> LiveRequest:
+    request: Any = SimpleNamespace(num_prompt_tokens=len(PROMPT))
+    return LiveRequest(request, read_hints("r1", PROMPT, None, {"kedge": asked or {}}, ReuseMode.TRANSLATE), **given)
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens"),
+    [
+        ({}, {"device": 0, "host": 0, "translated": 0, "computed": 100}),
+        ({"device": 64, "loaded": range(32, 100)}, {"device": 32, "host": 32, "translated": 0, "computed": 36}),
+        (
+            {"device": 32, "translated": (range(32, 40), range(44, 99))},
+            {"device": 32, "host": 0, "translated": 63, "computed": 5},
+        ),
+        ({"device": 128}, {"device": 100, "host": 0, "translated": 0, "computed": 0}),
+    ],
+    ids=["computed", "loaded", "translated", "device tokens include the answer's"],
+)
+def test_tokens_sum_to_the_prompt(state: dict[str, Any], tokens: dict[str, int]) -> None:
+    data = receipt_to_dict(live(**state).receipt())
+    assert data["tokens"] == tokens and sum(tokens.values()) == len(PROMPT)
+
+
+VERDICT = TranslationVerdict((range(90, 100),), (Miss("q", "too far"),), ready=40)
+
+
+@pytest.mark.parametrize(
+    ("state", "misses", "preassembled"),
+    [
+        ({"verdict": VERDICT, "translated": (range(8, 90),)}, [("q", "too far")], 40),
+        ({"verdict": VERDICT}, [("q", "too far")], 0),
+        ({"refusal": "no lanes", "verdict": VERDICT}, [("*", "no lanes")], 0),
+        ({}, [], 0),
+    ],
+    ids=["translated", "computed after all", "refused", "not judged"],
+)
+def test_a_receipt_says_why_tokens_were_computed(
+    state: dict[str, Any], misses: list[tuple[str, str]], preassembled: int
+) -> None:
+    asked = {"segments": [{"name": "q", "length": len(PROMPT), "sample": "q@0"}]}
+    data = receipt_to_dict(live(asked, **state).receipt())
+    assert data["mode"] == "translate" and data["preassembled"] == preassembled
+    assert [(one["segment"], one["reason"]) for one in data["misses"]] == misses
+    if "translated" in state:
+        assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]
+
+
+@given(
+    st.integers(0, 120),
+    st.tuples(st.integers(0, 100), st.integers(0, 40)),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30)), max_size=4),
+)
+def test_spans_are_those_of_one_source_per_token(
+    device: int, host: tuple[int, int], translated: list[tuple[int, int]]
+) -> None:
+    loaded = range(host[0], min(host[0] + host[1], 100))
+    holes = tuple(range(start, min(start + length, 100)) for start, length in translated)
+    sources = [Source.HOST if at in loaded else Source.DEVICE for at in range(min(device, 100))]
+    sources += [Source.COMPUTED] * (100 - len(sources))
+    for span in holes:
+        sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
+    assert live(device=device, loaded=loaded, translated=holes).receipt().spans == spans_of(sources)

@@ -1,0 +1,241 @@
+"""The dashboard's memory against a naive twin: what it tells, whose it is, and that it does not grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kedge.engine.common.watched import WatchedEngine
+from kedge.engine.echo import EchoEngine
+from kedge.server import history as history_module
+from kedge.server.history import MAX_AGENTS, History, text_of
+from kedge.server.http import CallFailure
+from kedge.structures.bounded import ENTRIES
+from kedge.types import (
+    AgentId,
+    ClientId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    Namespace,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    RunId,
+    SamplingParams,
+    Segment,
+    Source,
+    Span,
+    TenantId,
+    WorkflowId,
+)
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import UNKNOWN, NextRun
+from tests.engine.conformance import EngineConformance
+
+ACME, OTHER = TenantId("acme"), TenantId("other")
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(
+    number: int, agent: str = "solver", run: str = "", tenant: TenantId = ACME, fixed: int | None = None
+) -> GenerateRequest:
+    return GenerateRequest(
+        segments=(Segment((1, 2, 3), "p0"), Segment((4, 5), "p1")),
+        request_id=RequestId(f"{tenant}{number}"),
+        tenant=tenant,
+        client=ClientId("c"),
+        workflow=WorkflowId("flow"),
+        run=RunId(run),
+        agent=AgentId(agent),
+        fixed=fixed,
+    )
+
+
+def receipt(device: int = 0, host: int = 0, translated: int = 0, computed: int = 0) -> Receipt:
+    sizes = {Source.DEVICE: device, Source.HOST: host, Source.TRANSLATED: translated, Source.COMPUTED: computed}
+    stops = list(accumulate(sizes.values()))
+    spans = (Span(stop - size, stop, source) for (source, size), stop in zip(sizes.items(), stops, strict=True))
+    misses = (Miss("p1", "not in the cache"),) if computed else ()
+    return Receipt(RequestId("x"), ReuseMode.TRANSLATE, tuple(span for span in spans if span), misses)
+
+
+def completion(said: Receipt, ttft_ms: float = 10.0, tokens: tuple[int, ...] = (7,)) -> Completion:
+    return Completion(RequestId("x"), "a", tokens, FinishReason.STOP, said, ttft_ms, 2 * ttft_ms)
+
+
+def answer(history: History, asked: GenerateRequest, said: Receipt, ttft_ms: float = 10.0) -> None:
+    history.submitted(asked)
+    history.begun(asked.tenant, asked.request_id)
+    history.ended(asked.tenant, asked.request_id, completion(said, ttft_ms))
+
+
+def test_what_a_call_tells_until_its_receipt() -> None:
+    clock = Clock()
+    history, asked = History(clock), request(1, run="r", fixed=3)
+    history.submitted(asked)
+    history.submitted(request(2))
+    place = {"number": 1, "workflow": "flow", "agent": "solver", "run": "c/r", "load": 1}
+    first, second = history.state(ACME)["calls"]
+    assert first == {**place, "age_s": 0.0, "state": "waiting"} and second["load"] == 2
+    history.begun(ACME, asked.request_id)
+    assert history.state(ACME)["calls"][0]["state"] == "running"
+    history.ended(ACME, asked.request_id, completion(receipt(device=2, computed=3), ttft_ms=12.5))
+    clock.now += 4
+    told = {
+        **place,
+        "age_s": 4.0,
+        "state": "done",
+        "mode": "translate",
+        "tokens": {"device": 2, "host": 0, "translated": 0, "computed": 3},
+        "ttft_ms": 12.5,
+        "total_ms": 25.0,
+        "answer_tokens": 1,
+        "finish_reason": "stop",
+        "misses": [{"segment": "p1", "reason": "not in the cache"}],
+        "parts_ms": {},
+    }
+    (found,) = (call for call in history.state(ACME)["calls"] if call["number"] == 1)
+    assert found | told == found
+    assert history.fixed_prompts(ACME) == {(Namespace(ACME), "flow", "solver"): (1, 2, 3)}
+
+
+def test_only_what_has_changed_is_told_again() -> None:
+    history = History(Clock())
+    for number in (1, 2):
+        history.submitted(request(number))
+    version = history.state(ACME)["version"]
+    assert history.state(ACME, version)["calls"] == []
+    history.begun(ACME, request(2).request_id)
+    assert [(one["number"], one["state"]) for one in history.state(ACME, version)["calls"]] == [(2, "running")]
+
+
+def test_tenants_see_their_own_with_all_their_salts() -> None:
+    history = History(Clock())
+    answer(history, replace(request(1), partition="0123"), receipt(computed=5))
+    answer(history, request(2, tenant=TenantId("acme2")), receipt(computed=7))
+    history.failed(ACME, CallFailure(400, "bad", "why"))
+    history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId("a")): NextRun(1)})
+    told = [history.state(TenantId(name)) for name in ("acme", "acme2", "acm")]
+    assert [[len(one[part]) for part in ("calls", "failures", "steps")] for one in told] == [
+        [1, 1, 1],
+        [1, 0, 0],
+        [0] * 3,
+    ]
+    assert told[0]["calls"][0]["tokens"]["computed"] == 5
+    assert history.texts(TenantId("acm"), 1) is None
+
+
+def test_forecasts_tell_who_is_expected() -> None:
+    history = History(Clock())
+
+    def told(agent: str, next_run: NextRun | None) -> list[tuple[str, str, float]]:
+        history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId(agent)): next_run})
+        return [(one["run"], one["agent"], one["steps"]) for one in history.state(ACME)["steps"]]
+
+    assert told("nobody", None) == []
+    assert told("judge", NextRun(2)) == [("c/r", "judge", 2)]
+    assert told("clerk", NextRun(UNKNOWN))[1:] == [("c/r", "clerk", UNKNOWN)]
+    assert told("judge", None) == [("c/r", "clerk", UNKNOWN)]
+
+
+def test_failures_in_a_row_that_are_alike_share_a_line() -> None:
+    clock = Clock()
+    history = History(clock)
+    for number in range(3):
+        history.failed(ACME, CallFailure(429, "rate_limit_exceeded", f"tokens_per_minute={number}", "POST /v1/x"))
+        clock.now += 1
+    history.failed(ACME, CallFailure(503, "engine_closed", "x", run="r"))
+    failed, refused = history.state(ACME)["failures"]
+    assert (refused["count"], refused["age_s"], refused["reason"]) == (3, 1.0, "tokens_per_minute=2")
+    assert (failed["kind"], failed["run"], failed["reason"]) == ("failed", "r", "x")
+
+
+def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(Clock(), keeps_texts=lambda tenant: tenant == ACME)
+    for tenant in (ACME, OTHER):
+        answer(history, request(1, tenant=tenant), receipt(device=2, computed=3))
+    assert history.texts(OTHER, 1) == (None, None)
+    asked, done = history.texts(ACME, 1) or (None, None)
+    assert asked and done
+    with EchoEngine() as engine:
+        text = text_of(asked, done, engine.tokenizer)
+    assert text["answer"] == "a"
+    pieces = [(one["segment"], one["source"], len(one["text"])) for one in text["prompt"]]
+    assert pieces == [("p0", "device", 2), ("p0", "computed", 1), ("p1", "computed", 2)]
+    monkeypatch.setattr(history_module, "MAX_TEXT_TOKENS", 20)
+    for number in range(2, 8):
+        answer(history, request(number), receipt(computed=5))
+    assert [number for number in range(1, 8) if history.texts(ACME, number) != (None, None)] == [5, 6, 7]
+
+
+def test_nothing_grows() -> None:
+    history = History(Clock())
+    for number in range(ENTRIES + 9):
+        answer(history, request(number, f"a{number}", run=f"r{number}", fixed=3), receipt(computed=1))
+        history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId(f"expected{number}")): NextRun(1)})
+        history.failed(ACME, CallFailure(400, "bad", "why", agent=f"a{number}"))
+    state = history.state(ACME)
+    assert [len(state[part]) for part in ("calls", "steps", "failures")] == [ENTRIES, ENTRIES, MAX_AGENTS]
+    assert len(history.fixed_prompts(ACME)) == MAX_AGENTS
+    assert not history._tenants[ACME].live
+
+
+@given(st.lists(st.tuples(st.sampled_from(["submit", "begin", "answer", "fail", "cancel"]), st.integers(0, 5))))
+def test_whatever_happens_the_states_are_right(happened: list[tuple[str, int]]) -> None:
+    history, live, over = History(Clock()), dict[int, str](), Counter[str]()
+    for what, number in happened:
+        name = request(number).request_id
+        if what == "submit" and number not in live:
+            history.submitted(request(number, f"a{number % 2}", run="r"))
+            live[number] = "waiting"
+        elif what == "begin":
+            history.begun(ACME, name)
+            live.update({number: "running"} if number in live else {})
+        elif what == "cancel":
+            history.cancelled(name)
+            over["stopped"] += live.pop(number, None) is not None
+        elif what != "submit":
+            history.ended(ACME, name, completion(receipt(computed=3)) if what == "answer" else None)
+            over["done" if what == "answer" else "stopped"] += live.pop(number, None) is not None
+    calls = history.state(ACME)["calls"]
+    assert Counter(call["state"] for call in calls) == Counter(live.values()) + over
+    assert all(("tokens" in call) == (call["state"] == "done") for call in calls)
+    assert [call["number"] for call in calls] == list(range(1, len(calls) + 1))
+
+
+# the engine that tells ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+class TestWatchedEngine(EngineConformance):
+    """Being watched changes nothing about an engine."""
+
+    @pytest.fixture
+    def engine(self) -> Iterator[WatchedEngine]:
+        with EchoEngine(delay_s=2e-4) as engine:
+            yield WatchedEngine(engine, History())
+
+
+@pytest.mark.parametrize("reader", [list, lambda stream: stream.result(60)], ids=["iterated", "result"])
+def test_the_history_hears_of_answers_before_their_reader_does(reader: Any) -> None:
+    history, asked = History(), GenerateRequest((Segment(tuple(b"hello"), "p0"),), SamplingParams(4), tenant=ACME)
+    with EchoEngine() as engine:
+        reader(WatchedEngine(engine, history).submit(asked))
+    (call,) = history.state(ACME)["calls"]
+    assert (call["state"], call["tokens"]["computed"]) == ("done", 5)
