@@ -155,7 +155,7 @@ def _show_flow(console: Console, path: Path, lengths: ValueLengths, model: Path 
     known = {value_name(read.kind, read.of) for agent in flow.agents for read in agent.placeholders}
     if unknown := next((name for name in lengths.named if name not in known), None):
         raise ConfigError("--length", unknown, f"must be one of {', '.join(sorted(known))}")
-    # after all mistakes were told, since the tokenizer takes seconds to import
+    # last, after all errors of the input: the tokenizer takes seconds to import
     from kedge.engine.common.model_folder import model_path
     from kedge.engine.common.tokenizer import HFTokenizer
 

@@ -97,8 +97,8 @@ def _run_many(
         try:
             for number, inputs in enumerate(asked, 1):
                 results.append(running.run(engine, workflow, inputs, reuse=reuse))
-                told = f"{number} of {len(asked)}, {sources(results[-1:])}: {results[-1].text}"
-                console.print(told, markup=False, highlight=False)
+                line = f"{number} of {len(asked)}, {sources(results[-1:])}: {results[-1].text}"
+                console.print(line, markup=False, highlight=False)
                 engine.wait_idle()  # for what is compared in idle time, of which there is none between two questions
         except KedgeError as error:
             error.add_note(f"question {len(results) + 1} of {len(asked)}")

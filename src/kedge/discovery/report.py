@@ -16,7 +16,7 @@ from kedge.discovery.templates import Slot
 ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if one could share most of the other"""
 SAMPLE = 64
-"""Tokens of a text that tell whether comparing all of them is worth the time: it is the engine's thread's"""
+"""Tokens of a text that tell whether comparing all of them is worth the time of the engine's thread"""
 EARLY_VALUE = "a value in the middle of fixed text"
 ROLE_FIRST = "a role before shared text"
 COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"

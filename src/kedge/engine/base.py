@@ -107,6 +107,11 @@ class Tokenizer(Protocol):
         """Return the text of a prompt with these two messages, up to where the answer begins (BOS included)."""
 
 
+def spelled(tokenizer: Tokenizer, tokens: Tokens) -> str:
+    """Return the text of tokens, special ones spelled out; a character cut in two becomes a replacement character."""
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
+
+
 @dataclass(frozen=True, slots=True)
 class Quota:
     """The limits of what one tenant may hold, in all its namespaces together; None is no limit."""

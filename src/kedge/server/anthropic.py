@@ -78,16 +78,16 @@ class MessagesBody(CallBody):
         others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
         tools, contents = self.tools or (), [{"content": one.content} for one in self.messages]
         marked = {"system": self.system, "tools": [one.model_extra for one in tools], "messages": contents}
-        said = [] if self.system is None else [("system", {"role": "system", "content": self.system})]
+        messages = [] if self.system is None else [("system", {"role": "system", "content": self.system})]
         for at, one in enumerate(self.messages):
-            said += [(f"messages.{at}", message) for message in _chat_messages(one)]
+            messages += [(f"messages.{at}", message) for message in _chat_messages(one)]
         choice, wanted = self.tool_choice or {}, (self.output_config or {}).get("format")
         own = [one for one in tools if one.type in (None, "custom")]
         fields = {
             **others,
             "model": self.model,
             "cache_control": cache_marks({**others, **marked}) or None,
-            "messages": [message for _, message in said],
+            "messages": [message for _, message in messages],
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "tools": [{"type": "function", "function": one.function()} for one in own] or None,
@@ -95,8 +95,8 @@ class MessagesBody(CallBody):
             "response_format": {"type": "json_schema", "json_schema": wanted} if wanted else None,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
         }
-        chat = read_as(ChatBody, fields, places=[place for place, _ in said])
-        if said and (last := chat.messages[-1]).role == "assistant" and not last.tool_calls and last.text.strip():
+        chat = read_as(ChatBody, fields, places=[place for place, _ in messages])
+        if messages and (last := chat.messages[-1]).role == "assistant" and not last.tool_calls and last.text.strip():
             chat.continue_final_message = True
         chat.left_out.extend(f"tools.{one.type}" for one in tools if one not in own)
         return chat

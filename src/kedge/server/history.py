@@ -18,7 +18,7 @@ from enum import StrEnum
 from itertools import chain, islice
 from typing import Any
 
-from kedge.engine.base import Tokenizer
+from kedge.engine.base import Tokenizer, spelled
 from kedge.engine.common.watched import Watcher
 from kedge.reuse.reasons import pieces
 from kedge.server.http import CallFailure, receipt
@@ -96,8 +96,7 @@ def text_of(request: GenerateRequest, completion: Completion, tokenizer: Tokeniz
     """
     prompt = []
     for piece in pieces(request.segments, completion.receipt.spans):
-        # Special tokens are spelled out; a character cut in two becomes a replacement character.
-        text = b"".join(map(tokenizer.token_bytes, request.tokens[piece.start : piece.stop])).decode("utf-8", "replace")
+        text = spelled(tokenizer, request.tokens[piece.start : piece.stop])
         prompt.append({"segment": request.segments[piece.segment].name, "source": piece.source, "text": text})
     return {"prompt": prompt, "answer": completion.text}
 
@@ -194,9 +193,7 @@ class History(Watcher):
                     mine.steps[key] = next_run.steps
 
     def failed(self, tenant: TenantId, failure: CallFailure) -> None:
-        """Record a call or a run of a tenant that ended in an error; those in a row that
-        differ in their reasons at most have one line.
-        """
+        """Record a call or a run that ended in an error; those in a row that differ only in the reason share a line."""
         with self._changing(tenant) as mine:
             last = mine.failures[-1] if mine.failures else None
             if last and replace(last.newest, reason=failure.reason) == failure:

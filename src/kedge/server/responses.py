@@ -68,9 +68,9 @@ class ResponsesBody(CallBody):
                 raise RequestError(name, brief(value), why)
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         skipped = [f"tools.{one.kind}" for one in self.offered if not one.tool]
-        said = [] if self.instructions is None else [("", {"role": "system", "content": self.instructions})]
+        messages = [] if self.instructions is None else [("", {"role": "system", "content": self.instructions})]
         for at, item in enumerate(items):
-            if not self._add(said, item, f"input.{at}"):
+            if not self._add(messages, item, f"input.{at}"):
                 skipped.append(f"input.{brief(item.get('type'))}")
         choice = _choice(self.tool_choice, self.offered)
         if choice is None and self.tool_choice is not None:
@@ -80,18 +80,18 @@ class ResponsesBody(CallBody):
             wanted = {"type": "json_schema", "json_schema": wanted}
         fields = {
             **{name: value for name, value in others.items() if name not in NO_EFFECT},
-            "messages": [message for _, message in said],
+            "messages": [message for _, message in messages],
             "max_completion_tokens": self.max_output_tokens,
             "tools": [one.tool for one in self.offered if one.tool] or None,
             "tool_choice": choice,
             "response_format": wanted,
             "reasoning_effort": effort if isinstance(effort, str) else None,
         }
-        chat = read_as(ChatBody, fields, places=[place for place, _ in said])
+        chat = read_as(ChatBody, fields, places=[place for place, _ in messages])
         chat.left_out.extend(skipped)
         return chat
 
-    def _add(self, said: list[tuple[str, dict[str, Any]]], item: dict[str, Any], place: str) -> bool:
+    def _add(self, messages: list[tuple[str, dict[str, Any]]], item: dict[str, Any], place: str) -> bool:
         """Add an item to the messages of a chat and their places here; calls belong to the message before them, if that
         is the assistant's. Returns whether it is one that a chat can have.
         """
@@ -99,7 +99,7 @@ class ResponsesBody(CallBody):
             case "message":
                 if "content" not in item:
                     raise RequestError(f"{place}.content", None, "must be a string or a list of parts")
-                said.append((place, {"role": item.get("role"), "content": item["content"]}))
+                messages.append((place, {"role": item.get("role"), "content": item["content"]}))
             case "function_call" | "custom_tool_call" | "local_shell_call" as kind:
                 name = "local_shell" if kind == "local_shell_call" else _text(item, "name", place)
                 whole = name, item.get("namespace")
@@ -109,15 +109,15 @@ class ResponsesBody(CallBody):
                     given = item.get("arguments" if kind == "function_call" else "action")
                 function = {"name": next(named, name), "arguments": given}
                 call = {"id": _text(item, "call_id", place), "function": function}
-                if not said or said[-1][1]["role"] != "assistant":
-                    said.append((place, {"role": "assistant"}))
-                said[-1][1].setdefault("tool_calls", []).append(call)
+                if not messages or messages[-1][1]["role"] != "assistant":
+                    messages.append((place, {"role": "assistant"}))
+                messages[-1][1].setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 number = _text(item, "call_id" if "call_id" in item else "id", place)
                 result = item.get("output") or ""
                 if isinstance(result, dict):  # of clients before outputs were texts
                     result = json.dumps(result, ensure_ascii=False)
-                said.append((place, {"role": "tool", "content": result, "tool_call_id": number}))
+                messages.append((place, {"role": "tool", "content": result, "tool_call_id": number}))
             case "reasoning":
                 pass
             case _:

@@ -28,8 +28,7 @@ class SessionAdvice:
         """Begin without hints. `obstacle` says why one on when a session returns is not used yet; "" where it is."""
         self._tracker, self._obstacle = tracker, obstacle
         self._standing: BoundedDict[SessionKey, TurnEnd] = BoundedDict(owner=lambda key: key.namespace.tenant)
-        """What was said of sessions, and counts where their requests say nothing: no tenant pushes out that of others
-        """
+        """Hints for turns that bring none of their own; no tenant evicts those of another."""
 
     def __len__(self) -> int:
         """Return the number of sessions that a hint stands for."""

@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kedge.engine.base import Tokenizer
+from kedge.engine.base import Tokenizer, spelled
 from kedge.server.http import DONE, dumps, event, usage
 from kedge.server.openai.protocol import AnyBody, ChatBody, CompletionBody
 from kedge.server.openai.tool_calls import ParsedText
 from kedge.server.service import GenerationCall, Service
-from kedge.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob, Tokens
+from kedge.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
 _IMPOSSIBLE = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
@@ -227,8 +227,3 @@ class TextLogprobs:
         at = self._offset
         self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
         return at
-
-
-def spelled(tokenizer: Tokenizer, tokens: Tokens) -> str:
-    """Return the text of a prompt's tokens, with special tokens spelled out."""
-    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")

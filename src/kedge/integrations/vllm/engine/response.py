@@ -67,8 +67,8 @@ def ranked_logprobs(
             yield None
             continue
         by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
-        likeliest = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
-        yield TokenLogprob(token, ranked[token].logprob, tuple(likeliest))
+        best = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
+        yield TokenLogprob(token, ranked[token].logprob, tuple(best))
 
 
 class StreamedResponse:
