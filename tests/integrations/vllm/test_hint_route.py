@@ -12,6 +12,7 @@ import pytest
 
 from kedge.hints import ActionOutcome
 from kedge.hints.actions import ActionResult
+from kedge.integrations.vllm import middleware as hint_route
 from kedge.integrations.vllm.middleware import KedgeMiddleware
 from kedge.types import Namespace
 
@@ -124,3 +125,10 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind() -> None:
     assert engines.ask({"session": "s"}) is None
     assert len(engines.calls) == 0 and [one.data_parallel_rank for one in engines.sent] == [None]
     engines.calls.answered({engines.sent[0].request_id: []})
+
+
+def test_calls_that_wait_for_vllm_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.setattr(hint_route, "ENTRIES", 0)
+    status, data = asked(VLLM(), b'{"kedge": {"session": "s", "keep_for": 5}}')
+    assert (status, data["error"]["type"]) == (503, "Overloaded")

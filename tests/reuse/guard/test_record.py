@@ -83,6 +83,13 @@ def test_changed_trials_are_a_breach_and_the_way_back_is_longer() -> None:
     assert record.withheld
 
 
+def test_the_way_back_has_an_end_after_however_many_breaches() -> None:
+    record = observed(canary(), CHANGED)
+    record.epoch = 1_000_000
+    assert next(n for n in range(1, 10) if observed(record, CHANGED).epoch > 1_000_000) <= 4
+    assert record.needed == 1024
+
+
 def test_a_withheld_one_does_not_come_back_by_being_translated_elsewhere() -> None:
     record = observed(canary(), CHANGED)
     record.translated()

@@ -24,13 +24,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.errors import ConfigError, EngineClosed, KedgeError, RequestError
+from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
 from kedge.integrations.vllm.entry_point import NAME
 from kedge.integrations.vllm.plugin.hints import KNOWN
 from kedge.policies.sessions import refused
+from kedge.structures.bounded import ENTRIES
 from kedge.types import Namespace, RunKey
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ REPORT_PATH = "/kedge/report"
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
-STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, EngineClosed: 503, ConfigError: 501}
+STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
 
 
 class KedgeMiddleware:
@@ -232,4 +233,6 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
 
     from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
 
+    if len(ADVICE_CALLS) >= ENTRIES:
+        raise Overloaded("hints", len(ADVICE_CALLS), f"at most {ENTRIES} calls wait for vLLM at once")
     return await ADVICE_CALLS.ask(client.engine_core, namespace, given)

@@ -26,7 +26,7 @@ ALPHA = 0.05
 level of a test"""
 TRIALS = 8
 """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
-switched off, and twice as many every further time"""
+switched off, and twice as many every further time, up to 1,024"""
 SETTLED = 8
 """Calls after which a placeholder, or an agent's rung, is no longer new: errors of sentinel tokens can be unusual, and
 not every answer is compared any more"""
@@ -280,7 +280,7 @@ class GuardRecord:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
         self.withheld, self.refutations = True, ChangeEvidence()
-        self.needed = TRIALS * 2 ** (1 + self.epoch)
+        self.needed = TRIALS * 2 ** min(1 + self.epoch, 7)
 
     def _restart(self, state: GuardState) -> None:
         self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False
