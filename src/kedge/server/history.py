@@ -36,8 +36,8 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import Changes
 
-MAX_AGENTS = 64
-"""Agents of a tenant whose fixed prompt is known, and lines of failures."""
+REMEMBERED = 64
+"""Of a tenant: agents whose fixed prompt is known, lines of failures, and ended runs of the server."""
 MAX_TEXT_TOKENS = 1 << 17
 """Of all prompts and answers that are kept of one tenant."""
 
@@ -119,11 +119,11 @@ class TenantHistory:
     live: dict[RequestId, CallRecord] = field(default_factory=dict)
     calls: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=ENTRIES))
     """In the order of their submission."""
-    fixed: BoundedDict[WorkflowAgent, Tokens] = field(default_factory=lambda: BoundedDict(MAX_AGENTS))
+    fixed: BoundedDict[WorkflowAgent, Tokens] = field(default_factory=lambda: BoundedDict(REMEMBERED))
     """The beginning that an agent's prompts share, as of its last call."""
     steps: BoundedDict[AgentKey, float] = field(default_factory=BoundedDict)
     """Steps-to-execution of expected agents; infinite where unknown."""
-    failures: deque[FailureLine] = field(default_factory=lambda: deque(maxlen=MAX_AGENTS))
+    failures: deque[FailureLine] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def trim_texts(self) -> None:
         """Forget the oldest texts beyond `MAX_TEXT_TOKENS`."""

@@ -164,24 +164,24 @@ class ClientRun:
         """Agents whose expected call has come, so that the forecast does not yet cover their next one."""
         return self.running.keys() | self.called
 
-    def call(self, agent: AgentId) -> None:
-        """Count a call of `agent` as in flight."""
+    def call(self, agent: AgentId, *, fills: bool) -> Step | None:
+        """Count a call of `agent` as in flight. Returns its next turn where it `fills` its template."""
         self.running[agent] += 1
         self.called.add(agent)
-
-    def end_call(self, agent: AgentId) -> None:
-        """Count a call of `agent` as ended, or as one that could not begin."""
-        self.running -= Counter({agent: 1})
-
-    def begin(self, agent: AgentId) -> Step:
-        """Begin the next turn of `agent`."""
+        if not fills:
+            return None
         self.turns[agent] += 1
         return Step(agent, self.turns[agent] - 1)
 
-    def give_back(self, step: Step) -> None:
-        """Take back a turn that could not begin, if it is the agent's newest."""
-        if self.turns[step.agent] == step.turn + 1:
-            self.turns[step.agent] -= 1
+    def end_call(self, agent: AgentId) -> None:
+        """Count a call of `agent` as ended."""
+        self.running -= Counter({agent: 1})
+
+    def undo(self, agent: AgentId, step: Step | None) -> None:
+        """Take back a call that could not begin, and its turn if that is the agent's newest."""
+        self.end_call(agent)
+        if step and self.turns[agent] == step.turn + 1:
+            self.turns[agent] -= 1
 
     def keep(self, step: Step, completion: Completion, tokenizer: Tokenizer) -> None:
         """Remember an answer that is not empty, as others read it."""
