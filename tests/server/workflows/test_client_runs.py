@@ -1,7 +1,8 @@
-"""Prompts of the agents that a client is going to call: told early, as far as they are known."""
+"""Runs that clients drive call by call: templates that the server fills, and prompts that are expected."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,11 +12,9 @@ import httpx
 import pytest
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
-from kedge.engine.local.engine import LocalEngine
 from kedge.server.workflows import client_runs
-from kedge.types import GenerateRequest
-from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import YAML, Served, serving
+from kedge.types import GenerateRequest, Namespace, RunKey, SampleId, TenantId, ValueKind
+from tests.server.conftest import FLOW, YAML, Served, serving
 
 CHAT = "/v1/chat/completions"
 TEAM = """
@@ -34,19 +33,23 @@ GAP = "…"
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with EchoEngine({"solver": "four", "critic": "five", "judge": "six"}) as engine, serving(engine) as running:
+    said = {"solver": "four", "critic": "five", "judge": "six", "first": "one", "last": "the end"}
+    with EchoEngine(said) as engine, serving(engine) as running:
         yield running
 
 
 @pytest.fixture
 def http(served: Served) -> Iterator[httpx.Client]:
     with served.http() as opened:
-        register(opened)
+        for flow in (TEAM, FLOW):
+            opened.post("/v1/workflows", content=flow, headers=YAML).raise_for_status()
         yield opened
 
 
-def register(http: httpx.Client, flow: str = TEAM) -> None:
-    assert http.post("/v1/workflows", content=flow, headers=YAML).status_code in (200, 201)
+def asked(http: httpx.Client, agent: str, bindings: dict[str, str], **said: Any) -> httpx.Response:
+    """What an agent of the pair is answered."""
+    kedge = {"workflow": "pair", "agent": agent, "bindings": bindings, **said}
+    return http.post(CHAT, json={"model": "kedge-nano", "messages": [], "kedge": kedge})
 
 
 def call(served: Served, http: httpx.Client, agent: str, bindings: dict[str, str], **kedge: Any) -> dict[str, Any]:
@@ -62,6 +65,94 @@ def prompts(requests: list[GenerateRequest]) -> list[tuple[str, list[str]]]:
     """Agents with what fills their prompts; a gap for what is yet to come."""
     decode = ByteTokenizer().decode
     return [(one.agent, [decode(s.tokens) or GAP for s in one.segments if s.is_placeholder]) for one in requests]
+
+
+# templates ------------------------------------------------------------------------------------------------------------
+
+
+def test_bindings_fill_an_agents_template(served: Served, http: httpx.Client) -> None:
+    answer = asked(http, "last", {"user_question": "<|eos|>", "agent_first_current": "yes"}).json()
+    assert answer["choices"][0]["message"]["content"] == "the end"
+    request = served.engine.requests[-1]
+    assert [segment.name for segment in request.segments] == [
+        "p0", "user_question", "p1", "agent_first_current", "p2"
+    ]  # fmt: skip
+    assert 257 not in request.tokens
+    assert (request.workflow, request.agent, request.reuse) == ("pair", "last", "translate")
+    assert (request.produces, request.sampling.temperature, request.sampling.max_tokens) == (None, 0.0, 256)
+
+
+def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client) -> None:
+    asked(http, "first", {"user_question": "what?"}, run="r", client="c")
+    first = served.engine.requests[-1]
+    assert (str(first.produces), first.run) == ("agent_first@0", "r")
+    for bindings in ({"user_question": "what?"}, {"user_question": "what?", "agent_first_current": "one"}):
+        assert asked(http, "last", bindings, run="r", client="c").status_code == 200
+        segment = served.engine.requests[-1].segments[3]
+        assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
+        assert served.engine.requests[-1].run == "r"
+        run = RunKey(first.namespace, "c", first.run)
+        served.workflows.client_runs.of(first.tenant)[run].turns["last"] = 0
+    asked(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
+    other = served.engine.requests[-1].segments[3]
+    assert other.sample[:3] == (ValueKind.AGENT, "first", 0) and other.sample.digest
+    assert other.tokens == tuple(b"two")
+
+
+def test_other_runs_clients_and_ended_runs_know_nothing(served: Served, http: httpx.Client) -> None:
+    asked(http, "first", {"user_question": "what?"}, run="r")
+    for said in ({}, {"run": "s"}, {"run": "r", "client": "c"}):
+        answer = asked(http, "last", {"user_question": "what?"}, **said)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "kedge.bindings"
+    assert asked(http, "last", {"user_question": "what?"}, run="r", final=True).status_code == 200
+    served.wait_quiet()
+    assert asked(http, "last", {"user_question": "what?"}, run="r").status_code == 400
+
+
+def test_a_turn_that_could_not_begin_did_not_happen(served: Served, http: httpx.Client) -> None:
+    assert asked(http, "first", {}, run="r").status_code == 400
+    asked(http, "first", {"user_question": "x"}, run="r")
+    assert served.engine.requests[-1].produces == SampleId(ValueKind.AGENT, "first")
+
+
+@pytest.mark.parametrize(
+    ("agent", "bindings", "status"),
+    [
+        ("nobody", {}, 404),
+        ("first", {}, 400),
+        ("first", {"user_question": "x", "other": "y"}, 400),
+        ("first", {"user_question": "\ud800"}, 400),
+    ],
+)
+def test_wrong_bindings(http: httpx.Client, agent: str, bindings: dict[str, str], status: int) -> None:
+    kedge = {"workflow": "pair", "agent": agent, "bindings": bindings}
+    content = json.dumps({"messages": [], "kedge": kedge})
+    assert http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).status_code == status
+
+
+def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: httpx.Client) -> None:
+    asked(http, "first", {"user_question": "x"}, run="r", client="c")
+    served.wait_quiet()
+    request, key = served.engine.requests[-1], (Namespace(TenantId("default")), "c", "r")
+    assert (request.client, request.run) == ("c", "r")
+    assert request.fixed == len(request.segments[0].tokens)
+    changes, begins = served.engine.forecasts[0]
+    assert {agent: one.steps for agent, one in changes.items()} == {(*key, "first"): 0, (*key, "last"): 1}
+    assert begins[(*key, "first")] == request.segments[0].tokens
+    assert served.engine.forecasts[-1][0][*key, "last"].steps == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "fixed"),
+    [({"fixed_tokens": 7}, 7), ({"fixed_messages": 1}, 17), ({"fixed_messages": 9}, None), ({}, None)],
+)
+def test_the_fixed_boundary_reaches_the_engine(
+    served: Served, http: httpx.Client, said: dict[str, int], fixed: int | None
+) -> None:
+    messages = [{"role": "system", "content": "12345678"}, {"role": "user", "content": "x"}]
+    http.post(CHAT, json={"messages": messages, "kedge": {"agent": "a", **said}})
+    assert served.engine.requests[-1].fixed == fixed
 
 
 # what is told ---------------------------------------------------------------------------------------------------------
@@ -162,47 +253,3 @@ def test_a_run_that_expires_is_forgotten_for_everybodys_sake(
     gone = {key.agent for changes, _ in served.engine.forecasts[before:] for key, one in changes.items() if one is None}
     assert {"critic", "judge"} <= gone
     assert {key.run_id for key in served.workflows.client_runs._runs["default"]} == {"other"}
-
-
-# a real model ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with engine_of(tiny_model("llama"), planner={"by_cost": False, "move": "never"}) as built:
-        yield built
-
-
-def answers(engine: LocalEngine, agents: list[str], *, waits: bool, **kedge: Any) -> list[dict[str, Any]]:
-    """What agents say; with `waits` the engine has time between two calls."""
-    with serving(engine) as running, running.http() as http:
-        register(http)
-        said = []
-        for agent in agents:
-            bindings = {"user_question": "How much is 2+2?"}
-            if agent == "judge":
-                bindings |= {"agent_solver_current": "4", "agent_critic_current": "5"}
-            said.append(call(running, http, agent, bindings, **kedge))
-            if waits:
-                engine.wait_idle(60)
-        http.post("/v1/hints", json={"kedge": {"run": kedge["run"], "final": True}})
-        return said
-
-
-def texts(said: list[dict[str, Any]]) -> list[str]:
-    return [one["choices"][0]["message"]["content"] for one in said]
-
-
-def preassembled(said: list[dict[str, Any]]) -> list[int]:
-    return [one["kedge"]["receipts"][0]["preassembled"] for one in said]
-
-
-@pytest.mark.parametrize("reuse", ["exact", "translate"])
-def test_a_prompt_is_ready_when_its_agent_calls_and_says_the_same(engine: LocalEngine, reuse: str) -> None:
-    agents = ["solver", "critic"]
-    plain = answers(engine, agents, waits=True, run=f"off-{reuse}", reuse="off")
-    ready = answers(engine, agents, waits=True, run=f"on-{reuse}", reuse=reuse)
-    assert preassembled(plain) == [0, 0]
-    assert preassembled(ready)[0] == 0
-    assert preassembled(ready)[1] == ready[1]["usage"]["prompt_tokens"] - 1, "all but the token that gives the logits"
-    assert texts(ready) == texts(plain)
