@@ -22,8 +22,6 @@ from kedge.engine.base import Tokenizer, spelled
 from kedge.engine.common.watched import Watcher
 from kedge.reuse.reasons import pieces
 from kedge.server.http import CallFailure, receipt
-from kedge.server.tenancy import KeyRing
-from kedge.settings import ServerSettings
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentKey,
@@ -51,12 +49,6 @@ class CallState(StrEnum):
     DONE = "done"
     STOPPED = "stopped"
     """It ended without an answer."""
-
-
-def text_policy(settings: ServerSettings, keys: KeyRing) -> Callable[[TenantId], bool]:
-    """Return a function of the tenant: whether its texts may be kept, by its own setting or else the server's."""
-    chosen = {tenant.id: tenant.keep_texts for tenant in keys.tenants if tenant.keep_texts is not None}
-    return lambda tenant: chosen.get(tenant, settings.keep_texts)
 
 
 @dataclass(slots=True)

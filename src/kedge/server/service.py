@@ -13,7 +13,7 @@ from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import Hints, read_hints
-from kedge.server.history import History, text_policy
+from kedge.server.history import History
 from kedge.server.http import CallFailure
 from kedge.server.metrics import NO_TENANT, CacheMetrics, ServerMetrics
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant
@@ -30,13 +30,10 @@ class Service:
     """What one server's routes share. Belongs to the event loop."""
 
     def __init__(
-        self,
-        engine: Engine,
-        settings: ServerSettings,
-        keys: KeyRing,
-        tracing: OpenTelemetry | None = None,
+        self, engine: Engine, settings: ServerSettings, keys: KeyRing, tracing: OpenTelemetry | None = None
     ) -> None:
-        self.history = History(keeps_texts=text_policy(settings, keys))
+        chosen = {one.id: one.keep_texts for one in keys.tenants if one.keep_texts is not None}
+        self.history = History(keeps_texts=lambda tenant: chosen.get(tenant, settings.keep_texts))
         self.engine = WatchedEngine(engine, self.history)
         self.settings, self.keys, self.tracing = settings, keys, tracing
         self.model_name = settings.model_name or BUNDLED_MODEL
