@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.block_pools import leading_blocks
+from kedge.integrations.vllm.plugin.owners import SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest
-from kedge.integrations.vllm.plugin.session_histories import SessionHistories
-from kedge.policies.eviction import steps_to_execution
+from tests.integrations.vllm.plugin import pools
+from tests.integrations.vllm.plugin.pools import SIZE, admitted, chain, opened
 
-SIZE = 16
 BLOCKS = 40
 STOPPED, ABORTED = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED
 
 
-def chain(name: str, length: int) -> list[BlockHash]:
-    """Return hashes of a prompt: prompts of one letter share their beginning with it."""
-    return [BlockHash(f"{name[: 1 + at // 4]}-{at}".encode()) for at in range(length)]
+prompt = partial(chain, letter=4)
+"""Hashes of prompts that share their beginning: four blocks for each letter"""
 
 
 class Engine:
     """A block pool with sessions, and what vLLM's scheduler does with both."""
 
     def __init__(self) -> None:
-        self.pool = BlockPool(BLOCKS + 1, True, SIZE)
-        self.queue = replace_queue(self.pool, steps_to_execution(math.inf), whole_sets=True)
+        self.pool = opened(BLOCKS)
+        self.queue: Any = self.pool.free_block_queue
         self.now = 0.0
         self.sessions = SessionHistories(lambda: self.now)
         self.sessions.bind(self.pool)
@@ -59,26 +53,21 @@ class Engine:
 
     def admit(self, asked: Any) -> int:
         """Run a request; the number of blocks that were cached. -1: there is no room for it."""
-        found = leading_blocks(self.pool, asked.block_hashes)
-        self.pool.touch(found)
-        missing = len(asked.block_hashes) - len(found)
-        if missing > self.pool.get_num_free_blocks():
-            self.pool.free_blocks(reversed(found))
+        found = admitted(self.pool, asked.block_hashes)
+        if found is None:
             return -1
-        self.live[asked.request_id].device = SIZE * len(found)
-        blocks = found + self.pool.get_new_blocks(missing)
+        blocks, cached = found
+        self.live[asked.request_id].device = SIZE * cached
         self.running[asked.request_id] = (asked, blocks)
-        return len(found)
+        return cached
 
     def end(self, name: str, status: RequestStatus = STOPPED, computed: int | None = None) -> None:
         """End a running request after so many blocks have KV."""
         asked, blocks = self.running.pop(name)
-        computed = len(blocks) if computed is None else computed
-        for block, one in zip(blocks[:computed], asked.block_hashes, strict=False):
-            if block.block_hash is None and cached_block(self.pool, one) is None:
-                self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
-        asked.status, asked.num_computed_tokens = status, SIZE * computed
-        self.finish(asked, [block.block_id for block in blocks[:computed]])
+        count = len(blocks) if computed is None else computed
+        pools.computed(self.pool, asked.block_hashes[:count], blocks[:count])
+        asked.status, asked.num_computed_tokens = status, SIZE * count
+        self.finish(asked, [block.block_id for block in blocks[:count]])
         self.pool.free_blocks(reversed(blocks))
 
     def finish(self, asked: Any, *blocks: list[int]) -> None:
@@ -99,7 +88,7 @@ class Engine:
 
 def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
     engine = Engine()
-    for hashes, name in ((chain("a", 4), "mine"), (chain("b", 3), "mine"), (chain("b", 5), None)):
+    for hashes, name in ((prompt("a", 4), "mine"), (prompt("b", 3), "mine"), (prompt("b", 5), None)):
         asked = engine.request(hashes, name)
         engine.admit(asked)
         engine.end(asked.request_id)
@@ -108,10 +97,10 @@ def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
 
 def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
     engine = Engine()
-    engine.turn(chain("aX", 8))
-    waiting = engine.request(chain("aY", 8))  # another session with the same head of four blocks
+    engine.turn(prompt("aX", 8))
+    waiting = engine.request(prompt("aY", 8))  # another session with the same head of four blocks
     for number in range(12):
-        engine.turn(chain(chr(ord("b") + number), 8))
+        engine.turn(prompt(chr(ord("b") + number), 8))
     assert engine.admit(waiting) == 4
     engine.end(waiting.request_id)
     engine.queue.check_integrity()
@@ -119,19 +108,19 @@ def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
 
 def test_the_end_of_a_history_goes_first_though_a_backup_has_held_it_longer() -> None:
     engine = Engine()
-    asked = engine.request(chain("a", 8))
+    asked = engine.request(prompt("a", 8))
     engine.admit(asked)
     held = engine.running[asked.request_id][1][5:]
     engine.pool.touch(held)
     engine.end(asked.request_id)
     engine.pool.free_blocks(reversed(held))
     engine.pool.get_new_blocks(BLOCKS - 5)
-    assert len(leading_blocks(engine.pool, chain("a", 8))) == 5
+    assert len(leading_blocks(engine.pool, prompt("a", 8))) == 5
 
 
 def test_blocks_of_all_groups_are_owned() -> None:
     engine = Engine()
-    asked = engine.request(chain("a", 2))
+    asked = engine.request(prompt("a", 2))
     engine.admit(asked)
     others = engine.pool.get_new_blocks(2)
     asked.num_computed_tokens, asked.status = 2 * SIZE, STOPPED
@@ -157,7 +146,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["a", "ab", "abc", "b", "c", "cd"]), length=st.integers(0, 12))
     def arrive(self, name: str, length: int) -> None:
-        self.waiting.append(self.engine.request(chain(name, length)))
+        self.waiting.append(self.engine.request(prompt(name, length)))
 
     @precondition(lambda self: self.waiting)
     @rule()
