@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.reuse.costs import LinearCost  # noqa: E402
-from kedge.reuse.planner import CHEAPER  # noqa: E402
-from tests.integrations.vllm.conftest import Driver, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import ONE, SETTINGS, ask, lane_engine  # noqa: E402
+from kedge.reuse.costs import LinearCost
+from kedge.reuse.planner import CHEAPER
+from tests.integrations.vllm.conftest import Driver, receipt
+from tests.integrations.vllm.lane_prompts import ONE, SETTINGS, ask, lane_engine
 
 DEAR, CHEAP = LinearCost((1.0, 1.0)), LinearCost((1e-9, 1e-9))
 

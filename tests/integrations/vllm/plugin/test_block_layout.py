@@ -1,8 +1,8 @@
-"""Layouts that are found by writing, and writers that are refused."""
+"""Layouts that are found by writing, whatever vLLM's own ops for the CPU have here, and writers that are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +10,20 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, find_block_axis, find_layouts
+from kedge.integrations.vllm.plugin.block_layout import (
+    BlockAxis,
+    BlockLayout,
+    KVLayer,
+    find_block_axis,
+    find_layouts,
+    memory_order,
+)
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer, truncated
 
 SHAPE = Shape()
@@ -69,9 +80,12 @@ def test_channels_in_any_order_are_found(of_keys: list[int], of_values: list[int
         assert torch.equal(read, one)
 
 
-def test_places_that_nothing_is_written_to_are_left_out() -> None:
+def test_places_that_nothing_is_written_to_are_left_out_whatever_the_model_computes_in() -> None:
     """Head dimensions that a kernel pads."""
     wide = Shape(dim=12)
+    layer = fake_layer(dtype=torch.bfloat16, computed=torch.float32)
+    found, (keys, _) = probe(layer), write_everywhere(layer)
+    assert torch.equal(found.read(layer, torch.arange(6))[0], keys.bfloat16().float())
 
     def padded(given: Tensor) -> Tensor:
         return torch.nn.functional.pad(given, (0, 4))
@@ -81,12 +95,6 @@ def test_places_that_nothing_is_written_to_are_left_out() -> None:
     found, written = probe(layer), write_everywhere(layer)
     for read, one in zip(found.read(layer, torch.arange(6)), written, strict=True):
         assert torch.equal(read, one)
-
-
-def test_a_model_may_compute_in_another_dtype_than_its_pages() -> None:
-    layer = fake_layer(dtype=torch.bfloat16, computed=torch.float32)
-    found, (keys, _) = probe(layer), write_everywhere(layer)
-    assert torch.equal(found.read(layer, torch.arange(6))[0], keys.bfloat16().float())
 
 
 @pytest.mark.parametrize("float8", FLOATS8)
@@ -142,6 +150,23 @@ def test_a_scale_is_read_when_it_is_used() -> None:
     torch.testing.assert_close(other, 3 * one)
 
 
+def test_memory_order_is_a_view_without_gaps() -> None:
+    pages = torch.arange(2 * 3 * 4 * 5).view(2, 4, 3, 5).transpose(1, 2)
+    view = memory_order(pages)
+    assert view.is_contiguous() and view.data_ptr() == pages.data_ptr() and len(view) == 2
+
+
+def test_pages_are_written_through_the_view_that_vllm_bound() -> None:
+    """With blocks in parts the registered view may be the scheduler's, the bound one the backend's."""
+    layer = fake_layer(Layout(parts=2))
+    registered = layer.pages.view(6, 2, *layer.pages.shape[1:])
+    layer.layer.kv_cache = layer.pages
+    split = KVLayer(layer.layer, registered, layer.dtype)
+    assert find_block_axis(split, 6, 4) == BlockAxis(0, 1)
+    layer.layer.kv_cache = torch.zeros_like(layer.pages)
+    assert split.bound is registered, "another tensor is not written to"
+
+
 # refused --------------------------------------------------------------------------------------------------------------
 
 
@@ -163,65 +188,70 @@ def sized(given: Tensor) -> Tensor:
     return given / given.abs().amax((1, 2), keepdim=True)
 
 
-@pytest.mark.parametrize("changes", [{"keep": (one, one)} for one in (coarse, short, lossy, sized)])
-@pytest.mark.parametrize("side", [0, 1])
-def test_writers_that_change_numbers_are_refused(changes: dict[str, Any], side: int) -> None:
-    keep = [lambda given: given, lambda given: given]
-    keep[side] = changes["keep"][side]
-    with pytest.raises(LayoutUnknown, match="does not keep keys and values|not read again"):
-        probe(fake_layer(keep=keep))
+def swapped(slots: Tensor) -> Tensor:
+    """Every other block the other way round."""
+    return torch.where(slots // 4 % 2 == 1, slots // 4 * 4 + 3 - slots % 4, slots)
+
+
+def plain(given: Tensor) -> Tensor:
+    return given
+
+
+def whole(given: Tensor) -> Tensor:
+    return (given.float() * 8).round().clamp(0, 255)
+
+
+CHANGES = (coarse, short, lossy, sized)
+WRITERS: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"keys {one.__name__}": ({"keep": (one, plain)}, "does not keep|not read") for one in CHANGES},
+    **{f"values {one.__name__}": ({"keep": (plain, one)}, "does not keep|not read") for one in CHANGES},
+    "two tokens in one place": ({"slots_written": lambda slots: slots - slots % 2}, "does not keep"),
+    "in order": ({"slots_written": lambda slots: slots.sort().values}, "not read again"),
+    "backwards": ({"slots_written": lambda slots: slots.flip(0) if len(slots) > 4 else slots}, "not read again"),
+    "next block": ({"slots_written": lambda slots: (slots + 4) % 24}, "not in one block"),
+    "reversed": ({"slots_written": lambda slots: 23 - slots}, "not in one block"),
+    "one block": ({"slots_written": lambda slots: slots % 4}, "not in one block"),
+    "shifted": ({"slots_written": lambda slots: (slots + 1) % 24}, "not in one block"),
+    "blocks that differ": ({"slots_written": swapped}, "does not keep"),
+    "blocks not in one run": ({"layout": Layout([1, 0, 2, 3, 4], merged=0)}, "not in one block"),
+    "nor in this order": ({"layout": Layout([2, 0, 1, 3, 4], merged=0)}, "not in one block"),
+    "integers": ({"dtype": torch.int16, "computed": torch.float32}, r"its numbers are torch.int16"),
+    "sizes": ({"keep": (plain, lambda values: values.repeat(1, 1, 2)), "head_size_v": 4}, "differ in size"),
+}
+
+
+@pytest.mark.parametrize(("given", "why"), WRITERS.values(), ids=WRITERS)
+def test_other_writers_are_refused(given: dict[str, Any], why: str) -> None:
+    layer = fake_layer(**given)
+    before, kept = layer.pages.clone(), [0, 1, 5]
+    with pytest.raises(LayoutUnknown, match=why):
+        probe(layer)
+    assert "layout" in given or torch.equal(layer.pages[kept], before[kept])
 
 
 @pytest.mark.parametrize(
-    ("slots_written", "why"),
+    ("given", "why"),
     [
-        (lambda slots: slots - slots % 2, "does not keep"),
-        (lambda slots: slots.sort().values, "not read again"),
-        (lambda slots: slots.flip(0) if len(slots) > 4 else slots, "not read again"),
-        (lambda slots: (slots + 4) % 24, "not in one block"),
-        (lambda slots: 23 - slots, "not in one block"),
-        (lambda slots: slots % 4, "not in one block"),
-        (lambda slots: (slots + 1) % 24, "not in one block"),
+        *(({"error": error}, "does not keep|not read again") for error in (1.05, 0.5, 100.0)),
+        ({"_v_scale": torch.ones(2)}, "a scale for each head"),
+        ({"keep": (whole, whole)}, "does not keep"),
     ],
-    ids=["two tokens in one place", "in order", "backwards", "next block", "reversed", "one block", "shifted"],
 )
-def test_writers_to_other_slots_are_refused(slots_written: Callable[[Tensor], Tensor], why: str) -> None:
-    layer = fake_layer(slots_written=slots_written)
-    before = layer.pages.clone()
+def test_other_numbers_of_8_bits_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(LayoutUnknown, match=why):
-        probe(layer)
-    kept = [0, 1, 5]
-    assert torch.equal(layer.pages[kept], before[kept])
-
-
-def test_blocks_that_are_not_in_one_run_are_refused() -> None:
-    for order in ([1, 0, 2, 3, 4], [2, 0, 1, 3, 4]):
-        with pytest.raises(LayoutUnknown, match="not in one block"):
-            probe(fake_layer(Layout(order, merged=0)))
-
-
-def test_blocks_that_differ_are_refused() -> None:
-    """Every other block the other way round."""
-
-    def swapped(slots: Tensor) -> Tensor:
-        return torch.where(slots // 4 % 2 == 1, slots // 4 * 4 + 3 - slots % 4, slots)
-
-    with pytest.raises(LayoutUnknown, match="does not keep"):
-        probe(fake_layer(slots_written=swapped))
+        probe(float8_layer(torch.float8_e4m3fn, **given))
 
 
 def test_pages_that_do_not_count_blocks_are_refused() -> None:
-    with pytest.raises(LayoutUnknown, match="no dimension counts 7 blocks"):
-        find_block_axis(fake_layer(), 7, 4)
-    with pytest.raises(LayoutUnknown, match="no dimension counts 1 blocks"):
-        find_block_axis(fake_layer(shape=Shape(blocks=1)), 1, 4)
-
-
-def failing(*_: object) -> None:
-    raise RuntimeError("no such kernel")
+    for layer, blocks in ((fake_layer(), 7), (fake_layer(shape=Shape(blocks=1)), 1)):
+        with pytest.raises(LayoutUnknown, match=f"no dimension counts {blocks} blocks"):
+            find_block_axis(layer, blocks, 4)
 
 
 def test_an_op_that_raises_is_a_refusal_and_changes_nothing() -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
     layer = fake_layer()
     before = layer.pages.clone()
     layer.layer.impl.do_kv_cache_update = failing
@@ -231,25 +261,6 @@ def test_an_op_that_raises_is_a_refusal_and_changes_nothing() -> None:
     assert torch.equal(layer.pages, before)
     del layer.layer.impl.do_kv_cache_update
     with pytest.raises(LayoutUnknown, match="do_kv_cache_update"):
-        probe(layer)
-
-
-@pytest.mark.parametrize("error", [1.05, 0.5, 100.0])
-def test_another_scale_than_the_layers_is_refused(error: float) -> None:
-    with pytest.raises(LayoutUnknown, match="does not keep|not read again"):
-        probe(float8_layer(torch.float8_e4m3fn, error=error))
-
-
-def test_other_formats_are_refused() -> None:
-    with pytest.raises(LayoutUnknown, match=r"its numbers are torch.int16"):
-        probe(fake_layer(dtype=torch.int16, computed=torch.float32))
-    with pytest.raises(LayoutUnknown, match="a scale for each head"):
-        probe(float8_layer(torch.float8_e4m3fn, _v_scale=torch.ones(2)))
-    with pytest.raises(LayoutUnknown, match="does not keep"):
-        whole = [lambda given: (given.float() * 8).round().clamp(0, 255)] * 2
-        probe(float8_layer(torch.float8_e4m3fn, keep=whole))
-    layer = fake_layer(keep=(lambda keys: keys, lambda values: values.repeat(1, 1, 2)), head_size_v=4)
-    with pytest.raises(LayoutUnknown, match="differ in size"):
         probe(layer)
 
 
@@ -279,3 +290,81 @@ def test_the_global_random_state_is_left_alone() -> None:
     torch.manual_seed(1)
     probe(layer)
     assert torch.equal(torch.randn(3), expected)
+
+
+# vLLM's own ops for the CPU -----------------------------------------------------------------------------------------
+
+ON_CPU = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's ops for the CPU are not there")
+BLOCKS, SIZE, HEADS, DIM = 5, 32, 2, 64
+HAS_AMX, HAS_AVX512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
+
+
+def cpu_layer(
+    isa: str, dtype: torch.dtype, kv: str = "auto", scales: tuple[float, float] = (1.0, 1.0), size: int = SIZE
+) -> KVLayer:
+    impl: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
+    impl.attn_type, impl.kv_cache_dtype = AttentionType.DECODER, kv
+    layer = SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM, isa=isa, kv_cache_dtype=kv)
+    for name, scale in zip("kv", scales, strict=True):
+        setattr(layer, f"_{name}_scale", torch.tensor(scale))
+        setattr(layer, f"_{name}_scale_float", scale)
+    kept = dtype if kv == "auto" else torch.uint8
+    return KVLayer(layer, torch.randint(1, 9, (BLOCKS, HEADS, size, 2 * DIM)).to(kept), dtype)
+
+
+CASES = [
+    pytest.param("vec", torch.float32, "auto", id="vec-float32"),
+    pytest.param("vec", torch.bfloat16, "auto", id="vec-bfloat16"),
+    pytest.param("vec", torch.float16, "auto", id="vec-float16"),
+    pytest.param("vec16", torch.float32, "auto", id="vec16-float32"),
+    pytest.param("vec16", torch.bfloat16, "auto", id="vec16-bfloat16"),
+    *(
+        pytest.param("vec", dtype, kv, marks=pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512"))
+        for kv in ("fp8", "fp8_e4m3", "fp8_e5m2")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
+    *(
+        pytest.param("amx", torch.bfloat16, kv, marks=pytest.mark.skipif(not HAS_AMX, reason="needs AMX"))
+        for kv in ("auto", "fp8")
+    ),
+]
+
+
+@ON_CPU
+@pytest.mark.parametrize(("isa", "dtype", "kv"), CASES)
+@pytest.mark.parametrize("size", [32, 96])
+def test_the_layouts_of_vllms_op_are_found(isa: str, dtype: torch.dtype, kv: str, size: int) -> None:
+    layer = cpu_layer(isa, dtype, kv, (0.37, 1.9) if kv != "auto" else (1.0, 1.0), size)
+    before = layer.pages.clone()
+    (found,) = find_layouts([layer], BLOCKS, size)
+    assert found.axis == BlockAxis(0, 1) and torch.equal(layer.pages, before)
+    expected = {"auto": None, "fp8_e5m2": torch.float8_e5m2}
+    assert found.numbers.float8 is expected.get(kv, torch.float8_e4m3fn)
+    slots = torch.randperm(2 * size)[: size + 7]
+    keys, values = torch.randn(2, len(slots), HEADS, DIM).to(dtype)
+    layer.store(keys, values, slots)
+    for read, written in zip(found.read(layer, torch.arange(2)), (keys, values), strict=True):
+        kept = read.flatten(0, 1)[slots]
+        error = (kept.float() - written.float()).abs().mean() / written.float().abs().mean()
+        assert error == 0 if kv == "auto" else error < found.numbers.rounding
+
+
+@ON_CPU
+@pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512")
+def test_scales_on_the_host_that_differ_from_the_devices_are_noticed() -> None:
+    """vLLM's ops for the CPU take the one, its kernels the other."""
+    layer = cpu_layer("vec", torch.float32, "fp8", (1.0, 1.0))
+    layer.layer._v_scale_float = 2.5
+    with pytest.raises(LayoutUnknown, match="does not keep"):
+        find_layouts([layer], BLOCKS, SIZE)
+
+
+@ON_CPU
+def test_the_blocks_of_latent_attention_are_found() -> None:
+    """They have no keys and values by head, so nothing is translated; the host tier copies them."""
+    impl: Any = CPUMLAImpl.__new__(CPUMLAImpl)
+    layer = SimpleNamespace(
+        impl=impl, kv_lora_rank=64, qk_rope_head_dim=16, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0)
+    )
+    pages = torch.zeros(BLOCKS, 1, SIZE, 80)
+    assert find_block_axis(KVLayer(layer, pages, torch.float32), BLOCKS, SIZE) == BlockAxis(0, 1)
