@@ -234,9 +234,3 @@ def test_waiting_requests_go_by_their_steps(flow: Driver) -> None:
         flow.step()
         order += [name for name in names if name in flow.finished and name not in order]
     assert [names[name] for name in order] == [1, 3, 5]
-
-
-def test_requests_without_hints_are_left_alone(flow: Driver, stock: dict[tuple[int, int], list[int]]) -> None:
-    output = flow.ask(call(0, 0))
-    assert list(output.outputs[0].token_ids) == stock[0, 0] and output.kv_transfer_params is None
-    assert flow.ask(call(0, 0)).num_cached_tokens == FIXED + BLOCK

@@ -11,21 +11,18 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey, EvictionPolicy, StepView, kind_of
 from kedge.structures.heaps import LazyHeap, StepCounts
 from kedge.structures.prefixes import leading_count
 
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
 Owner = Hashable
 """Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""
-
-
-class FreeBlock(Protocol):
-    """vLLM's `KVCacheBlock`, as far as a free queue uses it."""
-
-    block_id: int
 
 
 class OwnerSet:
@@ -74,7 +71,7 @@ class StepFreeQueue:
     """
 
     def __init__(
-        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
+        self, blocks: Sequence[KVCacheBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
     ) -> None:
         """`blocks` are free, first to be used first; all block ids are below `num_blocks`.
 
@@ -90,7 +87,7 @@ class StepFreeQueue:
         self._steps: dict[Owner, float] = {}
         self._begin(blocks)
 
-    def _begin(self, blocks: Sequence[FreeBlock]) -> None:
+    def _begin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Begin with free blocks that have neither KV worth keeping nor owners. Steps stay known."""
         self.num_free_blocks = 0
         self._empty: dict[int, Any] = {}
@@ -125,18 +122,18 @@ class StepFreeQueue:
             taken += self._evict(n - len(taken))
         return taken
 
-    def remove(self, block: FreeBlock) -> None:
+    def remove(self, block: KVCacheBlock) -> None:
         """Take a block out of its list. Raises `PlanError` for a block that is not free."""
         at = block.block_id
         if self.set_of[at].free.pop(at, None) is None and self._empty.pop(at, None) is None:
             raise PlanError("block", at, "is not free")
         self.num_free_blocks -= 1
 
-    def append(self, block: FreeBlock) -> None:
+    def append(self, block: KVCacheBlock) -> None:
         """Add a free block whose KV is worth keeping."""
         self.append_n([block])
 
-    def append_n(self, blocks: Sequence[FreeBlock]) -> None:
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add free blocks whose KV is worth keeping; of those with the same owners the first is evicted first."""
         set_of, stamps = self.set_of, self._stamps
         for owners, run in itertools.groupby(blocks, lambda block: set_of[block.block_id]):
@@ -153,7 +150,7 @@ class StepFreeQueue:
                 self._rank(owners)
         self.num_free_blocks += len(blocks)
 
-    def prepend_n(self, blocks: Sequence[FreeBlock]) -> None:
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add free blocks without KV worth keeping; the first of them is used before all others."""
         for block in blocks:
             if (owners := self.set_of[block.block_id]) is not self.unowned:
@@ -165,7 +162,7 @@ class StepFreeQueue:
         """Return all free blocks in the order in which they are used. O(n log n) in their number."""
         return [*reversed(self._empty.values()), *self._sorted(self.sets())]
 
-    def iter_blocks_after(self, cursor: FreeBlock | None) -> Iterator[Any]:
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[Any]:
         """Yield the free blocks that are used after `cursor` (None: all), in that order."""
         order = self.get_all_free_blocks()
         yield from order[0 if cursor is None else order.index(cursor) + 1 :]
@@ -297,7 +294,7 @@ class StepFreeQueue:
             if self.set_of[block_id] is self.unowned:
                 self.set_of[block_id] = self.suffix
 
-    def release(self, owners: OwnerSet, blocks: Sequence[FreeBlock]) -> None:
+    def release(self, owners: OwnerSet, blocks: Sequence[KVCacheBlock]) -> None:
         """Make `blocks`, all of the set `owners`, unowned: their KV is lost."""
         for block in blocks:
             self.set_of[block.block_id] = self.unowned

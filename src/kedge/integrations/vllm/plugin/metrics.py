@@ -80,11 +80,12 @@ def message(
     rank: int | None = None,
 ) -> EngineCoreRequest:
     """Return hints for the plug-in as a request that vLLM aborts at once; `rank` is a data-parallel engine's."""
+    extra = {"kv_transfer_params": {"kedge": dict(hints)}}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(tokens),
         mm_features=None,
-        sampling_params=hinted_params(hints),
+        sampling_params=SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
@@ -92,12 +93,6 @@ def message(
         data_parallel_rank=rank,
         abort_immediately=True,
     )
-
-
-def hinted_params(hints: Mapping[str, Any]) -> SamplingParams:
-    """Return parameters that carry hints for the plug-in."""
-    extra = {"kv_transfer_params": {"kedge": dict(hints)}}
-    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
 
 
 class LateAnswers:
