@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 EVERYTHING = "*"
 """The name that stands for all placeholders of a request"""
@@ -41,15 +40,6 @@ class GuardState(StrEnum):
     """Translated: whether decisions change is not known well enough yet."""
     ON = "on"
     """Translated, and the share of changed decisions is below the limit with the chosen confidence."""
-
-
-class Part(Protocol):
-    """A segment of a prompt."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_placeholder(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +79,6 @@ class GuardOrders:
     def is_proving(self) -> bool:
         """Whether a request is computed, or translated beside one that is, to see how far off translation would be."""
         return self.held_out or EVERYTHING in self.withheld
-
-    def takes_exact(self, segment: Part) -> bool:
-        """Return whether a segment may be what the cache has the exact KV of."""
-        is_all = self.afresh == EVERYTHING and segment.is_placeholder
-        return not (is_all or (self.afresh and segment.name == self.afresh))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kedge.engine.echo import ByteTokenizer
-from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
-from kedge.types import ClientId, Namespace, ReuseMode, RunId, SampleId, TenantId, Tokens, ValueKind
+from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
+from kedge.types import Namespace, ReuseMode, RunId, SampleId, TenantId, Tokens, ValueKind
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.template import Value
@@ -24,15 +24,13 @@ QUESTION = SampleId(ValueKind.INPUT, "user_question")
 A0, B0, T0 = Step("a", 0).sample(), Step("b", 0).sample(), Step("a", 0).sample(ValueKind.CONDITION)
 
 
-def memory(**values: str) -> RunMemory:
+def memory(**values: str) -> dict[SampleId, Remembered]:
     samples = {"question": QUESTION, "a": A0, "b": B0, "tool": T0}
-    known = RunMemory()
-    for name, text in values.items():
-        known.put(samples[name], Value(TOKENIZER.encode(text) if text else (), samples[name]), text)
-    return known
+    tokens = {samples[name]: TOKENIZER.encode(text) if text else () for name, text in values.items()}
+    return {sample: Remembered.of(Value(found, sample)) for sample, found in tokens.items()}
 
 
-def values(step: Step, *memories: RunMemory) -> list[tuple[str, str, Tokens]]:
+def values(step: Step, *memories: dict[SampleId, Remembered]) -> list[tuple[str, str, Tokens]]:
     request = RunPrompts(RUN, FLOW, compiled(FLOW, TOKENIZER), memories).request(step, ReuseMode.EXACT)
     return [(str(one.sample), TOKENIZER.decode(one.tokens)) for one in request.segments if one.is_placeholder]
 
@@ -64,6 +62,7 @@ def test_a_request_says_whose_it_is() -> None:
     prompts = compiled(FLOW, TOKENIZER)
     request = RunPrompts(RUN, FLOW, prompts, (memory(),)).request(Step("b", 1), ReuseMode.OFF, produces=B0)
     assert (request.tenant, request.client, request.run, request.agent) == ("t", "c", "r", "b")
+    assert FLOW.read_answers == {Step("a", 0), Step("b", 0), Step("a", 1)}, "so that the last answer is not one"
     assert (request.workflow, request.reuse, request.produces) == ("flow", ReuseMode.OFF, B0)
     assert (request.sampling.max_tokens, request.fixed) == (7, len(prompts["b"].prefixes[0]))
 
@@ -75,13 +74,3 @@ def test_fixed_prompts_are_those_of_agents_that_have_one() -> None:
     bare = Workflow("bare", (Agent("a", "", "{user_question}"),))
     alone = compiled(bare, ByteTokenizer())
     assert set(fixed_prompts(RUN, alone)) == ({AgentKey(*RUN, "a")} if alone["a"].prefixes[0] else set())
-
-
-def test_only_answers_that_some_step_reads_are_read() -> None:
-    assert FLOW.read_answers == {Step("a", 0), Step("b", 0), Step("a", 1)}
-
-
-def test_the_client_is_the_one_of_the_run() -> None:
-    assert RunPrompts(RUN, FLOW, compiled(FLOW, TOKENIZER), ()).request(
-        Step("a", 0), ReuseMode.EXACT
-    ).client == ClientId("c")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kedge.errors import CycleError, WorkflowError
 from kedge.workflow.graph import Agent, Workflow
-from kedge.workflow.step_graph import Node, NodeId, RunState, StepGraph
+from kedge.workflow.step_graph import Node, RunState, StepGraph
 from kedge.workflow.steps import UNKNOWN, NextRun
 
 
@@ -154,7 +154,7 @@ def test_the_pass_finds_the_fixed_point(of: StepGraph, data: st.DataObject) -> N
         assert one.probability == pytest.approx(expected[name].probability)
 
 
-def ready(of: StepGraph, state: RunState) -> list[NodeId]:
+def ready(of: StepGraph, state: RunState) -> list[str]:
     """The nodes that could run at once and do not run yet."""
     return [name for name in of.ids if name not in state.running and naive_ready(of, name, state)]
 

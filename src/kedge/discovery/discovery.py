@@ -29,7 +29,7 @@ from kedge.discovery.templates import (
     is_answer,
     learn,
 )
-from kedge.discovery.totals import PlainTotals, Served, WhyNot
+from kedge.discovery.totals import PlainTotals, Served
 from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
@@ -155,7 +155,7 @@ class Discovery:
 
     def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
-        self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
+        self.runs, self.totals = FoundRuns(), PlainTotals()
         self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
         self._ends = PromptEnds()
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
@@ -215,7 +215,6 @@ class Discovery:
         if asked is None:
             return None
         if served is not None:
-            self.why_not.count(served.reasons)
             self.totals.served(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from kedge.discovery.bounds import MAX_OF_ONE
@@ -31,23 +30,6 @@ class Served(NamedTuple):
         return cls(receipt.exact, receipt.translated, tuple(miss.reason for miss in receipt.misses))
 
 
-class WhyNot:
-    """How often each reason kept text from being translated. Numbers in a reason make no other one of it."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def count(self, reasons: Iterable[str]) -> None:
-        """Count the reasons of one request, each once."""
-        for reason in {_NUMBER.sub("N", one) for one in reasons}:
-            self._counts[reason if reason in self._counts or len(self._counts) < MAX_OF_ONE else OTHERS] += 1
-
-    @staticmethod
-    def most_common(several: Iterable[WhyNot]) -> list[tuple[str, int]]:
-        """Return all reasons of several with their requests, the most frequent first."""
-        return sum((one._counts for one in several), Counter[str]()).most_common()
-
-
 @dataclass(slots=True)
 class PlainTotals:
     """What was found out since the start."""
@@ -65,6 +47,8 @@ class PlainTotals:
     """Prompts that another went on with"""
     failures: int = 0
     """Requests about which nothing was found out because of an error in Kedge"""
+    why_not: Counter[str] = field(default_factory=Counter)
+    """Requests by each reason that kept text of theirs from being translated. Numbers in it make no other one of it."""
 
     def count(self, prompt_tokens: int, shared: int | None) -> None:
         """Count a request with so many tokens of shared text; None where its agent is unknown."""
@@ -74,9 +58,15 @@ class PlainTotals:
         self.shared_tokens += shared or 0
 
     def served(self, served: Served) -> None:
-        """Count where the tokens of an ended request came from."""
+        """Count where the tokens of an ended request came from, and each reason once."""
         self.exact_tokens += served.exact
         self.translated_tokens += served.translated
+        for reason in {_NUMBER.sub("N", one) for one in served.reasons}:
+            self.why_not[reason if reason in self.why_not or len(self.why_not) < MAX_OF_ONE else OTHERS] += 1
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers as plain data, the reasons apart."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "why_not"}
 
     def __add__(self, other: PlainTotals) -> PlainTotals:
         """Return the sum of both."""

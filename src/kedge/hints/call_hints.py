@@ -23,7 +23,6 @@ from kedge.hints.values import (
     MAX_NAME_LENGTH,
     cache_marks,
     kept_for,
-    longest,
     read_expected,
     read_kept,
     read_seconds,
@@ -279,7 +278,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             given.setdefault("expects", wishes.expects)
     if marks := cache_marks(body):
         try:
-            given.setdefault("keep_for", longest(marks))
+            given.setdefault("keep_for", max(map(kept_for, marks)))
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)

@@ -17,7 +17,7 @@ from typing import Literal
 from kedge.checks import brief, is_unicode
 from kedge.engine.base import Engine, Stream
 from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
-from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
+from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
 from kedge.types import (
     AgentId,
     ClientId,
@@ -160,7 +160,7 @@ class RunLoop:
     key: RunKey
     on_event: Callable[[RunEvent], None] | None
     on_tool_error: OnToolError
-    memory: RunMemory = field(default_factory=RunMemory)
+    memory: dict[SampleId, Remembered] = field(default_factory=dict)
     results: dict[Step, AgentResult] = field(default_factory=dict)
     in_flight: dict[Step, RequestId] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -237,14 +237,14 @@ class RunLoop:
         self.results[step] = result
         self.engine.forecast(self.progress.finished(step.agent, time.monotonic()))
         read = self.engine.tokenizer.plain(result.completion.tokens)
-        self.memory.put(step.sample(), Value(read, step.sample()), result.text)
+        self.memory[step.sample()] = Remembered.of(Value(read, step.sample()), result.text)
         if result.tool_result is not None:
             self._remember(step.sample(ValueKind.CONDITION), result.tool_result)
 
     def _remember(self, sample: SampleId, text: str) -> None:
         """Remember a value that is a text and not an answer: answers are never tokenized again."""
         tokens = self.engine.tokenizer.encode(text, special=False, inside=True) if text else ()
-        self.memory.put(sample, Value(tokens, sample), text)
+        self.memory[sample] = Remembered.of(Value(tokens, sample), text)
 
     def _notify(self, event: RunEvent) -> None:
         if self.on_event is not None:

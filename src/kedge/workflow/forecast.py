@@ -16,7 +16,7 @@ from kedge.errors import ConfigError
 from kedge.types import AgentId
 from kedge.types import AgentKey as AgentKey
 from kedge.types import RunKey as RunKey
-from kedge.workflow.step_graph import NodeId, RunState, StepGraph
+from kedge.workflow.step_graph import RunState, StepGraph
 from kedge.workflow.steps import NextRun
 
 Changes = Mapping[AgentKey, NextRun | None]
@@ -167,7 +167,7 @@ class RunProgress:
         """End the run, finished or not."""
         return self._board.done(self.run, now)
 
-    def _expected(self, agent: AgentId) -> NodeId | None:
+    def _expected(self, agent: AgentId) -> str | None:
         """Return the node of `agent` that is next to start; None where all of them run, or it has none."""
         if agent not in self.graph.nodes_of:
             self._board.ignored[Ignored.UNKNOWN_AGENT] += 1

@@ -114,27 +114,6 @@ def test_calls_that_come_at_the_same_time_spread_before_any_has_arrived() -> Non
     assert chosen == dict.fromkeys(IDLE, 3)
 
 
-def test_a_wrong_expectation_is_dropped() -> None:
-    affinity = Affinity(most_templates=2)
-    affinity.expect(caller(agent="x"), "east")
-    affinity.routed(caller(agent="x"), "west")
-    assert +affinity._held == {"west": 1} and not affinity._expected
-    for number in range(5):
-        affinity.expect(caller(agent=f"y{number}"), "north")
-    assert +affinity._held == {"west": 1, "north": 2}
-    affinity.retain(["west"])
-    assert +affinity._held == {"west": 1}
-
-
-def test_prompts_of_a_dead_replica_do_not_count() -> None:
-    affinity = Affinity()
-    home = send(affinity, caller("r1"))
-    affinity.retain({name for name in IDLE if name != home})
-    affinity.retain(IDLE)
-    fresh = [send(affinity, Caller(workflow=f"w{number}")) for number in range(3)]  # type: ignore[arg-type]
-    assert Counter(fresh) == dict.fromkeys(IDLE, 1)
-
-
 def test_an_ended_run_is_forgotten() -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isinf
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from kedge.guard import (
     EVERYTHING,
@@ -31,10 +34,8 @@ from kedge.reuse.guard.record import (
     Errors,
     GuardRecord,
     SentinelFinding,
-    from_data,
     judge_drawn,
     judge_weak,
-    to_data,
 )
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
@@ -64,19 +65,12 @@ Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
 
 
-class SavedGroup(NamedTuple):
-    """What was saved of one workflow of a namespace."""
+class SavedGroup(BaseModel):
+    """What is saved of one workflow of a namespace. Data of another shape raises `ValueError`."""
 
-    records: Mapping[tuple[str, str], GuardRecord]
-    """By agent and placeholder"""
-    proofs: Mapping[str, Proof]
-    """By agent"""
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> SavedGroup:
-        """Read plain data. Raises `ValueError`, `LookupError` or `TypeError`."""
-        proofs = [SavedProof.model_validate(one) for one in data["proofs"]]
-        return cls(from_data(data["records"]), {one.agent: one.proof() for one in proofs})
+    records: list[tuple[str, str, GuardRecord]]
+    """Agents, placeholders, and what is known of them"""
+    proofs: list[SavedProof]
 
 
 class GuardKey(NamedTuple):
@@ -132,15 +126,8 @@ class QualityGuard:
             return GuardMode.OFF
         return request.guard.mode or self._settings.mode
 
-    def orders(self, request: GenerateRequest) -> GuardOrders:
-        """Return what is withheld from translation in a request, and its agent's epoch."""
-        mode = self.mode(request)
-        if mode is GuardMode.OFF:
-            return request.guard
-        with self._lock:
-            return self._orders(request, mode, _keys(request))
-
     def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
+        """Return what is withheld from translation in a request, how the rest is translated, and its agent's epoch."""
         records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
         withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
         # each of its placeholders' breaches is a new one
@@ -331,11 +318,10 @@ class QualityGuard:
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
         found: list[dict[str, object]] = []
-        for key, record in self._copies(owns):
+        for key, record in self._locked(owns):
             note, fidelity = self._note(key, record), None
-            with self._lock:
-                if (proof := self._proofs.get(WorkflowAgent(*key[:3]))) and proof.serving:
-                    fidelity = proof.note(next(reversed(proof.serving)), ALPHA)
+            if (proof := self._proofs.get(WorkflowAgent(*key[:3]))) and proof.serving:
+                fidelity = proof.note(next(reversed(proof.serving)), ALPHA)
             entry: dict[str, object] = {
                 "workflow": key.workflow,
                 "agent": key.agent,
@@ -356,30 +342,25 @@ class QualityGuard:
             found.append(entry)
         return found
 
-    def _copies(self, owns: Callable[[Namespace], bool] = lambda _: True) -> Iterator[tuple[GuardKey, GuardRecord]]:
-        """Yield copies of the records, those used longest ago first. Requests wait for the copy of one, not of all."""
+    def _locked(self, owns: Callable[[Namespace], bool] = lambda _: True) -> Iterator[tuple[GuardKey, GuardRecord]]:
+        """Yield the records, those used longest ago first, each under the lock: requests wait for one, not for all."""
         with self._lock:
             records = [*self._records.items()]
         for key, record in records:
             if owns(key.namespace):
                 with self._lock:
-                    copied = deepcopy(record)
-                yield key, copied
+                    yield key, record
 
     def saved(self) -> dict[Group, dict[str, object]]:
         """Return all records and proofs as plain data, by namespace and workflow, those used longest ago first."""
-        groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
-        for key, record in self._copies():
-            groups.setdefault((key.namespace, key.workflow), {})[key.agent, key.placeholder] = record
-        proofs: dict[Group, list[object]] = {}
+        groups: defaultdict[Group, SavedGroup] = defaultdict(lambda: SavedGroup(records=[], proofs=[]))
+        for key, record in self._locked():
+            groups[key.namespace, key.workflow].records.append((key.agent, key.placeholder, deepcopy(record)))
         with self._lock:
             for agent, proof in self._proofs.items():
-                kept = SavedProof.of(agent.agent, proof).model_dump(mode="json")
-                proofs.setdefault((agent.namespace, agent.workflow), []).append(kept)
-        return {
-            group: {"records": to_data(groups.get(group, {})), "proofs": proofs.get(group, [])}
-            for group in (*groups, *(one for one in proofs if one not in groups))
-        }
+                kept = SavedProof.of(agent.agent, proof).model_copy(deep=True)
+                groups[agent.namespace, agent.workflow].proofs.append(kept)
+        return {group: held.model_dump(mode="json") for group, held in groups.items()}
 
     def restore(self, groups: Mapping[Group, SavedGroup]) -> None:
         """Replace all records and proofs by these, as far as there is room."""
@@ -387,10 +368,10 @@ class QualityGuard:
             self._records.clear()
             self._proofs.clear()
             for group, held in groups.items():
-                for (agent, placeholder), record in held.records.items():
+                for agent, placeholder, record in held.records:
                     self._records[GuardKey(*group, AgentId(agent), placeholder)] = record
-                for agent, proof in held.proofs.items():
-                    self._proofs[WorkflowAgent(*group, AgentId(agent))] = proof
+                for proof in held.proofs:
+                    self._proofs[WorkflowAgent(*group, AgentId(proof.agent))] = proof.proof()
 
     def clear(self) -> None:
         """Forget all records."""

@@ -1,4 +1,4 @@
-"""The state of one placeholder in an agent's prompts, how evidence moves it, and how it outlives a process.
+"""The state of one placeholder in an agent's prompts, and how evidence moves it.
 
 Sentinel tokens that were drawn from the translated ones say directly how far off these are, by one limit. Weak tokens,
 which are computed anyway as no offset predicts them, are further off without harm: how far is usual is learned, and
@@ -7,15 +7,15 @@ only a multiple of it, in the mean of many, says that something is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from math import inf, isfinite, lgamma, log
 from statistics import fmean
-from typing import Any
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field
 
 from kedge.guard import DecisionKind, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
@@ -224,11 +224,11 @@ class GuardRecord:
     """Those seen"""
     refutations: ChangeEvidence = field(default_factory=ChangeEvidence)
     """Readings of sentinel tokens since the last breach, and those of them that refuted a translation"""
-    drawn_errors: UsualError = field(default_factory=UsualError, init=False)
+    drawn_errors: Annotated[UsualError, Field(exclude=True)] = field(default_factory=UsualError, init=False)
     """Of sentinel tokens that were drawn from the translated ones"""
-    weak_errors: UsualError = field(default_factory=UsualError, init=False)
+    weak_errors: Annotated[UsualError, Field(exclude=True)] = field(default_factory=UsualError, init=False)
     """Of those that are computed anyway"""
-    calls: int = field(default=0, init=False)
+    calls: Annotated[int, Field(exclude=True)] = field(default=0, init=False)
     """Translated calls since the last change of state, but for that from `canary` to `on`"""
 
     def translated(self) -> None:
@@ -291,19 +291,3 @@ class GuardRecord:
 def _spent(alpha: float, restarts: int) -> float:
     """Return the part of `alpha` for the evidence after so many restarts; all parts add up to it."""
     return alpha / ((restarts + 1) * (restarts + 2))
-
-
-_RECORDS: TypeAdapter[list[tuple[str, str, GuardRecord]]] = TypeAdapter(list[tuple[str, str, GuardRecord]])
-_LEARNED_ANEW = {"__all__": {2: {"drawn_errors", "weak_errors", "calls"}}}
-
-
-def to_data(records: Mapping[tuple[str, str], GuardRecord]) -> list[Any]:
-    """Return records, by agent and placeholder, as JSON's types."""
-    held = [(*key, record) for key, record in records.items()]
-    data: list[Any] = _RECORDS.dump_python(held, mode="json", exclude=_LEARNED_ANEW)
-    return data
-
-
-def from_data(data: Iterable[object]) -> dict[tuple[str, str], GuardRecord]:
-    """Return the records in `data`. Raises `ValueError` for data of another shape."""
-    return {(agent, placeholder): record for agent, placeholder, record in _RECORDS.validate_python(data)}

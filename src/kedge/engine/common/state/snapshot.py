@@ -149,7 +149,7 @@ def _group(record: Record) -> tuple[Group, SavedGroup]:
     """Return the guard's records of one workflow. Raises `StateDamaged` for invalid ones."""
     try:
         _, namespace, workflow = record.name
-        return (Namespace.parse(namespace), WorkflowId(workflow)), SavedGroup.read(record.data)
+        return (Namespace.parse(namespace), WorkflowId(workflow)), SavedGroup.model_validate(record.data)
     except (ValueError, LookupError, TypeError) as error:
         raise StateDamaged("record", record.name, f"is malformed: {error!r:.300}") from error
 
