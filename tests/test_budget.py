@@ -14,7 +14,6 @@ from kedge.settings import Settings
 from tests.budget import (
     RESERVE,
     ROOT,
-    Budget,
     commands,
     constants,
     history,
@@ -84,7 +83,3 @@ def test_a_file_counts_for_its_innermost_room() -> None:
 def test_numbers_are_found_however_they_are_written() -> None:
     text = "A = 1\nB: float = -2.5\nC, D = 1 << 20, 'no'\nE = True\nF = A\nG = [1]\ndef h():\n    I = 3\n"
     assert list(numbers(ast.parse(text))) == ["A", "B", "C"]
-
-
-def test_a_budget_is_read_from_the_file() -> None:
-    assert Budget.parse("[whole]\nlines = 3\n[rooms]\ncache = 3\n") == Budget({"lines": 3}, {"cache": 3})

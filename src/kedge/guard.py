@@ -75,22 +75,6 @@ class GuardOrders:
         """Return whether a placeholder must be computed."""
         return EVERYTHING in self.withheld or placeholder in self.withheld
 
-    @property
-    def is_proving(self) -> bool:
-        """Whether a request is computed, or translated beside one that is, to see how far off translation would be."""
-        return self.held_out or EVERYTHING in self.withheld
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionNote:
-    """The evidence of one kind of decision."""
-
-    kind: DecisionKind
-    checks: int
-    changed: int
-    bound: float
-    """Upper confidence bound of the share of changed ones"""
-
 
 @dataclass(frozen=True, slots=True)
 class FidelityNote:
@@ -122,5 +106,3 @@ class GuardNote:
     """Of these, calls with another decision"""
     bound: float
     """Upper confidence bound of the share of calls with another decision"""
-    decisions: tuple[DecisionNote, ...] = ()
-    """The same by kind, of the kinds that were compared"""

@@ -58,15 +58,6 @@ def test_the_first_memory_that_knows_a_sample_gives_its_value() -> None:
     assert found == [("input_user_question@0", "why?"), ("agent_a@0", "bound")]
 
 
-def test_a_request_says_whose_it_is() -> None:
-    prompts = compiled(FLOW, TOKENIZER)
-    request = RunPrompts(RUN, FLOW, prompts, (memory(),)).request(Step("b", 1), ReuseMode.OFF, produces=B0)
-    assert (request.tenant, request.client, request.run, request.agent) == ("t", "c", "r", "b")
-    assert FLOW.read_answers == {Step("a", 0), Step("b", 0), Step("a", 1)}, "so that the last answer is not one"
-    assert (request.workflow, request.reuse, request.produces) == ("flow", ReuseMode.OFF, B0)
-    assert (request.sampling.max_tokens, request.fixed) == (7, len(prompts["b"].prefixes[0]))
-
-
 def test_fixed_prompts_are_those_of_agents_that_have_one() -> None:
     prompts = compiled(FLOW, TOKENIZER)
     fixed = fixed_prompts(RUN, prompts)

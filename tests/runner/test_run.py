@@ -12,7 +12,6 @@ from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, W
 from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
-    FinishReason,
     GenerateRequest,
     Namespace,
     ReuseMode,
@@ -152,13 +151,6 @@ def test_independent_agents_are_submitted_together() -> None:
     first_answer = next(i for i, event in enumerate(seen) if event.kind is EventKind.ANSWERED)
     assert started == ["a", "b", "c", "d"]
     assert [event.agent for event in seen[:first_answer] if event.kind is EventKind.SUBMITTED] == ["a", "b", "c"]
-
-
-def test_results_are_in_the_order_of_the_workflow() -> None:
-    workflow = flow(agent("slow"), agent("fast"), agent("end", "agent_slow_current", "agent_fast_current"))
-    with EchoEngine({"slow": "s" * 40, "fast": "f", "end": "e"}, delay_s=0.001) as engine:
-        result = run(engine, workflow, ASK)
-    assert [said.agent for said in result.results] == ["slow", "fast", "end"]
 
 
 def test_history_and_loops_over_turns(engine: Engine) -> None:
@@ -304,13 +296,6 @@ def test_an_event_handler_that_raises_ends_the_run() -> None:
             run(engine, CHAIN, ASK, on_event=on_event)
         assert len(engine.ended) == 1
         assert not engine.cancel(engine.requests[0].request_id)
-
-
-def test_answers_that_end_by_length_go_on() -> None:
-    with EchoEngine({"a": "abcdef"}) as engine:
-        result = run(engine, flow(agent("a", max_tokens=3), agent("b", "agent_a_current")), ASK)
-    assert result.of("a").completion.finish_reason is FinishReason.LENGTH
-    assert result.text == "abc"
 
 
 def test_the_engine_is_told_the_prompts_that_come_next_as_far_as_they_are_known(engine: Engine) -> None:

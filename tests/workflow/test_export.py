@@ -111,11 +111,6 @@ def test_lanes_are_the_steps_before_the_run() -> None:
     assert [[node.id for node in lane] for lane in lanes(StepGraph("g", nodes))] == [["a"], ["b", "x"], ["late"]]
 
 
-def test_mermaid_shows_plain_names_as_they_are() -> None:
-    text = mermaid("g", [["agent_1@0", "two words", "über-prüfer", "_private", "1. first"]], ())
-    assert re.findall(r'\["(.*)"\]', text) == ["agent_1@0", "two words", "über-prüfer", "#95;private", "1#46; first"]
-
-
 NAMES = st.text(min_size=1) | st.text('"\\&#;<>[]|-_@`%\n\té中🙂', min_size=1)
 
 

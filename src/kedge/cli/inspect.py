@@ -245,7 +245,7 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
     known = report["known_agents"] / report["requests"] if report["requests"] else 0
     console.print(
         f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
-        f"{known:.0%} of them, {report['sessions']} sessions; of {report['prompt_tokens']} prompt tokens "
+        f"{known:.0%} of them, {report['turns']} turns of sessions; of {report['prompt_tokens']} prompt tokens "
         f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
         f"{report['shared_tokens']} read or answered before elsewhere",
         highlight=False,

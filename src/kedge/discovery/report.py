@@ -15,8 +15,6 @@ from kedge.discovery.templates import Slot
 
 ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if one could share most of the other"""
-SAMPLE = 64
-"""Tokens of a text that tell whether comparing all of them is worth the time of the engine's thread"""
 EARLY_VALUE = "a value in the middle of fixed text"
 ROLE_FIRST = "a role before shared text"
 COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"
@@ -61,10 +59,11 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[dict[str, Any]]:
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
 def _sample(text: bytes) -> frozenset[int]:
-    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch). By their hashes:
-    a sample is of all tokens, not of those with low numbers.
+    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch): they tell
+    whether comparing all is worth the time of the engine's thread. They are chosen by their hashes, so that a sample is
+    of all tokens, not of those with low numbers.
     """
-    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
+    return frozenset(nsmallest(MAX_LOOKED_AT, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
 
 
 def _alike(one: bytes, other: bytes) -> bool:

@@ -43,8 +43,8 @@ class PlainTotals:
     exact_tokens: int = 0
     """Prompt tokens from a prefix cache"""
     translated_tokens: int = 0
-    sessions: int = 0
-    """Prompts that another went on with"""
+    turns: int = 0
+    """Prompts that go on where an earlier one ended"""
     failures: int = 0
     """Requests about which nothing was found out because of an error in Kedge"""
     why_not: Counter[str] = field(default_factory=Counter)

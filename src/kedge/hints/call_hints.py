@@ -19,6 +19,7 @@ from kedge.errors import RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.values import (
+    DEFAULT_TTL,
     MAX_HINT_AGENTS,
     MAX_NAME_LENGTH,
     cache_marks,
@@ -33,9 +34,6 @@ from kedge.hints.values import (
 )
 from kedge.settings.sections import read_fidelity, shown_fidelity
 from kedge.types import AgentId, ReuseMode, RunId, TurnHints, WorkflowId
-
-IN_MEMORY = "5m"
-"""How long OpenAI keeps an idle prompt in memory, at least"""
 
 
 class Rule(NamedTuple):
@@ -85,7 +83,7 @@ def _kept_milliseconds(value: Any) -> float:
 
 def _retention(value: Any) -> float:
     """Return how long OpenAI's `prompt_cache_retention` asks to keep a prompt."""
-    return read_ttl(IN_MEMORY if value in ("in_memory", "in-memory") else value)
+    return read_ttl(DEFAULT_TTL if value in ("in_memory", "in-memory") else value)
 
 
 def _id(value: Any) -> str:

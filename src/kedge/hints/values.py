@@ -57,6 +57,7 @@ def read_whole(value: Any) -> int:
 
 
 DEFAULT_TTL = "5m"
+"""How long Anthropic keeps what is marked without a time, and OpenAI an idle prompt in memory, at least"""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 TTL = re.compile(r"(\d{1,6})([smh])")
 

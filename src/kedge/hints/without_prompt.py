@@ -8,22 +8,11 @@ from typing import Any
 
 from kedge.hints.actions import SHARED, ActionOutcome, ActionResult
 from kedge.hints.call_hints import KEDGE, STRICT, Hints, kedge_field
-from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, MAX_KEPT_SECONDS, MAX_NAME_LENGTH
+from kedge.hints.values import MAX_KEPT_SECONDS, MAX_NAME_LENGTH
 
 OF_A_CALL = STRICT | {"fixed_tokens", "fixed_messages", "pick", "parent"}
 """Fields of `kedge` that are said of one call, and mean nothing without it"""
 UNREPORTED = "was sent, and the engine has not reported yet what became of it"
-NUMBER = "must be a number of seconds from 0 on"
-NAME = f"must be a printable text of at most {MAX_NAME_LENGTH} characters"
-ACCEPTED = {
-    "seq": "must be an integer",
-    "steps": f"must be an object of at most {MAX_HINT_AGENTS} agents with numbers or null",
-    "returns_in": NUMBER,
-    "keep_for": NUMBER,
-    "expects": f"must be an object of at most {MAX_EXPECTED} sessions with seconds from 0 on or null",
-    "final": "must be true or false",
-}
-"""What is accepted of a field; of all others a name"""
 
 
 def took_forecast(run: str, is_newer: bool) -> ActionOutcome:
@@ -90,4 +79,4 @@ def _refused(kedge: Mapping[str, Any]) -> Iterator[ActionOutcome]:
             try:
                 rules[name].read(value)
             except ValueError:
-                yield ActionOutcome(name, ACCEPTED.get(name, NAME))
+                yield ActionOutcome(name, "has a value that is not accepted")

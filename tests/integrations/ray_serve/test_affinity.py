@@ -56,12 +56,6 @@ def test_a_busy_home_is_still_the_best_of_the_busy() -> None:
     assert order[0] == "new" and order[1] == home
 
 
-def test_a_new_run_goes_where_its_fixed_prompt_is() -> None:
-    affinity = Affinity()
-    home = send(affinity, caller("r1"))
-    assert {send(affinity, caller(f"r{number}")) for number in range(2, 9)} == {home}
-
-
 def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> None:
     affinity = Affinity(spill=1)
     home = send(affinity, caller("r1"))
@@ -75,13 +69,6 @@ def test_fixed_prompts_are_spread_evenly_while_nobody_is_busy() -> None:
     affinity = Affinity()
     homes = Counter(send(affinity, Caller(workflow=f"w{number}", run=f"r{number}")) for number in range(30))  # type: ignore[arg-type]
     assert homes == dict.fromkeys(IDLE, 10)
-
-
-def test_runs_without_agents_are_spread_and_stay() -> None:
-    affinity = Affinity()
-    homes = {f"r{number}": send(affinity, Caller(run=f"r{number}")) for number in range(30)}  # type: ignore[arg-type]
-    assert Counter(homes.values()) == dict.fromkeys(IDLE, 10)
-    assert all(send(affinity, Caller(run=run)) == home for run, home in homes.items())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("other", [{"namespace": Namespace(TenantId("t2"))}, {"client": "c2"}])
@@ -135,10 +122,6 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
 def test_bad_settings_are_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=name):
         Affinity(**{name: value})
-
-
-def test_no_replica_no_order() -> None:
-    assert Affinity().order(caller(), {}) == []
 
 
 def test_load_stays_within_the_margin_and_few_runs_move() -> None:

@@ -11,12 +11,12 @@ from math import inf
 
 import pytest
 
-from kedge.guard import EVERYTHING, DecisionKind, DecisionNote, GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.fidelity import LEARNING, LEAST, RUNGS, RungFinding
 from kedge.reuse.guard.guard import MORE, QualityGuard, SavedGroup
-from kedge.reuse.guard.record import SETTLED, TRIALS, SentinelFinding
+from kedge.reuse.guard.record import SETTLED, TRIALS
 from kedge.settings import GuardSettings
 from kedge.types import (
     AgentId,
@@ -63,16 +63,6 @@ def test_at_first_nothing_is_withheld_and_a_share_is_checked() -> None:
     assert all(
         verdict.orders == GuardOrders(sentinels=2, watched=frozenset("a")) and not verdict.tried for verdict in verdicts
     )
-
-
-def test_the_checked_share_falls_when_all_placeholders_are_on() -> None:
-    guard = QualityGuard(GuardSettings(share=0.1))
-    guard.translated(request("a", "b"), ("a", "b"))
-    for _ in range(400):
-        guard.observe(request("a", "b"), ("a",), CLEAN)
-    assert 120 < sum(guard.verdict(request("a", "b")).is_checked for _ in range(400)) < 200
-    assert 20 < sum(guard.verdict(request("a")).is_checked for _ in range(400)) < 65
-    assert guard.notes(request("a"))[0].state is GuardState.ON
 
 
 def test_a_suspect_placeholder_is_withheld_and_tried_in_calls_that_are_not_learned_from() -> None:
@@ -138,8 +128,7 @@ def test_a_note_has_the_state_and_its_evidence() -> None:
     guard.translated(request("a"), ("a",))
     guard.observe(request("a"), ("a",), CLEAN)
     (note,) = guard.notes(request("a", "b", "a"))
-    decisions = (DecisionNote(DecisionKind.FAR, 1, 0, note.bound),)
-    assert note == GuardNote("a", GuardState.CANARY, 1, 0, note.bound, decisions) and 0.3 < note.bound < 1
+    assert note == GuardNote("a", GuardState.CANARY, 1, 0, note.bound) and 0.3 < note.bound < 1
 
 
 def test_a_tenant_sees_its_own_records() -> None:
@@ -216,17 +205,10 @@ def test_changes_are_logged_in_one_line_each(caplog: pytest.LogCaptureFixture) -
 def test_sentinels_refute_by_the_mean_of_a_call() -> None:
     """A single token, so a placeholder of few, may be far off by chance."""
     one, asked = QualityGuard(NONE), request("a", "b")
-    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1] * 3}) is SentinelFinding.USUAL
+    assert not one.sentinels_read(asked, {"a": [1.1], "b": [0.1] * 3})
     assert not orders(one, asked).withheld
-    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1]}) is SentinelFinding.REFUTED
+    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1]})
     assert orders(one, asked).withheld == {"a"}
-
-
-def test_what_is_usual_is_not_learned_from_a_refuted_call() -> None:
-    one, asked = QualityGuard(NONE), request("a", "b")
-    one.sentinels_read(asked, {"a": [0.1], "b": [0.1]})
-    one.sentinels_read(asked, {"a": [9.0], "b": [0.2]})
-    assert [entry["sentinel_error"] for entry in one.stats()] == [0.1, 0.1]
 
 
 def test_refutations_in_a_row_discard_the_anchors() -> None:
@@ -244,17 +226,18 @@ def test_rare_refutations_discard_nothing() -> None:
     for _ in range(6):
         for _ in range(200):
             one.sentinels_read(asked, {"a": [0.1]})
-        assert one.sentinels_read(asked, {"a": [0.9]}) is SentinelFinding.REFUTED
+        assert one.sentinels_read(asked, {"a": [0.9]})
     assert orders(one, asked).epoch == 0 and (one.suspicions, one.breaches) == (6, 0)
 
 
 def test_weak_tokens_refute_only_by_a_multiple_of_what_is_usual_of_them() -> None:
     one, asked = QualityGuard(NONE), request("a")
-    assert one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True) is SentinelFinding.USUAL
+    assert not one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True)
     for _ in range(SETTLED):
-        assert one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True) is SentinelFinding.USUAL
-    assert one.sentinels_read(asked, {"a": [1.4] * 6}, weak=True) is SentinelFinding.UNUSUAL
-    assert one.sentinels_read(asked, {"a": [2.4] * 6}, weak=True) is SentinelFinding.REFUTED
+        assert not one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True)
+    assert not one.sentinels_read(asked, {"a": [1.4] * 6}, weak=True)
+    for _ in range(20):  # it is not learned from a refuted call what is usual
+        assert one.sentinels_read(asked, {"a": [2.4] * 6}, weak=True)
     assert orders(one, asked).withheld == {"a"}
 
 
@@ -356,14 +339,6 @@ def test_a_request_may_have_a_budget_of_its_own() -> None:
     assert anything.rung is None and not anything.withheld and guard.fidelity(free) is None
     assert guard.fidelity(strict).budget == BUDGET / 100  # type: ignore[union-attr]
     assert guard.verdict(request("a")).orders.rung == MOVED, "which changes nothing of the others"
-
-
-def test_without_a_budget_a_request_may_bring_one() -> None:
-    guard, strict = QualityGuard(GuardSettings(fidelity=inf)), request("a", guard=GuardOrders(fidelity=BUDGET))
-    assert not guard.verdict(request("a")).orders.withheld
-    assert guard.verdict(strict).orders.withholds("a")
-    find(guard, strict, ANCHORS)
-    assert guard.verdict(strict).orders.rung == ANCHORS and guard.verdict(request("a")).orders.rung is None
 
 
 def test_more_is_compared_near_the_budget_and_while_decisions_are_not_known_well() -> None:

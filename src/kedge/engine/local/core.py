@@ -14,7 +14,6 @@ from math import inf
 
 from kedge.cache import Changes
 from kedge.engine.base import Quota
-from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
@@ -30,8 +29,8 @@ from kedge.workflow.forecast import AgentKey
 logger = logging.getLogger(__name__)
 
 REFUTED = Miss("*", "the guard computed it: some of its translated KV was far from what the model computes")
-Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], tuple[GenerateRequest, bool]]
-"""(request, relative error of each sentinel) -> the request, and whether its prompt has to be computed"""
+Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], bool]
+"""(request, relative error of each sentinel) -> whether its prompt has to be computed"""
 
 
 class EngineCore:
@@ -41,7 +40,7 @@ class EngineCore:
         """Complete the parts by those that end requests."""
         self.parts, config = parts, parts.config
         self.requests = Requests(parts)
-        self.judge: Judge = lambda request, _: (request, False)
+        self.judge: Judge = lambda *_: False
         """What decides on sentinel tokens"""
         parts.learning = Learning(
             parts.runtime, parts.cache, parts.storage, parts.jobs, parts.longest, self.requests.release
@@ -178,10 +177,7 @@ class EngineCore:
         sentinels = [one for rows in sequence.sentinels for one in rows.sentinels]
         sequence.sentinels = []
         found = dict(zip(sentinels, islice(errors, len(sentinels)), strict=True))
-        request, refuted = self.judge(sequence.request, found)
-        if request is not sequence.request:
-            sequence.request, sequence.logprobs = request, Logprobs(request)
-        if refuted:
+        if refuted := self.judge(sequence.request, found):
             assert sequence.plan is not None
             sequence.plan = sequence.plan.without_translation(REFUTED)
             first = next(span.start for span in sequence.plan.spans if span.source is Source.COMPUTED)

@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isinf
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -18,8 +19,6 @@ from pydantic import BaseModel
 
 from kedge.guard import (
     EVERYTHING,
-    DecisionKind,
-    DecisionNote,
     FidelityNote,
     GuardMode,
     GuardNote,
@@ -33,14 +32,13 @@ from kedge.reuse.guard.record import (
     SETTLED,
     Errors,
     GuardRecord,
-    SentinelFinding,
-    judge_drawn,
-    judge_weak,
+    refuted_by_drawn,
+    refuted_by_weak,
 )
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import ENTRIES, BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
 SENTINELS = 2
@@ -97,16 +95,12 @@ class GuardVerdict:
     """The withheld placeholder that the comparison translates, or `EVERYTHING`; "": the request itself is translated"""
 
 
-def _tenant(key: GuardKey | WorkflowAgent) -> TenantId:
-    return key.namespace.tenant
-
-
 class QualityGuard:
     """The records of all agents, bounded. Any thread may call."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        most, owner = ENTRIES, _tenant
+        most, owner = ENTRIES, attrgetter("namespace.tenant")
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""
@@ -262,28 +256,28 @@ class QualityGuard:
                     proof.forget_anchors()
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
-    def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> SentinelFinding:
-        """Take the relative errors of a request's sentinel tokens of one kind: drawn ones, or `weak` ones. Where they
-        refute what was translated, placeholders are withheld.
+    def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> bool:
+        """Take the relative errors of a request's sentinel tokens of one kind: drawn ones, or `weak` ones. Returns
+        whether they refute what was translated: placeholders are withheld then.
         """
         if not errors:
-            return SentinelFinding.USUAL
+            return False
         with self._lock:
             keys = {name: GuardKey(*request.workflow_agent, name) for name in errors}
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
-            usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
-            judge = judge_weak if weak else judge_drawn
-            verdict = judge(errors, usual, inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR)
+            limit = inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR
+            usual = {name: one.weak_errors for name, one in records.items()}
+            blamed = refuted_by_weak(errors, usual, limit) if weak else refuted_by_drawn(errors, limit)
             for name, found in sorted(errors.items()):
-                if verdict.finding is not SentinelFinding.REFUTED:
+                if weak and not blamed:
                     usual[name].observe(fmean(found))
-                key, record, refuted = keys[name], records[name], name in verdict.blamed
+                key, record, refuted = keys[name], records[name], name in blamed
                 before = record.state
                 self._learn(record, partial(record.read_sentinels, self._settings, refuted=refuted))
                 if refuted:
                     what = "guard: %s: %s -> %s, withheld: sentinel error %.3g"
                     logger.warning(what, key, before, record.state, fmean(found))
-        return verdict.finding
+        return bool(blamed)
 
     def _learn(self, record: GuardRecord, learn: Callable[[], None]) -> None:
         """Let a record learn something, and add what it finds to the counts of all records."""
@@ -310,10 +304,7 @@ class QualityGuard:
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence = record.evidence
-        kinds = ((kind, record.by_kind[kind]) for kind in DecisionKind if kind in record.by_kind)
-        decisions = tuple(DecisionNote(kind, one.checks, one.changed, one.upper(ALPHA)) for kind, one in kinds)
-        bound = evidence.upper(ALPHA)
-        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound, decisions)
+        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(ALPHA))
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
@@ -332,10 +323,8 @@ class QualityGuard:
                 "changed": note.changed,
                 "estimate": record.evidence.share,
                 "bound": note.bound,
-                "decisions": [asdict(one) for one in note.decisions],
                 "max_kl": record.kl,
                 "fidelity": fidelity and asdict(fidelity),
-                "sentinel_error": record.drawn_errors.mean,
                 "suspicions": record.suspicions,
                 "breaches": record.epoch,
             }
@@ -374,10 +363,8 @@ class QualityGuard:
                     self._proofs[WorkflowAgent(*group, AgentId(proof.agent))] = proof.proof()
 
     def clear(self) -> None:
-        """Forget all records."""
-        with self._lock:
-            self._records.clear()
-            self._proofs.clear()
+        """Forget all records and proofs."""
+        self.restore({})
 
 
 def _keys(request: GenerateRequest) -> list[GuardKey]:

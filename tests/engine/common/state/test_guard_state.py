@@ -124,8 +124,8 @@ def test_an_agent_that_an_engine_withheld_is_withheld_after_a_restart(tmp_path: 
     with engine_of(tiny_model("llama"), guard=GuardSettings()) as other:
         assert not other.load(tmp_path).damaged
         found = other._guard.guard
-        orders = [found.orders(asked(workflow)) for workflow in "ab"]
+        orders = [found.verdict(asked(workflow)).orders for workflow in "ab"]
         assert [one.withheld for one in orders] == [{"question"}] * 2
         assert orders[0].epoch == 0 and orders[1].epoch >= 1, "its anchors are those of an earlier epoch"
-        assert not found.orders(asked("a", tenant="other")).withheld
-        assert not found.orders(asked("a", agent="critic")).withheld
+        assert not found.verdict(asked("a", tenant="other")).orders.withheld
+        assert not found.verdict(asked("a", agent="critic")).orders.withheld

@@ -27,7 +27,6 @@ from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
-from kedge.reuse.guard.record import SentinelFinding
 from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
 from kedge.types import (
@@ -324,24 +323,17 @@ class GuardedCalls:
             call.is_checked = True
             call.served = replace(request, logprobs=max(request.logprobs or 0, TOP))
 
-    def sentinels_read(
-        self, request: GenerateRequest, errors: Mapping[Sentinel, float]
-    ) -> tuple[GenerateRequest, bool]:
-        """Take the relative errors of a request's sentinel tokens before its first token is drawn.
-
-        Returns the request, which is compared from here on if they are unusual, and whether its prompt has to be
-        computed.
+    def sentinels_read(self, request: GenerateRequest, errors: Mapping[Sentinel, float]) -> bool:
+        """Take the relative errors of a request's sentinel tokens before its first token is drawn. Returns whether its
+        prompt has to be computed.
         """
-        call = self._calls.get(request.request_id)
-        if call is None:
-            return request, False
-        found = set()
+        if request.request_id not in self._calls:
+            return False
+        refuted = False
         for weak in (False, True):
             of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
-            found.add(self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak))
-        if SentinelFinding.UNUSUAL in found and not call.is_checked:
-            self._check(call)
-        return call.served, SentinelFinding.REFUTED in found
+            refuted |= self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak)
+        return refuted
 
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:

@@ -50,7 +50,7 @@ class AgentPrompts:
 
     def counters(self) -> Counter[str]:
         """Return what was ignored since the start."""
-        ignored = sum(self._board.ignored.values())
+        ignored = self._board.ignored
         return Counter(ignored_labels=self._ignored_labels, ignored_forecasts=ignored)
 
     # forecasts ------------------------------------------------------------------------------------------------
