@@ -70,8 +70,9 @@ def test_budgets_only_go_down() -> None:
 
 
 def test_a_room_over_its_budget_learns_what_it_has_to_give() -> None:
-    found = overspent({"cache": 120, "kv": 40}, {"cache": 100, "kv": 50, RESERVE: 7})
-    assert found == ["cache: 120 of 100: it has to give 20 (spare: kv 10, reserve 7)"]
+    budget = {"cache": 100, "kv": 50, RESERVE: 7}
+    assert overspent({"cache": 120, "kv": 40}, budget) == {"cache": 20, "kv": -10, RESERVE: -7}
+    assert not overspent({"cache": 100}, budget)
 
 
 def test_a_file_counts_for_its_innermost_room() -> None:

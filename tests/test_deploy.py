@@ -224,25 +224,6 @@ def test_grafana_has_the_dashboard_and_its_source() -> None:
 
 # Production stack -----------------------------------------------------------------------------------------------------
 
-CHART = {
-    "name", "repository", "tag", "modelURL", "replicaCount", "requestCPU", "requestMemory", "requestGPU", "pvcStorage",
-    "vllmConfig",
-}  # fmt: skip
-"""The keys of a model that the values use, as `helm/values.schema.json` of the chart has them"""
-
-
-def test_the_values_are_those_of_the_chart() -> None:
-    assert VALUES.keys() == {"servingEngineSpec", "routerSpec"}
-    engine, router = VALUES["servingEngineSpec"], VALUES["routerSpec"]
-    assert engine.keys() == {"enableEngine", "runtimeClassName", "modelSpec"}
-    for model in engine["modelSpec"]:
-        assert model.keys() == CHART and isinstance(model["requestMemory"], str)
-        assert model["vllmConfig"].keys() == {"enablePrefixCaching", "maxModelLen", "extraArgs"}
-        assert model["vllmConfig"]["enablePrefixCaching"], "the chart passes --no-enable-prefix-caching otherwise"
-        assert all(isinstance(one, str) for one in model["vllmConfig"]["extraArgs"])
-    assert router.keys() == {"enableRouter", "replicaCount", "routingLogic", "sessionKey"}
-    assert router["routingLogic"] in {"roundrobin", "session", "prefixaware", "kvaware"}
-
 
 def test_the_image_and_the_values_have_one_version_of_vllm() -> None:
     image = (DEPLOY / "vllm.Dockerfile").read_text(encoding="utf-8")

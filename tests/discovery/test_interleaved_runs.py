@@ -144,6 +144,23 @@ def restarts(number: int) -> Script:
     return chain(islice(writer(number), 2 * (number % 2)), writer(number))
 
 
+def failures(number: int) -> Script:
+    """Every third call fails, and is sent again."""
+    for turn, batch in enumerate(writer(number)):
+        if turn % 3 == 1:
+            yield [call._replace(answer=()) for call in batch]
+        yield batch
+
+
+def notes(number: int) -> Script:
+    """An agent whose prompt quotes all of its thoughts and what its tools found."""
+    seen = NOTHING
+    for turn in range(turns(number)):
+        thought = text("thought", number, turn)
+        yield [Call(prompt("react", text("task", number), seen), thought)]
+        seen = (*(seen if turn else ()), *thought, *words("observation", 4), *text("seen", number, turn))
+
+
 def session(number: int) -> Script:
     """An agent whose prompts continue one another, and another that reads its last answer."""
     history, thought = (*words("react", 48), *text("task", number), *words("end", 6)), NOTHING
@@ -185,6 +202,8 @@ def silent(number: int) -> Script:
         (equal_openings, 0.99),
         (equal_answers, 0.6),
         (restarts, 0.75),
+        (failures, 0.99),
+        (notes, 0.99),
         (session, 0.99),
         (fan_out, 0.99),
         (team, 0.95),
@@ -198,8 +217,8 @@ def test_no_call_is_given_to_the_run_of_another_task(task: Callable[[int], Scrip
 
 
 def test_tasks_of_all_kinds_at_once() -> None:
-    kinds = [writer, equal_openings, equal_answers, restarts, session, fan_out, team, silent]
-    counts = Traffic(Discovery()).serve(lambda number: kinds[number % len(kinds)](number), range(8 * TASKS), 32)
+    kinds = [writer, equal_openings, equal_answers, restarts, failures, notes, session, fan_out, team, silent]
+    counts = Traffic(Discovery()).serve(lambda number: kinds[number % len(kinds)](number), range(10 * TASKS), 32)
     assert counts["wrong"] == 0 and counts["right"] >= 0.7 * (counts["right"] + counts["missing"])
 
 

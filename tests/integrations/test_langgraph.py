@@ -50,7 +50,6 @@ def test_the_run_is_the_thread_and_goes_on(team: Team, received: ReceivedHints) 
         wait_until(lambda: received.all[-1].steps == {})
     assert {hints.run for hints in received.all} == {"t-1"}
     assert not any(hints.final for hints in received.all)
-    assert received.served.workflows.client_runs.board.ignored == 0
 
 
 def test_a_node_that_calls_no_model_sends_hints_of_its_own(team: Team, received: ReceivedHints) -> None:
@@ -196,22 +195,15 @@ def test_outside_of_graphs_nothing_is_sent(received: ReceivedHints) -> None:
 # forecasts ------------------------------------------------------------------------------------------------------------
 
 
-def right(calls: list[Hints]) -> Iterator[tuple[bool, int, int]]:
-    """Yield, for each call after which another agent calls, whether that agent was among those with the lowest steps,
-    how many those were, and how many agents were not running.
-
-    Agents that run already, with 0 steps, are not expected any more and do not count; one of them that calls all the
-    same was reported as running.
+def right(calls: list[Hints]) -> Iterator[bool]:
+    """Yield, for each call after which another agent calls, whether that agent was among those with the lowest steps.
+    Those that run already, with 0 steps, are not expected any more and do not count.
     """
     for now, then in pairwise(calls):
         if now.agent != then.agent:
             steps = now.steps or {}
-            waiting = [one for agent, one in steps.items() if one > 0 and agent not in QUIET]
-            yield (
-                steps[then.agent] <= min(waiting) and steps[then.agent] < inf,
-                waiting.count(min(waiting)),
-                len(waiting),
-            )
+            soonest = min(one for agent, one in steps.items() if one > 0 and agent not in QUIET)
+            yield steps[then.agent] <= soonest and steps[then.agent] < inf
 
 
 @pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
@@ -220,17 +212,13 @@ def test_the_next_agent_is_among_those_with_the_lowest_steps(
 ) -> None:
     team = Team(model(received))
     graph = attach(build(team))
-    found: list[tuple[bool, int, int]] = []
+    found: list[bool] = []
     for seed in range(RUNS):
         team.random.seed(seed)
         received.all.clear()
         graph.invoke(NOTHING, {"recursion_limit": 100})
         found += right(received.calls)
-    share = sum(hit for hit, _, _ in found) / len(found)
-    print(f"\n{build.__name__}: {share:.1%} of {len(found)}", end="")
-    print(f", {sum(n for _, n, _ in found) / sum(all for _, _, all in found):.0%} of the waiting agents named")
-    assert len(found) >= RUNS
-    assert share >= LEAST.get(build, 0.95)
+    assert len(found) >= RUNS and sum(found) >= LEAST.get(build, 0.95) * len(found)
 
 
 # its edges ------------------------------------------------------------------------------------------------------------

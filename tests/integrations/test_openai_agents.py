@@ -1,6 +1,6 @@
 """The OpenAI Agents SDK as it is, against a real server whose engine follows a script: the server reads handoffs.
 
-The bundled model writes tool calls only where a grammar makes it (`test_handoffs.py`), and a handoff is one.
+The bundled model writes tool calls only where a grammar makes it, as in the last test, and a handoff is one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import agents
+import httpx
 import pytest
 from agents import Agent, RunConfig, Runner, function_tool, handoff
 from agents.result import RunResultBase
 from agents.run import CallModelData, ModelInputData
 from openai import AsyncOpenAI
 
+from kedge import LocalEngine
 from kedge.engine.echo import EchoEngine
 from kedge.integrations.openai_agents import step_graph, workflow
-from kedge.settings import ServerSettings
+from kedge.settings import EngineSettings, ServerSettings
 from kedge.workflow.step_graph import Node
+from tests.handoffs import answers, assert_linked
 from tests.integrations.conftest import ReceivedHints, recording
-from tests.server.talking import Templated
+from tests.server.conftest import Served, serving
+from tests.server.talking import TEMPLATE, Templated
 
 INFINITE = float("inf")
 
@@ -158,3 +163,20 @@ def test_a_tool_lets_an_agent_call_again_and_a_helper_of_two_reports_to_either()
     assert found["helper"].then == pytest.approx({"a": 1 / 3, "b": 1 / 3})
 
     assert step_graph(agent("c", tools=[look_up])).nodes[1].loops == ({"c"},)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with LocalEngine(config=EngineSettings(device="cpu")) as engine:
+        engine.tokenizer.inner.chat_template = TEMPLATE
+        settings = ServerSettings(tool_call_parser="hermes", model_name=agents.models.get_default_model())
+        with serving(engine, settings) as running:
+            yield running
+
+
+def test_an_unchanged_team_hands_over_and_its_agents_are_linked(served: Served) -> None:
+    first = answers(served.url)
+    found = httpx.get(f"{served.url}/kedge/report").json()
+    assert_linked(found, found["agents"])
+    for by_chat, is_streamed in ((False, True), (True, False), (True, True)):
+        assert answers(served.url, by_chat=by_chat, is_streamed=is_streamed) == first, "whatever it speaks"

@@ -18,6 +18,7 @@ from kedge.discovery.found_agents import (
     grouped,
 )
 from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.report import PlainTotals, Served
 from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
 from kedge.discovery.templates import (
     Example,
@@ -29,7 +30,6 @@ from kedge.discovery.templates import (
     is_answer,
     learn,
 )
-from kedge.discovery.totals import PlainTotals, Served
 from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
@@ -100,16 +100,9 @@ class Found:
     """Tokens of values that others had or read before"""
 
 
-@dataclass(eq=False, slots=True)
-class _Label:
-    """What all values with one label have in common. It is decided when the label is first seen."""
-
-    context: Tokens
-    """Tokens before a value in its base KV"""
-    in_context: bool
-    """Whether a template begins with them, and goes on with the value"""
-    stand_in: Tokens
-    """Tokens that stand for a value in the template itself"""
+Around = tuple[Tokens, Tokens, bool]
+"""What all values with one label have in common, as segments have it: the tokens before a value in its base KV, those
+that stand for it in the template itself, and whether a template begins with the former and goes on with the value"""
 
 
 @dataclass(eq=False, slots=True)
@@ -165,7 +158,8 @@ class Discovery:
         self._examples = _Examples()
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
-        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_BLOCKS)
+        self._labels: BoundedDict[str, Around] = BoundedDict(MAX_BLOCKS)
+        """Decided when a label is first seen"""
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
     @property
@@ -303,7 +297,7 @@ class Discovery:
             first = before is template.head
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
             stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]
-            self._labels.use(slot.label, lambda: _Label(context, first, stand_in))  # noqa: B023
+            self._labels.use(slot.label, lambda: (context, stand_in, first))  # noqa: B023
             before = slot.after
 
     # what it says ---------------------------------------------------------------------------------------------
@@ -358,9 +352,7 @@ class Discovery:
             sample = self.texts.answer(value)
             if sample is None:
                 sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
-            label = self._labels[one.slot.label]
-            around = label.context, label.stand_in, label.in_context
-            segments.append(Segment(token_bytes.unpack(value), name, sample, *around))
+            segments.append(Segment(token_bytes.unpack(value), name, sample, *self._labels[one.slot.label]))
             at = one.stop
         if at < token_bytes.size(prompt):
             segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))

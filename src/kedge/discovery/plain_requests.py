@@ -10,9 +10,8 @@ from itertools import count
 
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.report import find_waste
+from kedge.discovery.report import PlainTotals, Served, find_waste
 from kedge.discovery.runs import FoundRun
-from kedge.discovery.totals import PlainTotals, Served
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowId

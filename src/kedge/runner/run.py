@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -143,12 +142,6 @@ def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
             raise RequestError("inputs", name, f"the workflow has only {', '.join(workflow.inputs)}")
 
 
-@lru_cache(maxsize=16)
-def step_graph(workflow: Workflow) -> StepGraph:
-    """Return the step graph of a workflow, once for all its runs."""
-    return StepGraph.of(workflow)
-
-
 @dataclass(eq=False)
 class RunLoop:
     """One run. The calling thread owns all state; a worker thread per request in flight posts to its queue."""
@@ -171,7 +164,7 @@ class RunLoop:
         self.inputs = MappingProxyType(dict(self.inputs))
         prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.prompts = RunPrompts(self.key, self.workflow, prompts, (self.memory,))
-        self.progress = RunProgress(step_graph(self.workflow), self.key, ForecastBoard())
+        self.progress = RunProgress(StepGraph.of(self.workflow), self.key, ForecastBoard())
         self.read = self.workflow.read_answers
         for name, text in self.inputs.items():
             self._remember(SampleId(ValueKind.INPUT, name), text)

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -118,8 +118,11 @@ class StepGraph:
                     raise WorkflowError(f"node {node.id}: then", name, f"has no {node.id!r} in its `after` or `loops`")
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, workflow: Workflow) -> StepGraph:
-        """Return the graph of a workflow: a node for every turn of every agent, so that it knows how the run ends."""
+        """Return the graph of a workflow, once for all its runs: a node for every turn of every agent, so that it knows
+        how the run ends.
+        """
 
         def name(step: Step) -> str:
             return f"{step.agent}@{step.turn}" if workflow.turns > 1 else step.agent

@@ -39,16 +39,6 @@ def evidence(values: Sequence[float]) -> MeanEvidence:
 # the mean --------------------------------------------------------------------------------------------------------
 
 
-@given(VALUES.filter(bool))
-def test_the_mean_weighs_older_values_less(values: list[float]) -> None:
-    seen, weights = evidence(values), FORGET ** numpy.arange(len(values))[::-1]
-    mean = numpy.average(values, weights=weights)
-    assert seen.count == len(values)
-    assert (seen.weight, seen.squared_weight) == pytest.approx((weights.sum(), (weights**2).sum()))
-    assert seen.mean == pytest.approx(mean, abs=1e-9)
-    assert seen.spread == pytest.approx((weights * (numpy.array(values) - mean) ** 2).sum(), abs=1e-6)
-
-
 @given(VALUES, st.floats(1e-6, 0.4))
 def test_the_bounds_are_those_of_the_confidence_sequence(values: list[float], alpha: float) -> None:
     """Written as in the paper: t values of deviation s, with rho squared 0.35."""

@@ -208,12 +208,6 @@ def test_more_changes_raise_the_bound_and_more_confidence_too(seen: tuple[int, i
     assert ChangeEvidence(checks, changed).upper(ALPHA / 10) >= upper - 1e-9
 
 
-@given(counts, st.floats(1e-6, 1 - 1e-6), st.floats(1e-12, 0.5))
-def test_a_share_is_never_both_above_and_below(seen: tuple[int, int], share: float, alpha: float) -> None:
-    evidence = ChangeEvidence(*seen)
-    assert not (evidence.exceeds(share, alpha) and evidence.is_below(share, alpha))
-
-
 # sentinel tokens ------------------------------------------------------------------------------------------------------
 
 NEW = UsualError()
