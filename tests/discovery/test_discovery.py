@@ -123,19 +123,6 @@ def test_agents_that_have_a_long_beginning_in_common_are_told_apart() -> None:
     assert len(agents) == 3 and len(set.union(*agents.values())) == 3
 
 
-def test_values_that_begin_alike_make_no_copies_of_an_agent() -> None:
-    found = Discovery()
-    team, seen = Team(found), set[str]()
-    frames = [words(("frame", number), 40) for number in range(4)]
-    for number in range(48):
-        question = (*frames[number // 12], *words(("q", number), 30))
-        asked = team.ask((*words("role", 770), *question, *words("now", 6)))
-        if asked and number >= 24:
-            seen.add(asked.agent)
-            assert whole(asked)[:770] == words("role", 770)
-    assert asked and len(found.agents) == len(seen) == 1 and found.agents[asked.agent].calls > 24
-
-
 def test_what_several_agents_begin_with_is_no_agent_once_they_are_known() -> None:
     found = Discovery()
     team = Team(found)

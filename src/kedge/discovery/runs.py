@@ -14,7 +14,7 @@ from itertools import chain, islice
 
 from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS, MAX_AGENTS, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
+from kedge.types import AgentId, RunId, SampleId, Segment
 from kedge.workflow.steps import NextRun
 
 UNKNOWN, LEAST_ODDS = 0.3, 0.02
@@ -292,7 +292,7 @@ class TextsOfRuns:
         them yet: who reads the same again may be in another run.
         """
         values = [one for one in segments if one.sample]
-        answers = (one.sample for one in reversed(values) if _is_answer(one))
+        answers = (one.sample for one in reversed(values) if one.is_answer)
         if run := next(filter(None, map(self._run_of, chain(answers, quoted))), None):
             return run
         runs = {self._run_of(one.sample) for one in values if self._tells(agent, one)} - {None}
@@ -301,7 +301,7 @@ class TextsOfRuns:
     def read(self, agent: AgentId, run: RunId, segments: Iterable[Segment]) -> None:
         """Take note of what a call of a run reads."""
         for one in segments:
-            if one.sample is None or _is_answer(one):
+            if one.sample is None or one.is_answer:
                 continue
             kind, known = self._kinds.use(one.sample.of, _ValueKind), self._texts.get(one.sample)
             if known is None or not self._is_live(known):
@@ -325,11 +325,7 @@ class TextsOfRuns:
 
     def _tells(self, agent: AgentId, segment: Segment) -> bool:
         assert segment.sample is not None
-        if _is_answer(segment) or len(segment.tokens) < LEAST_TOKENS:
+        if segment.is_answer or len(segment.tokens) < LEAST_TOKENS:
             return False
         known, kind = self._texts.get(segment.sample), self._kinds.get(segment.sample.of)
         return known is not None and kind is not None and kind.tells and agent not in known.readers
-
-
-def _is_answer(segment: Segment) -> bool:
-    return segment.sample is not None and segment.sample.kind is ValueKind.AGENT

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_settings import EnvSettingsSource
+from pydantic_settings import EnvSettingsSource, SettingsConfigDict
 
 from kedge.errors import ConfigError
 from kedge.settings.sections import EngineSettings, ServerSettings, SettingsSection
@@ -71,6 +70,10 @@ def _variables(model: type[BaseModel], prefix: str) -> list[str]:
 class Settings(SettingsSection):
     """Everything that can be set. `Settings()` has the defaults; `Settings.load` reads the file and the environment."""
 
+    # A section is set field by field; one given whole, as JSON text, is then a bad value like any other.
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", env_ignore_empty=True, enable_decoding=False
+    )
     section = ""
 
     engine: EngineSettings = EngineSettings()
@@ -85,15 +88,5 @@ class Settings(SettingsSection):
         file that is missing or no TOML.
         """
         check_environment(cls)
-        return cls(**merge(read_file(file), _Environment()(), flags))
-
-
-class _Environment(EnvSettingsSource):
-    """The `KEDGE_*` variables. A section is set field by field; one given whole, as JSON text, is a bad value."""
-
-    def __init__(self) -> None:
-        model: Any = Settings
-        super().__init__(model, env_prefix=ENV_PREFIX, env_nested_delimiter="__", env_ignore_empty=True)
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:  # noqa: ARG002
-        return value
+        environment = EnvSettingsSource(cls)  # type: ignore[arg-type] # which reads the fields and the configuration
+        return cls(**merge(read_file(file), environment(), flags))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kedge.errors import ConfigError
 from kedge.types import AgentId
@@ -34,9 +33,6 @@ class Forecast:
     next_runs: Mapping[AgentId, NextRun]
     ended: bool = False
     """An ended run stays for one `ttl`, so that a late hint does not bring it back."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "next_runs", MappingProxyType(dict(self.next_runs)))
 
     @property
     def steps(self) -> dict[AgentKey, float]:

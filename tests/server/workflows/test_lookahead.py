@@ -136,7 +136,7 @@ def test_what_is_remembered_of_a_run_is_bounded(
     monkeypatch.setattr(client_runs, "ENTRIES", 1)
     call(served, http, "solver", {"user_question": "2+2?"})
     (known,) = served.workflows.client_runs._runs["default"].values()
-    assert [str(sample) for sample in known.values.samples] == ["input_user_question@0"]
+    assert [str(sample) for sample in known.values] == ["input_user_question@0"]
     call(served, http, "critic", {"user_question": "2+2?"})
     assert len(known.values) == 1
 

@@ -74,13 +74,11 @@ class SavedGroup(BaseModel):
 class GuardKey(NamedTuple):
     """A placeholder in the prompts of one agent of a workflow."""
 
-    namespace: Namespace
-    workflow: WorkflowId
-    agent: AgentId
+    of: WorkflowAgent
     placeholder: str
 
     def __str__(self) -> str:
-        text = f"{self.workflow}/{self.agent}/{self.placeholder}"
+        text = f"{self.of.workflow}/{self.of.agent}/{self.placeholder}"
         return text if text.isprintable() else repr(text)
 
 
@@ -100,19 +98,18 @@ class QualityGuard:
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        most, owner = ENTRIES, attrgetter("namespace.tenant")
-        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
-        self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
+        of, owner = attrgetter("of.namespace.tenant"), attrgetter("namespace.tenant")
+        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(ENTRIES, self._lose, of)
+        self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * ENTRIES, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""
-        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(most, owner=owner)
+        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(ENTRIES, owner=owner)
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
 
     def _lose(self, key: GuardKey, record: GuardRecord) -> None:
         if record.epoch:
-            agent = WorkflowAgent(key.namespace, key.workflow, key.agent)
-            self._epochs[agent] = self._epochs.get(agent, 0) + record.epoch
+            self._epochs[key.of] = self._epochs.get(key.of, 0) + record.epoch
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -208,7 +205,7 @@ class QualityGuard:
             if placeholders and not isinf(budget := self.budget(request)):
                 self._proofs.use(agent, Proof).serving.use(budget, Serving).calls += 1
             for placeholder in placeholders:
-                key = GuardKey(*agent, placeholder)
+                key = GuardKey(agent, placeholder)
                 record = self._records.use(key, GuardRecord)
                 before = record.state
                 record.translated()
@@ -230,7 +227,7 @@ class QualityGuard:
             if (proof := self._proofs.get(request.workflow_agent)) is None:
                 return
             for placeholder in placeholders:  # so that agents that are never proved are shown too
-                self._records.use(GuardKey(*request.workflow_agent, placeholder), GuardRecord)
+                self._records.use(GuardKey(request.workflow_agent, placeholder), GuardRecord)
             before = None if isinf(budget) else proof.choose(budget, ALPHA)
             proof.vain.update(vain)
             if noise is not None:
@@ -248,7 +245,7 @@ class QualityGuard:
         """Take the comparison of an answer with these placeholders translated and one by dense prefill."""
         with self._lock:
             for placeholder in placeholders:
-                key = GuardKey(*request.workflow_agent, placeholder)
+                key = GuardKey(request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
                 before, epoch = record.state, record.epoch
                 self._learn(record, partial(record.observe, seen, self._settings))
@@ -263,7 +260,7 @@ class QualityGuard:
         if not errors:
             return False
         with self._lock:
-            keys = {name: GuardKey(*request.workflow_agent, name) for name in errors}
+            keys = {name: GuardKey(request.workflow_agent, name) for name in errors}
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
             limit = inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR
             usual = {name: one.weak_errors for name, one in records.items()}
@@ -310,19 +307,14 @@ class QualityGuard:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
         found: list[dict[str, object]] = []
         for key, record in self._locked(owns):
-            note, fidelity = self._note(key, record), None
-            if (proof := self._proofs.get(WorkflowAgent(*key[:3]))) and proof.serving:
-                fidelity = proof.note(next(reversed(proof.serving)), ALPHA)
-            entry: dict[str, object] = {
-                "workflow": key.workflow,
-                "agent": key.agent,
-                "placeholder": key.placeholder,
-                "state": record.state.value,
+            proof = self._proofs.get(key.of)
+            fidelity = proof.note(next(reversed(proof.serving)), ALPHA) if proof and proof.serving else None
+            entry = {
+                "workflow": key.of.workflow,
+                "agent": key.of.agent,
+                **asdict(self._note(key, record)),
                 "withheld": record.withheld,
-                "checks": note.checks,
-                "changed": note.changed,
                 "estimate": record.evidence.share,
-                "bound": note.bound,
                 "max_kl": record.kl,
                 "fidelity": fidelity and asdict(fidelity),
                 "suspicions": record.suspicions,
@@ -336,7 +328,7 @@ class QualityGuard:
         with self._lock:
             records = [*self._records.items()]
         for key, record in records:
-            if owns(key.namespace):
+            if owns(key.of.namespace):
                 with self._lock:
                     yield key, record
 
@@ -344,12 +336,13 @@ class QualityGuard:
         """Return all records and proofs as plain data, by namespace and workflow, those used longest ago first."""
         groups: defaultdict[Group, SavedGroup] = defaultdict(lambda: SavedGroup(records=[], proofs=[]))
         for key, record in self._locked():
-            groups[key.namespace, key.workflow].records.append((key.agent, key.placeholder, deepcopy(record)))
+            held = groups[key.of.namespace, key.of.workflow].records
+            held.append((key.of.agent, key.placeholder, deepcopy(record)))
         with self._lock:
             for agent, proof in self._proofs.items():
                 kept = SavedProof.of(agent.agent, proof).model_copy(deep=True)
                 groups[agent.namespace, agent.workflow].proofs.append(kept)
-        return {group: held.model_dump(mode="json") for group, held in groups.items()}
+        return {group: saved.model_dump(mode="json") for group, saved in groups.items()}
 
     def restore(self, groups: Mapping[Group, SavedGroup]) -> None:
         """Replace all records and proofs by these, as far as there is room."""
@@ -358,7 +351,7 @@ class QualityGuard:
             self._proofs.clear()
             for group, held in groups.items():
                 for agent, placeholder, record in held.records:
-                    self._records[GuardKey(*group, AgentId(agent), placeholder)] = record
+                    self._records[GuardKey(WorkflowAgent(*group, AgentId(agent)), placeholder)] = record
                 for proof in held.proofs:
                     self._proofs[WorkflowAgent(*group, AgentId(proof.agent))] = proof.proof()
 
@@ -370,7 +363,7 @@ class QualityGuard:
 def _keys(request: GenerateRequest) -> list[GuardKey]:
     agent = request.workflow_agent
     names = dict.fromkeys(segment.name for segment in request.segments if segment.is_placeholder)
-    return [GuardKey(*agent, name) for name in names]
+    return [GuardKey(agent, name) for name in names]
 
 
 def _log_change(

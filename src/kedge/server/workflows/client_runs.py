@@ -147,12 +147,12 @@ class ClientRun:
     progress: RunProgress | None = None
     """None where no registered workflow has a forecast for the run, or the client sends its own."""
     turns: Counter[AgentId] = field(default_factory=Counter)
-    answers: BoundedDict[SampleId, Remembered] = field(default_factory=BoundedDict)
+    answers: BoundedDict[SampleId, Remembered] = field(default_factory=lambda: BoundedDict(ENTRIES))
     registered: Registered | None = None
     """The workflow of its last call whose template the server has filled; None where there was none"""
     asked: ReuseMode | None = None
     """The reuse mode that this call named; the run's other calls are expected to name it, too"""
-    values: BoundedDict[SampleId, Remembered] = field(default_factory=BoundedDict)
+    values: BoundedDict[SampleId, Remembered] = field(default_factory=lambda: BoundedDict(ENTRIES))
     """What was read last. A client may have bound another text than the answer, so these go before the answers."""
     running: Counter[AgentId] = field(default_factory=Counter)
     """Calls in flight by agent."""
