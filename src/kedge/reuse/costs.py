@@ -19,6 +19,8 @@ LONGEST, REPEATS = 128, 3
 """Tokens of the longest piece of work that is measured on a CPU before any is given, and how often each is"""
 LEARNING_SHARE = 0.5
 """Share of each pass that base prefills and learning may take while requests wait for their first token"""
+GRACE = 0.02
+"""Seconds without a pass after which an engine counts as idle: a workflow's next agent comes within milliseconds"""
 FORGET = 0.995
 """Factor on an observation's weight at every later one."""
 OUTLIER = 4.0

@@ -70,6 +70,11 @@ class Draft:
     def exact_tokens(self) -> int:
         return sum(map(len, self.exact))
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether learning has moved offsets that were to be added since: nothing of it can be written any more."""
+        return any(one.blend.version != one.table.version for one in self.translations)
+
     def computed(self, start: int) -> list[int]:
         """Return the positions from `start` on that run through the model, ascending."""
         return [at for at in range(start, len(self.sources)) if self.sources[at] is Source.COMPUTED]

@@ -118,7 +118,7 @@ class Stepped:
         for _ in range(ENOUGH):
             if not self.core.can_learn:
                 return
-            self.core.parts.learning.step()
+            self.core.parts.learning.backlog.step()
             self.check()
         pytest.fail("learning never ends")
 

@@ -27,7 +27,7 @@ def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
 def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
     """An engine that learns while requests run as far as the budget lets it."""
     engine = Stepped(**{"kv_memory": "512 blocks", **settings})
-    engine.core.parts.learning._share = engine.core.scheduler._learning_share = budget
+    engine.core.parts.learning.budget._share = engine.core.scheduler._learning_share = budget
     return engine
 
 
@@ -85,7 +85,7 @@ def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_
     engine.submit(prompt_of("writer", tokens(90, 60), reuse=ReuseMode.OFF))
     engine.step()
     assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (2, 1)
-    assert [one.sequence for one in engine.core.parts.learning._pending] == kept[1:]
+    assert list(engine.core.parts.learning.backlog) == kept[1:]
     all_is_given_back(engine)
 
 
@@ -143,13 +143,13 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
     assert is_known(engine, first), "it is still to be learned from"
     while learning(engine)["pending"] == 2:
-        engine.core.parts.learning.step()
+        engine.core.parts.learning.backlog.step()
     assert (is_known(engine, first), is_known(engine, second)) == (False, True), "whoever else is pending"
     engine.learn()
     assert is_known(engine, second), "its run goes on"
     engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
-    assert not engine.core.parts.learning._pending and not engine.core.parts.learning._ended
+    assert not engine.core.parts.learning.backlog and not engine.core.parts.learning.backlog._ended
 
 
 def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
@@ -229,7 +229,7 @@ def test_learning_takes_no_more_than_its_budget() -> None:
     engine.rest()
     assert learning(engine)["pending"] == 4
     learns = engine.core.parts.learning
-    learns._share, learns._credit = 0.5, -1.0
+    learns.budget._share, learns.budget._credit = 0.5, -1.0
     for _ in range(2):
         learns.spend(1.0)
         assert (learning(engine)["pending"], observed(engine)) == (4, 0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.local import preassembly
 from kedge.types import (
     AgentId,
     ClientId,
@@ -221,7 +220,7 @@ def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparatio
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preassembly, "MAX_PENDING", 4)
+    monkeypatch.setattr("kedge.reuse.ahead.MAX_PENDING", 4)
     stage = Stage(kv_memory="600 blocks")
     for at in range(4 + 3):
         stage.prepare(prompt_of(f"agent-{at}", ASKED, ()))

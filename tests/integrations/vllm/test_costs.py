@@ -41,7 +41,7 @@ def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
 
 
 def test_what_is_cheaper_to_compute_is_computed_until_translation_pays_again(engine: Driver) -> None:
-    learned = engine.worker._learner._captured
+    learned = engine.worker._learner.captured
     for translations in (CHEAP, DEAR, DEAR, CHEAP):
         price(engine, translations)
         engine.reset()

@@ -22,6 +22,7 @@ from kedge.engine.local.requests import Admission, Requests
 from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
 from kedge.errors import EngineClosed, OutOfBlocks
+from kedge.reuse.ahead import Ended
 from kedge.reuse.costs import LEARNING_SHARE
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
@@ -76,7 +77,7 @@ class EngineCore:
     def end_run(self, run: RunKey) -> None:
         """Forget a run, once nothing is left to learn from it."""
         self.parts.preassembly.end_run(run)
-        self.parts.learning.end_run(run)
+        self.parts.learning.backlog.end_run(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
@@ -130,7 +131,7 @@ class EngineCore:
     @property
     def can_learn(self) -> bool:
         """Whether a finished request is left to learn from, and the base KV that this needs is there."""
-        return not self.scheduler.jobs and self.parts.learning.ready
+        return not self.scheduler.jobs and self.parts.learning.backlog.ready
 
     def _run(self, work: list[Work]) -> None:
         began = time.monotonic()
@@ -198,7 +199,7 @@ class EngineCore:
         requests = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
             if isinstance(item.sequence, PreparedPrompt):
-                self.parts.preassembly.failed(item.sequence)
+                self.parts.preassembly.drop(item.sequence, Ended.FAILED)
             elif isinstance(item.sequence, BaseJob):
                 self.parts.learning.drop(item.sequence)
         if requests and len(requests) < len(work):

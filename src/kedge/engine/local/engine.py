@@ -24,7 +24,7 @@ from typing import TypeVar
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
-from kedge.engine.common.guarding.guarded_calls import GRACE, GuardedCalls
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState
 from kedge.engine.common.stream import TextStream, TokenStream
@@ -46,6 +46,7 @@ from kedge.errors import (
 )
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
+from kedge.reuse.costs import GRACE
 from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
@@ -187,7 +188,7 @@ class EngineThread:
         self._core.pump()
         if self._core.can_learn:
             if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
-                self._core.parts.learning.step()
+                self._core.parts.learning.backlog.step()
         elif self._core.parts.cache.transferring:
             self._drain(wait=GRACE)
         else:

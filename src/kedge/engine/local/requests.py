@@ -63,7 +63,7 @@ class Requests:
         victim = self._parts.scheduler.victim(sequence)
         if victim is None:
             return False
-        self._parts.learning.forget(victim)
+        self._parts.learning.backlog.forget(victim)
         self.release(victim)
         if victim.waits_for_first_token:
             victim.plan = None
@@ -105,7 +105,7 @@ class Requests:
         if sequence.is_over:
             return
         self._parts.scheduler.done(sequence)
-        self._parts.learning.forget(sequence)
+        self._parts.learning.backlog.forget(sequence)
         if sequence.turn:
             self._parts.sessions.cancelled(sequence.turn)
         self._parts.plain.ended(sequence.namespace, sequence.request.request_id)

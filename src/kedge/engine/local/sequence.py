@@ -11,9 +11,9 @@ from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
 from kedge.kv.storage import SlotTable
 from kedge.policies.sessions import Turn
-from kedge.reuse.layout import known_segments, next_stop, plan_key
+from kedge.reuse.ahead import ExpectedPrompt
+from kedge.reuse.layout import known_segments
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
 from kedge.reuse.runtime import Cut
 from kedge.types import (
@@ -76,14 +76,11 @@ class BaseJob(Sequence):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PreparedPrompt(Sequence):
-    """The prompt of a request that is expected, as far as its segments are known. `tokens` are the known ones; `todo`
-    never has the last token of a whole prompt, which is left to the request.
+class PreparedPrompt(ExpectedPrompt, Sequence):
+    """A prompt that is assembled ahead, drafted once it holds blocks. `tokens` are the known ones; `todo` never has the
+    last token of a whole prompt, which is left to the request.
     """
 
-    request: GenerateRequest
-    draft: Draft | None = None
-    """Set once it holds blocks."""
     plan: ReusePlan | None = None
     """Set once all of the prompt has been drafted."""
     stalled: bool = False
@@ -96,36 +93,12 @@ class PreparedPrompt(Sequence):
         return new
 
     def learn(self, request: GenerateRequest) -> None:
-        """Take over a request with more known segments."""
         known = request.segments[: known_segments(request)]
         self.request, self.tokens, self.stalled = request, [t for segment in known for t in segment.tokens], False
-
-    def agrees(self, request: GenerateRequest) -> bool:
-        """Return whether `request` is the expected one, as far as this is assembled."""
-        mine, drafted, held = self.request, 0, 0
-        if self.draft is not None:
-            drafted, held = self.draft.drafted, len(self.draft.sources)
-        return (
-            request.prompt_logprobs is None  # a prompt with logprobs must run through the model
-            and plan_key(mine) == plan_key(request)
-            and mine.segments[:drafted] == request.segments[:drafted]
-            and mine.tokens[:held] == request.tokens[:held]
-        )
 
     @property
     def exact_limit(self) -> int:
         return len(self.tokens) - (known_segments(self.request) == len(self.request.segments))
-
-    @property
-    def drafts_on(self) -> bool:
-        """Whether known segments are not drafted yet."""
-        return (self.draft.drafted if self.draft else 0) < known_segments(self.request)
-
-    @property
-    def next_stop(self) -> int:
-        """Number of known segments up to the end of the next placeholder's prefix segment."""
-        assert self.draft is not None
-        return next_stop(self.request, self.draft.drafted)
 
     @property
     def translates(self) -> bool:

@@ -12,10 +12,11 @@ import pytest
 
 from kedge.engine.common.guarding import guarded_calls
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_WAITING, PATIENCE, CheckThread
+from kedge.engine.common.guarding.guarded_calls import MAX_WAITING, PATIENCE, CheckThread
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, Overloaded, TranslationRefused
 from kedge.guard import EVERYTHING
+from kedge.reuse.costs import GRACE
 from kedge.settings import GuardSettings
 from kedge.types import Completion, FinishReason, GenerateRequest, Segment, TenantId, TokenDelta
 from tests.engine.common.guarding.fakes import GOOD, request

@@ -86,21 +86,21 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
 
 def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(learner: Learner) -> None:
     captured(learner, replace(REQUEST, guard=GuardOrders(held_out=True)))
-    assert not learner._captured
+    assert not learner.captured
     captured(learner, REQUEST)
-    assert len(learner._captured) == 1
+    assert list(learner.captured) == [REQUEST]
 
 
 def test_where_keys_are_rotated_otherwise_nothing_is_kept_of_a_prompt(learner: Learner) -> None:
     learner.rotation.refusal = "its rotary embedding differs from Kedge's"
     captured(learner, REQUEST)
-    assert not learner._captured and not learner.learned[1].stats().values
+    assert not learner.captured and not learner.learned[1].stats().values
     assert learner.rotation.refusal, "another prompt does not show that they are not"
 
 
 def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(learner._expected, "prepare", lambda: bool(seen.append(None)))
+    monkeypatch.setattr(learner.expected, "prepare", lambda: bool(seen.append(None)))
     assert not learner.learn() and not seen
     learner.expect(REQUEST)
     assert not learner.learn() and not learner.learn() and len(seen) == 1
@@ -111,7 +111,7 @@ def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.M
 
 def planned(seconds: float = 0.0) -> PlannedWrite:
     plan: Any = SimpleNamespace(translations=())
-    return PlannedWrite(plan, None, {}, seconds)
+    return PlannedWrite(plan, None, seconds)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from kedge.engine.common.state import files, saving  # noqa: E402
 from kedge.engine.common.state.snapshot import EngineState  # noqa: E402
 from kedge.errors import ConfigError  # noqa: E402
 from kedge.integrations.vllm.plugin import rank_state as model_identity  # noqa: E402
-from kedge.integrations.vllm.plugin.learning_budget import LearningBudget  # noqa: E402
 from kedge.integrations.vllm.plugin.messages import Orders  # noqa: E402
 from kedge.integrations.vllm.plugin.rank_state import (  # noqa: E402
     SAMPLE_BYTES,
@@ -28,6 +27,7 @@ from kedge.integrations.vllm.plugin.rank_state import (  # noqa: E402
 )
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
+from kedge.reuse.learning import LearningBudget  # noqa: E402
 from kedge.settings import AnchorSettings  # noqa: E402
 from kedge.types import Namespace, TenantId  # noqa: E402
 

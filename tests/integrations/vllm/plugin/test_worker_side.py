@@ -12,10 +12,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from kedge.cache import Copied, Copy, Direction
 from kedge.integrations.vllm.plugin import worker_side
-from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.learning import LearningBudget
 from kedge.types import GenerateRequest, RequestId
 
 WRITE = TranslationWrite(RequestId("r"), (1,), (range(3),))

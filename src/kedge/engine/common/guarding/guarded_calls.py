@@ -23,7 +23,7 @@ from kedge.engine.common.guarding.check import Check, by_placeholder, dense_chec
 from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.reuse.costs import MAX_PENDING
+from kedge.reuse.costs import GRACE, MAX_PENDING
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
@@ -43,9 +43,9 @@ from kedge.types import (
 )
 
 End = Callable[[], None]
-GRACE, PATIENCE = 0.02, 5.0
-"""Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
-milliseconds, and what a check took beside many requests says nothing of an idle engine"""
+PATIENCE = 5.0
+"""Most seconds without a request after which an engine counts as idle, `GRACE` being the fewest: what a check took
+beside many requests says nothing of an idle engine"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 logger = logging.getLogger(__name__)

@@ -35,10 +35,10 @@ from vllm.v1.request import Request
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
-from kedge.integrations.vllm.plugin.learning_budget import BaseShare
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
+from kedge.reuse.learning import BaseShare
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
