@@ -208,13 +208,6 @@ def test_base_kv_that_only_one_agent_reads_is_not_kept() -> None:
     assert not leaves_base(runtime, in_place(3 * MAX_VALUES))
 
 
-def test_another_base_context_is_another_template() -> None:
-    """Offsets that were measured against other base KV are not used."""
-    first = in_place(1, agent="other")
-    question = replace(first.segments[1], base_context=(7, 7, 7))
-    assert template_key(first) != template_key(replace(first, segments=(first.segments[0], question)))
-
-
 # template text behind values ------------------------------------------------------------------------------------------
 
 TEXT = tuple(range(200, 209))

@@ -50,19 +50,6 @@ def all_is_given_back(engine: Stepped) -> None:
 # bounds ---------------------------------------------------------------------------------------------------------------
 
 
-def test_only_so_many_requests_wait_to_be_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_learning, "MAX_PENDING", 3)
-    engine = engine_of()
-    for seed in range(10):
-        engine.submit(reader(seed))
-    while not engine.core.idle:
-        engine.step()
-        assert learning(engine)["pending"] <= 3
-    assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (3, 7)
-    all_is_given_back(engine)
-    assert learning(engine)["observed"] == 3
-
-
 def test_only_so_many_base_prefills_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_learning, "MAX_PENDING", 4)
     engine = engine_of()
@@ -152,15 +139,6 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     assert not engine.core.parts.learning.backlog and not engine.core.parts.learning.backlog._ended
 
 
-def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
-    engine = engine_of()
-    writer = wrote(engine, 1, "first")
-    engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
-    assert engine.core.parts.learning.reclaim()
-    assert not is_known(engine, writer)
-    all_is_given_back(engine)
-
-
 # requests that are taken out ------------------------------------------------------------------------------------------
 
 
@@ -209,32 +187,13 @@ def taught_while_busy(engine: Stepped) -> int:
     return observed(engine) - before
 
 
-def test_requests_that_wait_do_not_keep_the_engine_from_learning() -> None:
+def test_requests_that_wait_keep_the_engine_from_learning_only_without_a_budget() -> None:
     assert taught_while_busy(engine_of(1.0, max_batch_tokens=96)) > 0
-
-
-def test_without_a_budget_nothing_is_learned_while_requests_run() -> None:
     engine = engine_of(0.0, max_batch_tokens=96)
     assert taught_while_busy(engine) == 0
     assert learning(engine)["pending"] == 1
     all_is_given_back(engine)
     assert observed(engine) > 0
-
-
-def test_learning_takes_no_more_than_its_budget() -> None:
-    """Nothing is learned on credit that no pass has earned."""
-    engine = engine_of(0.0)
-    for seed in range(4):
-        engine.submit(reader(seed))
-    engine.rest()
-    assert learning(engine)["pending"] == 4
-    learns = engine.core.parts.learning
-    learns.budget._share, learns.budget._credit = 0.5, -1.0
-    for _ in range(2):
-        learns.spend(1.0)
-        assert (learning(engine)["pending"], observed(engine)) == (4, 0)
-    learns.spend(1e-9)
-    assert observed(engine) == 1, "some credit is enough to begin"
 
 
 # first readers --------------------------------------------------------------------------------------------------------

@@ -86,12 +86,8 @@ def test_the_end_is_the_last_token() -> None:
     assert (lane.span, lane.tokens) == (range(7, 8), [1] * 6 + [7, 8, 8])
     assert len(lane.blocks) == 2 and list(capture.blocks) == lane.blocks
     assert capture.response == (7, 8)
-
-
-def test_an_answer_whose_tokens_all_have_kv_needs_no_lane() -> None:
-    stage = Stage()
     stage.end(6, (7, 8, 2), STOPPED)
-    assert not stage.jobs.has_ends and stage.captures[0].response == (7, 8)
+    assert not stage.jobs.has_ends and stage.captures[1].response == (7, 8), "all of its tokens have KV"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +140,13 @@ def test_without_room_beside_requests_they_wait(tokens: int, rows: int, spare: i
     assert stage.pool.get_num_free_blocks() == BLOCKS
 
 
-def test_one_that_an_idle_engine_has_no_room_for_is_dropped() -> None:
+@pytest.mark.parametrize("idle", [True, False])
+def test_one_without_blocks_is_dropped_where_the_engine_is_idle_or_a_request_waits_for_it(idle: bool) -> None:
+    """Else the engine would step for ever, or the request wait."""
     stage = Stage()
     blocks = stage.pool.get_new_blocks(BLOCKS - 1)
-    stage.jobs.add(HERE, (1,) * 10)
-    assert not stage.step(40, idle=True) and not stage.jobs, "else the engine would step for ever"
+    (stage.jobs.add if idle else stage.jobs.add_awaited)(HERE, (1,) * 10)
+    assert not stage.step(40, idle=idle) and not stage.jobs and not stage.jobs.is_awaited(HERE, (1,) * 10)
     stage.pool.free_blocks(blocks)
     assert stage.jobs.counters()["base_prefills_dropped"] == 1
 
@@ -162,14 +160,6 @@ def test_blocks_that_requests_need_are_given_up_after_the_pass() -> None:
     assert capture.request is NOTHING and stage.pool.get_num_free_blocks() == BLOCKS - 3
     stage.report()
     assert stage.pool.get_num_free_blocks() == BLOCKS
-
-
-def test_several_are_computed_in_a_step_as_far_as_it_goes() -> None:
-    stage = Stage()
-    for token in (1, 2, 3):
-        stage.jobs.add(HERE, (token,) * 10)
-    assert stage.step(25, rows=3, idle=True) == [range(10), range(10), range(5)]
-    assert [capture.request.tokens[0] for capture in stage.captures] == [3, 2]
 
 
 def test_what_a_request_waits_for_goes_first_and_takes_all_that_is_left() -> None:
@@ -186,12 +176,6 @@ def test_what_a_request_waits_for_goes_first_and_takes_all_that_is_left() -> Non
     stage.jobs.add_awaited(HERE, (1,) * 10)
     assert stage.step(20, rows=9) == [range(4, 10), range(2, 10), range(6)], "one that was begun goes on"
     assert len(stage.jobs) == 1
-
-
-def test_one_that_is_awaited_and_finds_no_blocks_is_dropped_so_that_its_request_goes_on() -> None:
-    stage = Stage()
-    stage.jobs.add_awaited(HERE, (1,) * 10)
-    assert not stage.step(40, spare=BLOCKS) and not stage.jobs.is_awaited(HERE, (1,) * 10) and not stage.jobs
 
 
 @pytest.mark.parametrize("tokens", [(), (1,) * LIMIT, (100,)])

@@ -69,7 +69,7 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     assert lanes.is_wanted
 
 
-@given(layouts(), st.integers(0, SIZE - 1))
+@given(layouts(), st.integers(0, SIZE + 5))
 def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, computed: int) -> None:
     found = judged(holes)
     claimed = found.plan(found.holes, computed)
@@ -82,11 +82,6 @@ def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, c
         found.cache_blocks(lambda _, count: hashed.append(count), tokens)
     first = found.written[0].start if found.written else SIZE
     assert hashed == [first, min(first, 7)], "nothing is hashed from the first translated token on"
-
-
-def test_of_a_prompt_that_is_exact_nothing_is_planned() -> None:
-    found = judged()
-    assert found.plan(found.holes, SIZE + 5) == 0 and not found.written and not found.planned
 
 
 class Queue:

@@ -59,8 +59,6 @@ class LiveRequest:
     verdict: TranslationVerdict | None = None
     awaits: tuple[Tokens, ...] | None = None
     """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
-    waits: int = 0
-    """Steps in which it has waited for that"""
     holes: Holes = ()
     """Positions to be computed by the verdict, until the request is admitted"""
     refusals: int = 0
