@@ -47,10 +47,10 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
+    "anchors.translator.Translation",
     "engine.local.build",
     "engine.local.build.apart",
-    "engine.local.assembler.Assembler",
-    "engine.local.assembler.MakeAssembler",
+    "engine.local.build.EngineParts",
     "engine.local.engine.LocalEngine",
     "engine.local.model.loading.checked_runner",
     "engine.local.model.probe.PromptPiece",
@@ -63,9 +63,8 @@ BENCH_MAY_IMPORT = {
     "engine.local.sampler.Sampler",
     "engine.local.sessions.SessionCaching",
     "reuse.guard.fidelity.FAR",
-    "reuse.plan.ReusePlan",
 }
-"""Names of those rooms that bench imports: the extension point `engine.local.assembler`, and what it measures."""
+"""Names of those rooms that bench imports: what it measures, and the parts of an engine that it replaces."""
 BENCHMARKS = ImportGraph(Path(__file__).parents[1] / "benchmarks")
 BENCHMARKS_MAY_IMPORT = {
     "anchors.anchor.AnchorId",
@@ -77,17 +76,14 @@ BENCHMARKS_MAY_IMPORT = {
     "anchors.translator.translate_into",
     "engine.local.build",
     "engine.local.build.EngineParts",
-    "engine.local.assembler.Assembler",
-    "engine.local.assembler.MakeAssembler",
     "engine.local.engine.LocalEngine",
     "engine.local.model.runner.ModelRunner",
     "engine.local.sessions.SessionCaching",
     "reuse.guard.comparison.TOP",
     "reuse.guard.comparison.mean_divergence",
     "reuse.guard.fidelity.FAR",
-    "reuse.plan.ReusePlan",
 }
-"""Those that the repository's benchmarks import, which build engines with other assemblers."""
+"""Those that the repository's benchmarks import, which let engines write otherwise."""
 
 
 def modules_of(room: str) -> list[Name]:

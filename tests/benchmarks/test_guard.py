@@ -24,7 +24,6 @@ from benchmarks.guard import (
     MakeWrite,
     Served,
     WrongBase,
-    WrongWrites,
     at_another_base,
     by_agent,
     flip_bytes,
@@ -32,10 +31,11 @@ from benchmarks.guard import (
     poison_anchors,
     swap_heads,
     with_swapped_heads,
+    write_wrongly,
 )
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
-from kedge.anchors.translator import Translation
+from kedge.anchors.translator import Translation, translate_into
 from kedge.bench.shapes import Loaded, load_model
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
@@ -46,7 +46,7 @@ from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.settings import EngineSettings
-from kedge.types import AgentId
+from kedge.types import AgentId, GenerateRequest
 from kedge.workloads.miniature import MATH, questions
 
 FINAL, QUESTIONS = AgentId("final"), 5
@@ -156,10 +156,10 @@ def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment
     base = KVSegment(torch.randn(shape, generator=made), torch.randn(shape, generator=made))
     kept = KVSegment(base.keys.clone(), base.values.clone())
     none = empty_table(base)
-    plan: Any = SimpleNamespace(translations=(Translation(START, base, no_offsets(base, none), none),))
-    fault = WrongWrites(make, AgentId("final"))
-    request: Any = SimpleNamespace(agent=AgentId(agent))
-    assert fault(runner, storage).assemble(request, table, plan) is plan
+    parts: Any = SimpleNamespace(runner=runner, storage=storage, write=lambda _, *it: translate_into(storage)(*it))
+    write_wrongly(parts, make, AgentId("final"))
+    request = GenerateRequest((), agent=AgentId(agent))
+    parts.write(request, table, [Translation(START, base, no_offsets(base, none), none)])
     assert torch.equal(base.keys, kept.keys) and torch.equal(base.values, kept.values), "others read it as well"
     slots = table.slots[START : START + WRITTEN]
     return base, KVSegment(storage.keys[:, slots], storage.values[:, slots])

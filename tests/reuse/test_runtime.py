@@ -93,21 +93,17 @@ class Taught:
         return [self.runtime.wants_harvest(request(seed), plan) for seed in range(times)]
 
 
-@pytest.mark.parametrize("values", [0, 1, CAPACITY - 1])
-def test_an_agent_that_has_seen_few_values_learns_from_every_dense_prompt(values: int) -> None:
-    assert Taught(values).wants(3 * REFRESH) == [True] * 3 * REFRESH
+@pytest.mark.parametrize(("values", "teaches"), [(0, False), (1, False), (CAPACITY - 1, False), (CAPACITY, True)])
+def test_a_dense_prompt_is_learned_from_while_few_values_were_seen_or_where_it_is_dense_to_teach(
+    values: int, teaches: bool
+) -> None:
+    assert Taught(values).wants(3 * REFRESH, teaches=teaches) == [True] * 3 * REFRESH
 
 
 @pytest.mark.parametrize("values", [CAPACITY, 3 * CAPACITY])
 def test_an_agent_that_has_seen_enough_learns_from_one_dense_prompt_in_so_many(values: int) -> None:
     """So that its offsets follow what changes."""
-    wanted = Taught(values).wants(5 * REFRESH)
-    assert wanted.count(True) == 5
-    assert [at % REFRESH for at, is_wanted in enumerate(wanted) if is_wanted] == [REFRESH - 1] * 5
-
-
-def test_a_prompt_that_is_dense_in_order_to_teach_is_always_learned_from() -> None:
-    assert Taught(CAPACITY).wants(2 * REFRESH, teaches=True) == [True] * 2 * REFRESH
+    assert Taught(values).wants(5 * REFRESH) == 5 * [*[False] * (REFRESH - 1), True]
 
 
 def test_what_an_agent_has_seen_says_nothing_of_another_one_with_the_same_value() -> None:
@@ -255,16 +251,17 @@ def test_a_prompt_that_moves_only_the_value_leaves_the_text_behind_it() -> None:
 
 def test_text_that_is_left_after_a_prompt_was_drafted_is_moved_if_it_is_looked_for_again() -> None:
     stage, other = ReadTwice(), linked(1, "other", TEXT[::-1])
-    drafts = [stage.runtime.draft(other, ()) for _ in range(2)]
+    drafts = [stage.runtime.planner.draft(other, ()) for _ in range(2)]
     for draft in drafts:
-        assert len(stage.runtime.grow(draft, other, 3)) == 1
+        assert len(stage.runtime.planner.grow(draft, other, 3)) == 1
     stage.bases.put_shared_text(other.run_key, (*other.segments[1].tokens, *TEXT[::-1]), random_kv(len(TEXT), 9), "")
     added = [
-        stage.runtime.grow(draft, other, 4, again=again) for draft, again in zip(drafts, (False, True), strict=True)
+        stage.runtime.planner.grow(draft, other, 4, again=again)
+        for draft, again in zip(drafts, (False, True), strict=True)
     ]
     assert [[(one.start, one.tokens) for one in found] for found in added] == [[], [(2 + SIZE, len(TEXT))]]
-    assert stage.runtime.grow(drafts[1], other, 4, again=True) == (), "all is drafted"
-    plans = [stage.runtime.seal(draft, other) for draft in drafts]
+    assert stage.runtime.planner.grow(drafts[1], other, 4, again=True) == [], "all is drafted"
+    plans = [stage.runtime.planner.seal(draft, other) for draft in drafts]
     assert [len(plan.computed) for plan in plans] == [2 + len(TEXT) + 6, 2 + 6]
 
 
@@ -300,11 +297,11 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
     for agent in ("first", "second"):
         stage.runtime.keep_base(prompts[agent], kv[agent].slice)
     for here in layout(prompts["first"])[2:5]:
-        assert stage.runtime._planner.sample_of_reader(prompts["first"], here) is None
+        assert stage.runtime.planner.sample_of_reader(prompts["first"], here) is None
     for agent, reader in (("second", "first"), ("third", "second")):
         asked, its = prompts[agent], prompts[reader]
         for here, there in zip(layout(asked)[2:5], layout(its)[2:5], strict=True):
-            found = stage.runtime._planner.sample_of_reader(asked, here)
+            found = stage.runtime.planner.sample_of_reader(asked, here)
             assert found is not None and torch.equal(found.base.keys, kv[reader].slice(there.start, there.stop).keys)
             assert found.pool.placeholder.endswith(f"<{template_key(its)}")
     key = template_key(prompts["third"])
@@ -323,8 +320,8 @@ def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> Non
     assert [one.blend.adds for one in plan.translations] == [False]
     stage.runtime.keep_base(asked, random_kv(asked.prompt_tokens, 1).slice, plan)
     other = with_answer("other")
-    assert stage.runtime._planner.sample_of_reader(other, layout(other)[3]) is None
-    assert stage.runtime._planner.sample_of_reader(other, layout(other)[2]) is not None
+    assert stage.runtime.planner.sample_of_reader(other, layout(other)[3]) is None
+    assert stage.runtime.planner.sample_of_reader(other, layout(other)[2]) is not None
 
 
 def test_where_nothing_is_moved_no_text_is_kept() -> None:

@@ -167,7 +167,8 @@ class MethodServer:
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings) -> None:
         self.method = method
         self.probe = Probe(rows=settings.tokens)
-        self.engine = method.open(loaded, self.probe.assembler, **settings.engine)
+        self.engine = method.open(loaded, **settings.engine)
+        self.probe.watch(self.engine)
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
         self.cold = settings.cold
@@ -237,7 +238,8 @@ class DenseTeam:
         shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
         self._flow: Workflow = replace(flow, agents=tuple(shorter))
         self._probe = Probe(rows=settings.tokens)
-        self.engine = SERVED["dense"].open(loaded, self._probe.assembler, **settings.engine)
+        self.engine = SERVED["dense"].open(loaded, **settings.engine)
+        self._probe.watch(self.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 

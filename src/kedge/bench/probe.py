@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from kedge.anchors.translator import Translation
 from kedge.bench.shapes import Loaded
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.watched import WatchedEngine, Watcher
-from kedge.engine.local.assembler import Assembler, MakeAssembler
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan
+from kedge.kv.storage import SlotTable
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerConstants
 from kedge.settings.sections import EstimatorName
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, Tokens
@@ -54,9 +53,9 @@ class Method:
         }
         return EngineSettings(**{**own, **engine})
 
-    def open(self, loaded: Loaded, assembler: MakeAssembler = Assembler, **engine: Any) -> LocalEngine:
+    def open(self, loaded: Loaded, **engine: Any) -> LocalEngine:
         """Open an engine that serves this way."""
-        return LocalEngine.from_runner(*loaded, self.config(**engine), assembler=assembler)
+        return LocalEngine.from_runner(*loaded, self.config(**engine))
 
 
 SERVED: Mapping[str, Method] = {
@@ -160,18 +159,27 @@ class _Forced(ForcedAnswer):
 
 
 class Probe:
-    """The observer of one engine, which has to be built with `probe.assembler`."""
+    """The observer of one engine, which it has to `watch`."""
 
-    def __init__(self, assembler: MakeAssembler = Assembler, rows: int = 32) -> None:
+    def __init__(self, rows: int = 32) -> None:
         """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
         self.watched: dict[RequestId, _Watched] = {}
         self.rows = rows
         self._grammars: Grammars | None = None
-        self._inner = assembler
 
-    def assembler(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        """Return an assembler that gives each request's probe access to its KV."""
-        return _ProbingAssembler(self._inner(runner, storage), storage, self)
+    def watch(self, engine: LocalEngine) -> None:
+        """Give each request's probe access to its KV from now on."""
+        engine.query(self._watch)
+
+    def _watch(self, parts: EngineParts) -> None:
+        write, storage = parts.write, parts.storage
+
+        def watched(request: GenerateRequest, table: SlotTable, items: Sequence[Translation]) -> None:
+            if one := self.watched.get(request.request_id):
+                one.read = partial(storage.read, table, 0, request.prompt_tokens)
+            write(request, table, items)
+
+        parts.write = watched
 
     def _grammars_of(self, engine: LocalEngine) -> Grammars:
         if self._grammars is None:
@@ -239,19 +247,6 @@ class Recorder(WatchedEngine):
 
     def prepare(self, request: GenerateRequest) -> None:
         """Do nothing."""
-
-
-@dataclass(frozen=True)
-class _ProbingAssembler(Assembler):
-    works_ahead: ClassVar[bool] = False
-    inner: Assembler
-    storage: PagedStorage
-    probe: Probe
-
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        if watched := self.probe.watched.get(request.request_id):
-            watched.read = partial(self.storage.read, table, 0, request.prompt_tokens)
-        return self.inner.assemble(request, table, plan)
 
 
 def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:

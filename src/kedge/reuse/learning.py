@@ -123,14 +123,26 @@ class Backlog(Generic[H]):
             self.give_up(holder)
 
 
-class Patience:
-    """Holds background work back while somebody waits for a first token, and in the step after that, as with
-    asynchronous scheduling the token is read once that has been started; but for every so many steps, as under load
-    there may be no others.
+class SpareTime:
+    """When background work may be done beside an engine's steps.
+
+    It is held back while somebody waits for a first token, and in the step after that, as with asynchronous scheduling
+    the token is read once that has been started; but for every so many steps, as under load there may be no others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` is in seconds."""
+        self._clock, self._computed = clock, -math.inf
         self._passed, self._was_awaited = 0, False
+
+    def computes(self) -> None:
+        """Note that something is computed for requests."""
+        self._computed = self._clock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has been computed for a moment."""
+        return self._clock() - self._computed >= GRACE
 
     def holds_back(self, *, is_awaited: bool) -> bool:
         """Return whether nothing is to be done beside this step."""
@@ -139,18 +151,13 @@ class Patience:
         return self._passed > 0
 
 
-class LearningBudget:
+class LearningBudget(SpareTime):
     """The seconds that one engine, or one rank of it, may learn for."""
 
     def __init__(self, *, is_timed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         """Unless `is_timed` it is one piece a step: the clocks of several ranks differ. `clock` is in seconds."""
-        self._is_timed, self._clock, self._share = is_timed, clock, LEARNING_SHARE
-        self._computed = self._credit = 0.0
-        self._patience = Patience()
-
-    def computes(self) -> None:
-        """Note that a pass is over."""
-        self._computed = self._clock()
+        super().__init__(clock)
+        self._is_timed, self._share, self._credit = is_timed, LEARNING_SHARE, 0.0
 
     def spend(self, learn: Callable[[], bool], seconds: float, *, is_awaited: bool = False) -> None:
         """Learn piece after piece after a pass of so many seconds, within its share, until `learn` returns False. Later
@@ -160,9 +167,9 @@ class LearningBudget:
         token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.
         """
         self._credit += self._share * seconds
-        if self._patience.holds_back(is_awaited=is_awaited):
+        if self.holds_back(is_awaited=is_awaited):
             return
-        if not self._is_timed or (not seconds and self._clock() - self._computed >= GRACE):
+        if not self._is_timed or (not seconds and self.is_idle):
             learn()
         elif seconds:
             began = self._clock()
@@ -172,27 +179,23 @@ class LearningBudget:
             self._credit = min(self._credit, 0.0)
 
 
-class BaseShare:
+class BaseShare(SpareTime):
     """The tokens that base prefills may take of a step: within `LEARNING_SHARE` of its time."""
 
     def __init__(self, times: StepTimes, clock: Callable[[], float] = time.monotonic) -> None:
-        """`times` is what steps take. `clock` returns seconds."""
-        self._times, self._clock = times, clock
-        self._patience, self._computed = Patience(), -math.inf
-
-    def computes(self) -> None:
-        """Note that a step computes something for requests."""
-        self._computed = self._clock()
+        """`times` is what steps take. `clock` is in seconds."""
+        super().__init__(clock)
+        self._times = times
 
     def idle(self, most: int) -> int:
         """Return the tokens for base prefills in a step without requests, at most `most`."""
-        if self._clock() - self._computed < GRACE:
+        if not self.is_idle:
             return 0
         return min(most, max(1, int(PIECE_S / self._times.per_token))) if self._times.are_known else most
 
     def beside(self, prefill: int, most: int) -> int:
         """Return the tokens for base prefills in a step with so many tokens of prefills, at most `most`."""
-        if self._patience.holds_back(is_awaited=prefill > 0):
+        if self.holds_back(is_awaited=prefill > 0):
             return 0
         if not self._times.are_known:
             return int(most * LEARNING_SHARE)

@@ -10,7 +10,7 @@ import pytest
 from kedge.anchors.anchor import PoolKey
 from kedge.engine.local import learning as local_learning
 from kedge.engine.local.sequence import RequestSequence
-from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
 from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of
 from tests.engine.local.stepping import KnownCosts, Stepped
@@ -251,18 +251,3 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
     assert ("user_question" in reasons) == (readers == 2)
     base_prefills = 1 + 4 if readers == 6 else 1
     assert learning(engine)["base_prefills_done"] == base_prefills, "the template's, and one a value"
-
-
-def test_where_nothing_is_worth_translating_the_engine_only_computes() -> None:
-    class Dear(KnownCosts):
-        translations = (1.0, 1.0)
-
-    engine = Stepped(Dear, planner=PlannerSettings())
-    why = "computing it takes less time than translating it"
-    for seed in (1, 2, 1):
-        receipt = engine.serve(reader(seed)).receipt()
-        assert receipt.translated == 0
-        assert [miss.reason for miss in receipt.misses if miss.segment in PLACEHOLDERS] == [why, why]
-        engine.core.parts.cache.clear()
-    assert observed(engine) == 0
-    assert learning(engine)["base_prefills_done"] == learning(engine)["observed"] == 0

@@ -426,9 +426,7 @@ def test_a_translation_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
     stage = taught()
     request = prompt_of("reader", ASKED, stage.answer)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            stage.core.parts.preassembly, "_translate_into", _raising(TranslationRefused("offset", 1, "on purpose"))
-        )
+        patch.setattr(stage.core.parts, "write", _raising(TranslationRefused("offset", 1, "on purpose")))
         stage.prepare(replace(request, request_id=RequestId("hint")))
     assert (stage.told["failed"], stage.leased) == (1, 0)
     assert stage.serve(request).receipt().translated > 0

@@ -126,29 +126,6 @@ def _served(engine: LocalEngine, item: GenerateRequest):  # noqa: ANN202
     return done
 
 
-def test_an_agent_without_offsets_is_prefilled_densely_and_learns() -> None:
-    driver = Driver()
-    driver.serve(request(tokens(50, 30), agent="solver"))
-    driver.serve(request(tokens(51, 30), agent="solver"))
-    reasons = []
-    for seed in (51, 50, 51):
-        critic, _ = driver.serve(request(tokens(seed, 30), agent="critic"))
-        reasons.append([miss.reason for miss in critic.plan.misses])
-    assert reasons == [["no anchor of this agent yet"], ["not calibrated yet"], []]
-    assert critic.plan.translates
-
-
-def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
-    driver = Driver()
-    for seed in (50, 51, 51):
-        known, _ = driver.serve(request(tokens(seed, 30)))
-    assert known.plan.translates
-    reworded = request(tokens(51, 30))
-    segments = (*reworded.segments[:-1], replace(reworded.segments[-1], tokens=tokens(99, 7)))
-    other, _ = driver.serve(replace(reworded, segments=segments))
-    assert not other.plan.translates
-
-
 @pytest.mark.parametrize("size", [0, 1])
 def test_tiny_placeholders(size: int) -> None:
     driver = Driver(planner=PlannerConstants(by_cost=False, recompute_head=2))
@@ -255,20 +232,6 @@ def test_a_question_is_moved_from_the_first_prompt_that_reads_it() -> None:
     assert relative(moved.keys, read.keys) < 1e-5 and relative(moved.values, read.values) < 1e-5
     stats = driver.core.parts.learning.stats()
     assert stats["base_prefills_done"] == stats["observed"] == 0
-
-
-def test_text_behind_a_moved_question_is_moved_from_whichever_agent_of_the_run_computed_it_first() -> None:
-    driver, question = Driver(planner=PlannerSettings(by_cost=False)), tokens(50, 30)
-    driver.serve(in_context(request(question, run="earlier")))
-    asked = in_context(request(question, agent="critic"))
-    _, read = driver.serve(asked)
-    third = replace(asked, segments=(Segment(tokens(27, 27), "p0"), *asked.segments[1:]), agent=AgentId("judge"))
-    sequence, kv = driver.serve(replace(third, request_id="third"))
-    assert (sequence.receipt().translated, sequence.receipt().computed) == (30 + 9, 27 + 5)
-    moved, text = kv.slice(57, 66), read.slice(63, 72)
-    assert relative(moved.keys, text.keys) < 1e-5 and relative(moved.values, text.values) < 1e-5
-    driver.core.parts.learned[1].end_run(asked.run_key)
-    assert driver.serve(replace(third, request_id="later"))[0].receipt().translated == 30
 
 
 @pytest.mark.parametrize("seed", range(3))

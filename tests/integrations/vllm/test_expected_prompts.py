@@ -57,7 +57,7 @@ def answers(engine: Driver) -> dict[int, list[int]]:
 def looked_up(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The segments that are drafted from now on."""
     found: list[int] = []
-    planner = engine.worker._learner._runtime._planner
+    planner = engine.worker._learner._runtime.planner
     fill = planner._fill
 
     def noting(request: Any, draft: Any, here: Any, after: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_preparation_that_fails_is_dropped(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.worker._learner._runtime, "grow", fail)
+        patched.setattr(engine.worker._learner._runtime.planner, "grow", fail)
         expect(engine, ONE)
     assert not prepared(engine)
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]

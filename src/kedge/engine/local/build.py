@@ -25,7 +25,6 @@ from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
 from kedge.engine.common.dtypes import pick_device, pick_dtype
 from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.batch import flatten
 from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
@@ -33,7 +32,7 @@ from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.preassembly import PromptPreassembler
+from kedge.engine.local.preassembly import PromptPreassembler, Write
 from kedge.engine.local.scheduler import Scheduler, Work
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
@@ -98,10 +97,9 @@ class EngineParts:
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
         on_copied: Callable[[], None] = lambda: None,
-        assembler: MakeAssembler = Assembler,
     ) -> None:
         """Build the parts. `policy` replaces that of the settings. `on_copied` is called, on another thread, when a
-        copy has ended. `assembler` is replaced in experiments only.
+        copy has ended.
         """
         self.runner, self.config = runner, config
         size, tiers = config.block_size, config.tiers
@@ -131,7 +129,9 @@ class EngineParts:
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, has_host=copier is not None)
-        self.assembler = assembler(runner, storage)
+        translate = translate_into(storage)
+        self.write: Write = lambda _, table, parts: translate(table, parts)
+        """Writes translations into a request's slots. Experiments replace it"""
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
@@ -140,7 +140,13 @@ class EngineParts:
         """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
         self.sentinels = Sentinels(storage)
         self.preassembly = PromptPreassembler(
-            cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
+            cache,
+            self.runtime,
+            lambda *given: self.write(*given),
+            self.costs,
+            self.sentinels,
+            self.longest,
+            self.ahead,
         )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
@@ -159,7 +165,8 @@ class EngineParts:
             "loading": self.loading.stats(),
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
-            **self.runtime.stats(),
+            "anchors": asdict(self.learned[0].stats()),
+            "base_kv": asdict(self.learned[1].stats()),
         }
 
     def tenant_stats(
@@ -170,7 +177,8 @@ class EngineParts:
         """
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
-        return {"prompts": cached, "pools": self.runtime.pool_stats(owns), "traffic": self.plain.report(owns)}
+        pools = [asdict(pool) for pool in self.learned[0].pool_stats(owns)]
+        return {"prompts": cached, "pools": pools, "traffic": self.plain.report(owns)}
 
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:

@@ -71,8 +71,7 @@ class EngineCore:
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected."""
-        if self.parts.assembler.works_ahead:
-            self.parts.preassembly.expect(request)
+        self.parts.preassembly.expect(request)
 
     def end_run(self, run: RunKey) -> None:
         """Forget a run, once nothing is left to learn from it."""

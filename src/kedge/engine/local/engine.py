@@ -30,7 +30,6 @@ from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedSta
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.identity import state_identity
 from kedge.engine.local.model.runner import ModelRunner
@@ -246,24 +245,21 @@ class LocalEngine(Engine):
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-        assembler: MakeAssembler = Assembler,
     ) -> LocalEngine:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings, `assembler` its own (in experiments).
+        `policy` replaces that of the settings.
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy, assembler)
+        self._start(runner, policy)
         return self
 
-    def _start(
-        self, runner: ModelRunner, policy: EvictionPolicy | None = None, assembler: MakeAssembler = Assembler
-    ) -> None:
+    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None = None) -> None:
         self.runner = runner
         """The model, with the results of the checks at load."""
         self._thread = EngineThread()
-        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, assembler)
+        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
         self.tokenizer.most = longest

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from kedge.anchors.translator import translate_into
+from kedge.anchors.translator import Translation
 from kedge.cache import CacheManager, Changes, Lease, Readiness
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
-from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.kv.storage import SlotTable
 from kedge.reuse.ahead import Ended, ExpectedPrompts, filled
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
@@ -29,6 +29,8 @@ from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey, SampleId,
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 logger = logging.getLogger(__name__)
+Write = Callable[[GenerateRequest, SlotTable, Sequence[Translation]], None]
+"""Writes translations into a request's slots"""
 
 
 class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
@@ -38,7 +40,7 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
         self,
         cache: CacheManager,
         runtime: Runtime,
-        storage: PagedStorage,
+        write: Write,
         costs: EngineCosts,
         sentinels: Sentinels,
         longest: int,
@@ -49,7 +51,7 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
         """
         super().__init__()
         self._cache, self._runtime, self._costs, self._sentinels = cache, runtime, costs, sentinels
-        self._translate_into, self._block_size = translate_into(storage), storage.block_size
+        self._write = write
         self._longest, self._ahead = longest, ahead
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
@@ -184,8 +186,8 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
             lease = self._cache.admit(preparation.key, space, tokens, limit, len(tokens), NEAR)
         except OutOfBlocks:
             return False
-        preparation.table = SlotTable.of(lease.blocks, self._block_size)
-        preparation.draft = self._runtime.draft(preparation.request, lease.spans)
+        preparation.table = SlotTable.of(lease.blocks, self._cache.block_size)
+        preparation.draft = self._runtime.planner.draft(preparation.request, lease.spans)
         self._begun += 1
         return True
 
@@ -207,15 +209,15 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
         before, translated = len(draft.sources), preparation.translates
         if segments > draft.drafted:
             began, posted = time.monotonic(), len(draft.sentinels)
-            translations = self._runtime.grow(draft, request, segments)
-            self._translate_into(table, translations)
+            translations = self._runtime.planner.grow(draft, request, segments)
+            self._write(request, table, translations)
             if new := draft.sentinels[posted:]:
                 preparation.sentinels.append(self._sentinels.read(table, new))
             if translations:
                 tokens = sum(one.tokens for one in translations)
                 self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
         if preparation.plan is None and segments == len(request.segments):
-            preparation.plan = self._runtime.seal(draft, request)
+            preparation.plan = self._runtime.planner.seal(draft, request)
         if draft.dense:
             preparation.sentinels.clear()
         if translated and draft.dense:  # what was written and computed beside it must not be seen
@@ -230,7 +232,7 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
             lease = self._cache.extend(preparation.key, room, steps)
         except OutOfBlocks:
             return False
-        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        preparation.table = SlotTable.of(lease.blocks, self._cache.block_size)
         return True
 
     # ends -----------------------------------------------------------------------------------------------------

@@ -335,10 +335,10 @@ class Admission:
         matched = time.monotonic()
         if sequence.request.guard.afresh and not plan.translates:
             raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
-        sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
-        sequence.todo = sequence.plan.computed
-        if sequence.plan.sentinels:
-            sequence.sentinels = [parts.sentinels.read(table, sequence.plan.sentinels)]
+        parts.write(sequence.request, table, plan.translations)
+        sequence.plan, sequence.todo = plan, plan.computed
+        if plan.sentinels:
+            sequence.sentinels = [parts.sentinels.read(table, plan.sentinels)]
         if plan.translations:
             seconds = time.monotonic() - began
             parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)

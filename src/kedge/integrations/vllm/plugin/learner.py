@@ -86,8 +86,10 @@ class DraftedPrompts(ExpectedPrompts[DraftedPrompt]):
             return False
         began = time.monotonic()
         try:
-            found.draft = found.draft or self._runtime.draft(found.request, (Span(0, found.exact, Source.DEVICE),))
-            self._runtime.grow(found.draft, found.request, found.next_stop, again=True)
+            found.draft = found.draft or self._runtime.planner.draft(
+                found.request, (Span(0, found.exact, Source.DEVICE),)
+            )
+            self._runtime.planner.grow(found.draft, found.request, found.next_stop, again=True)
         except Exception:
             logger.exception("a prompt of agent %s was not prepared", found.request.agent)
             self.drop(found, Ended.FAILED)
@@ -219,8 +221,8 @@ class Learner:
             plan, seconds = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), 0.0
         else:  # going on from what was prepared of it
             ready, seconds = len(found.draft.sources), found.seconds
-            self._runtime.grow(found.draft, request, len(request.segments), again=True)
-            plan = self._runtime.seal(found.draft, request)
+            self._runtime.planner.grow(found.draft, request, len(request.segments), again=True)
+            plan = self._runtime.planner.seal(found.draft, request)
             self._runtime.use(plan)
         holes = plan.holes
         self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))

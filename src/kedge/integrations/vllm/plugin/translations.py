@@ -218,7 +218,7 @@ class Translations:
             self.lanes.jobs.add(request.namespace, tokens)
         live.awaits = verdict.awaits if live.awaits is None else ()  # it waits once at most
         for tokens in live.awaits:
-            self.lanes.jobs.add_awaited(request.namespace, tokens)
+            self.lanes.jobs.add(request.namespace, tokens, is_awaited=True)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
