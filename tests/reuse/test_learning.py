@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kedge.errors import TranslationRefused
 from kedge.policies.service import StepTimes
-from kedge.reuse.costs import GRACE, LEARNING_SHARE
-from kedge.reuse.learning import PATIENCE, Backlog, BaseShare, LearningBudget
+from kedge.reuse.costs import GRACE, LEARNING_SHARE, PATIENCE
+from kedge.reuse.learning import Backlog, BaseShare, LearningBudget
 from kedge.types import GenerateRequest, RunId, RunKey
 
 PIECE = 0.01

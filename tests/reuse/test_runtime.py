@@ -16,8 +16,9 @@ from kedge.guard import GuardOrders
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.runtime import MAX_VALUES, REFRESH, Runtime
+from kedge.reuse.runtime import MAX_VALUES, REFRESH, UNKNOWN, Readers, Runtime
 from kedge.settings import AnchorSettings, PlannerConstants
+from kedge.structures.bounded import ENTRIES
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -60,7 +61,7 @@ def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateReques
     )
 
 
-class Readers(Above):
+class ForReaders(Above):
     """Costs by which base KV is worth computing from so many readers on."""
 
     def __init__(self, readers: float) -> None:
@@ -137,7 +138,7 @@ def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above:
 
 
 def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholder() -> None:
-    runtime = Taught(CAPACITY, Readers(3)).runtime
+    runtime = Taught(CAPACITY, ForReaders(3)).runtime
     assert runtime.needs(request(1)) == [] and runtime.prerequisites(request(1), 0) == [], "two are assumed"
     runtime.needs(request(1))
     assert len(runtime.needs(request(1))) == 1, "the third reader"
@@ -398,3 +399,65 @@ def test_without_base_kv_of_the_template_moved_answers_teach_nothing() -> None:
 
 def test_an_agent_that_has_read_enough_answers_learns_no_more_from_them() -> None:
     assert [plan.teaches for plan in Moving(CAPACITY).plans][-2:] == [False, False]
+
+
+# how many readers the next value of a placeholder is expected to have ------------------------------------------------
+
+
+def placeholder(name: str = "question", tenant: str = "tenant", flow: str = "flow") -> PoolKey:
+    return PoolKey(Namespace(TenantId(tenant)), WorkflowId(flow), name)
+
+
+def read_all(readers: Readers, values: range, times: int, of: PoolKey | None = None) -> None:
+    """Let every value be read so often."""
+    for value in values:
+        for _ in range(times):
+            readers.read(of or placeholder(), (value,))
+
+
+def test_two_readers_or_the_most_so_far_are_assumed_until_something_is_known() -> None:
+    readers = Readers()
+    assert readers.expected(placeholder()) == UNKNOWN
+    read_all(readers, range(MAX_VALUES), 1)
+    assert readers.expected(placeholder()) == UNKNOWN, "all of them may have more readers yet"
+    read_all(readers, range(2), 2)
+    assert readers.expected(placeholder()) == 3, "while no count is final it is the highest one"
+
+
+def test_a_count_is_not_final_while_its_value_is_read_on() -> None:
+    """Neither order nor what lies between matters."""
+    readers = Readers()
+    for value in range(MAX_VALUES * 3):
+        readers.read(placeholder(), (value,))
+        readers.read(placeholder(), (-1,))
+    assert readers.expected(placeholder()) == pytest.approx(1.0), "the one with many readers still has some"
+    read_all(readers, range(-2 * MAX_VALUES, -MAX_VALUES), 1)
+    assert readers.expected(placeholder()) > 2.0, "and none since"
+
+
+def test_placeholders_are_counted_apart() -> None:
+    readers = Readers()
+    others = [placeholder("hint"), placeholder(tenant="another"), placeholder(flow="another")]
+    for times, of in enumerate(others, start=3):
+        read_all(readers, range(MAX_VALUES + 10), times, of)
+    assert [readers.expected(of) for of in others] == pytest.approx([3.0, 4.0, 5.0])
+    assert readers.expected(placeholder()) == UNKNOWN
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 6), (6, 1)])
+def test_a_change_is_followed(before: int, after: int) -> None:
+    readers = Readers()
+    read_all(readers, range(MAX_VALUES + 200), before)
+    read_all(readers, range(-MAX_VALUES - 300, 0), after)
+    assert readers.expected(placeholder()) == pytest.approx(after, abs=0.1)
+
+
+def test_the_placeholder_that_was_read_longest_ago_is_forgotten_first() -> None:
+    readers, kept = Readers(), placeholder("kept")
+    for of in (placeholder(), kept):
+        read_all(readers, range(MAX_VALUES + 10), 4, of)
+    for at in range(ENTRIES - 1):
+        readers.read(placeholder(f"another-{at}"), (1,))
+        readers.read(kept, (0,))
+    assert readers.expected(placeholder()) == UNKNOWN
+    assert readers.expected(kept) == pytest.approx(4.0)

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kedge.errors import TranslationRefused
 from kedge.policies.service import StepTimes
-from kedge.reuse.costs import GRACE, LEARNING_SHARE
+from kedge.reuse.costs import GRACE, LEARNING_SHARE, PATIENCE
 from kedge.types import RunKey
 
 if TYPE_CHECKING:
     from kedge.reuse.layout import Placed
 
-PATIENCE = 8
-"""Steps in a row in which nothing is learned since somebody waits for a first token; in the next one it is"""
 PIECE_S = 0.05
 """Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""
 logger = logging.getLogger(__name__)
@@ -93,12 +91,12 @@ class Backlog(Generic[H]):
         return True
 
     def give_up(self, holder: H) -> None:
-        """Learn nothing more from a prompt."""
+        """Learn nothing more from a prompt, for want of room."""
         self.given_up += 1
         self.forget(holder)
 
     def forget(self, holder: H) -> None:
-        """Learn nothing more from a prompt, if it is there, which was not given up for want of room."""
+        """Learn nothing more from a prompt, if it is there."""
         for one in [one for one in self._waiting if one.holder is holder]:
             self._remove(one)
 

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.errors import PlanError  # noqa: E402
 from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
@@ -115,32 +114,6 @@ def test_a_preempted_translation_is_written_again(taught: Driver, dense: list[li
     assert request.num_preemptions == 1
     assert list(taught.finished[name].outputs[0].token_ids) == dense[0]
     assert receipt(taught.finished[name])["tokens"]["translated"] == 170
-    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
-
-
-def test_a_translation_that_fails_ends_its_request_and_no_other(
-    taught: Driver, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught.reset()
-
-    def fail(*_: object) -> None:
-        raise PlanError("blend", 1, "the table is at version 2")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(taught.worker._learner.writes, "_translate_into", fail)
-        assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == []
-    taught.reset()
-    assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
-
-
-def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
-    taught.reset()
-    name = taught.add(tokens(VALUES[0]), kedge=hints(VALUES[0]))
-    taught.step()
-    taught.engine.abort_request([name])
-    taught.run()
-    taught.ask(prompt(40, 9))
-    assert not taught.worker._learner.writes and not taught.side.requests
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 

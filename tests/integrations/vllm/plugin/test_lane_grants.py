@@ -17,8 +17,9 @@ from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest
+from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
-from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget
+from kedge.reuse.lanes import LaneBudget
 from kedge.types import Namespace, ReuseMode
 from tests.reuse.test_holes import SIZE, layouts, positions
 
@@ -118,7 +119,7 @@ def test_a_granted_request_is_admitted_with_its_lanes() -> None:
 def test_without_room_a_request_is_held_back_and_then_cut() -> None:
     queue = Queue("r")
     found = queue.candidates["r"]
-    for step in range(MAX_REFUSALS):
+    for step in range(PATIENCE):
         assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)
         assert queue.lanes.holes_of(found) is None and queue.held_back == step + 1
     assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)

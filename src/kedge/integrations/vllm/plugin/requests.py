@@ -129,9 +129,7 @@ class LiveRequest:
 
     @property
     def outcome(self) -> tuple[tuple[Miss, ...], int]:
-        """Why tokens were not translated, and of how many leading ones what is translated was so before the request
-        arrived.
-        """
+        """Why tokens were not translated, and how many leading ones were looked up before the request arrived."""
         if not (self.has_placeholders and self.asked.reuse is ReuseMode.TRANSLATE):
             return (), 0
         if self.refusal:
