@@ -44,7 +44,7 @@ from tests.integrations.vllm.test_cache_groups import (  # noqa: E402
     gemma3,
     gpt_oss,
 )
-from tests.integrations.vllm.test_lanes_in_batches import state  # noqa: E402
+from tests.integrations.vllm.test_lanes import state  # noqa: E402
 from tests.integrations.vllm.window_models import Reference  # noqa: E402
 
 EXACT = 1e-4
