@@ -28,7 +28,7 @@ H = TypeVar("H")
 
 
 @dataclass(slots=True, eq=False)
-class Observation(Generic[H]):
+class PendingPrompt(Generic[H]):
     """A prompt with offsets to be measured, one segment after the other. `holder` holds its KV until then."""
 
     holder: H
@@ -47,7 +47,7 @@ class Backlog(Generic[H]):
         called when it is learned from, or never will be. `forget_run` forgets what a run shared.
         """
         self._forget_run, self._is_ready, self._over, self._most = forget_run, is_ready, over, most
-        self._waiting: deque[Observation[H]] = deque()
+        self._waiting: deque[PendingPrompt[H]] = deque()
         self._ended: set[RunKey] = set()
         self.observed = self.given_up = self.failed = 0
         """Prompts that were learned from, those that were not for want of room, and those that failed"""
@@ -60,7 +60,7 @@ class Backlog(Generic[H]):
 
     def add(self, holder: H, run: RunKey, steps: Iterator[Placed]) -> None:
         """Take a prompt. Each of the `steps` measures a segment."""
-        self._waiting.append(Observation(holder, run, steps))
+        self._waiting.append(PendingPrompt(holder, run, steps))
         if len(self._waiting) > self._most:
             self.give_up(self._waiting[0].holder)
 
@@ -69,7 +69,7 @@ class Backlog(Generic[H]):
         """Whether `step` has work."""
         return self._next() is not None
 
-    def _next(self) -> Observation[H] | None:
+    def _next(self) -> PendingPrompt[H] | None:
         return next((one for one in self._waiting if one.is_begun or self._is_ready(one.holder)), None)
 
     def step(self) -> bool:
@@ -100,7 +100,7 @@ class Backlog(Generic[H]):
         for one in [one for one in self._waiting if one.holder is holder]:
             self._remove(one)
 
-    def _remove(self, one: Observation[H]) -> None:
+    def _remove(self, one: PendingPrompt[H]) -> None:
         self._waiting.remove(one)
         self._over(one.holder)
         self._leave_run(one.run)
