@@ -19,12 +19,12 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
 from kedge.settings import ServerSettings
 from kedge.types import Tokens
-from tests.server.clients.graph import LangGraph
 from tests.server.clients.histories import (
     AnthropicSdk,
     ClaudeCode,
     Client,
     Codex,
+    LangGraph,
     LiteLlm,
     OpenAiSdk,
     Overflow,
