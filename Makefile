@@ -16,7 +16,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
 # Replicas of Ray Serve first: one worker runs all of their tests before the other looks for some to take over.
-VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/vllm/test_measure.py
+VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/test_vllm.py
 # With vLLM comes Triton. Its interpreter has to be chosen before vLLM is imported, so in a process of their own.
 KERNEL_TESTS ?= tests/kv/test_translate_kernel.py tests/kv/test_pages_kernels.py
 # What runs on every push, and on how many cores; `make test-all` selects everything instead.

@@ -47,7 +47,6 @@ from kedge.types import (
     Tokens,
     new_request_id,
 )
-from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Team
 
 TENANT = TenantId("fidelity")
@@ -232,10 +231,7 @@ class DenseTeam:
     """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
 
     def __init__(self, workload: Team, loaded: Loaded, settings: FidelitySettings) -> None:
-        self._workload, self._runner = workload, loaded[0]
-        flow = workload.workflow()
-        shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
-        self._flow: Workflow = replace(flow, agents=tuple(shorter))
+        self._runner, self._flow = loaded[0], workload.workflow(settings.tokens)
         self._probe = Probe(rows=settings.tokens)
         self.engine = SERVED["dense"].open(loaded, self._probe.assembler, **settings.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
@@ -244,7 +240,7 @@ class DenseTeam:
     def answer(self, numbered: tuple[int, Question], *, kv: bool = True) -> Asked:
         """Let the team answer a question."""
         number, question = numbered
-        recorder = Recorder(self.engine, self._probe, partial(self._workload.constrained, question), kv=kv)
+        recorder = Recorder(self.engine, self._probe, kv=kv)
         run(recorder, self._flow, {QUESTION: question.text}, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
         return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))

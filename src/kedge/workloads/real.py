@@ -15,14 +15,14 @@ from kedge.workloads.base import Question, Row, Team
 
 Item = TypeVar("Item")
 
-TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.PICKS, reading.LONG, reading.SESSIONS)}
+TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.LONG)}
 
 
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list[Question]]:
     """Return a task with its questions in an order that `seed` shuffles; `file` replaces those of the package.
 
-    No paragraph is read a second time before all others were read, but in sessions, whose turns stay together. Raises
-    `ConfigError` for an unknown name, and as `read_rows` does.
+    No paragraph is read a second time before all others were read. Raises `ConfigError` for an unknown name, and as
+    `read_rows` does.
     """
     if name not in TEAMS:
         raise ConfigError("task", name, f"must be one of {', '.join(TEAMS)}")
@@ -31,14 +31,8 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
         asked = read_rows(file or data / "gsm8k.jsonl", gsm8k.question, "GSM8K")
         return TEAMS[name], rng.sample(asked, len(asked))
     paragraphs = read_rows(file or data / "xquad-en.jsonl", reading.questions, "XQuAD")
-    if name == reading.PICKS.name:
-        paragraphs = [[one for one in about if one.facts["options"]] for about in paragraphs]
     if name == reading.LONG.name:
         paragraphs = reading.lengthened(paragraphs)
-    if name == reading.SESSIONS.name:
-        return TEAMS[name], [
-            one for about in rng.sample(paragraphs, len(paragraphs)) for one in reading.continued(about)
-        ]
     rounds = zip_longest(*rng.sample(paragraphs, len(paragraphs)))
     return TEAMS[name], [one for one in chain.from_iterable(rounds) if one]
 

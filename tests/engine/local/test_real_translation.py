@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,17 @@ class TeamTwin:
         return self._llama.prefilled(template_tokens(request)).slice(start, start + len(one))
 
 
+class Told(Recorder):
+    """A recorder with orders for every request."""
+
+    def __init__(self, engine: LocalEngine, probe: Probe, orders: GuardOrders) -> None:
+        super().__init__(engine, probe, kv=True)
+        self._orders = orders
+
+    def submit(self, request: GenerateRequest) -> Any:
+        return super().submit(replace(request, guard=self._orders))
+
+
 @dataclass
 class Serving:
     """An engine with a method, and the team that asks it."""
@@ -174,9 +186,8 @@ class Serving:
     def ask(self, number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
         """Return the results of question `number` of `reading`, in speaking order."""
         team, questions = real.load("reading")
-        flow = team.workflow()
-        flow = replace(flow, agents=tuple(replace(agent, max_tokens=ANSWER) for agent in flow.agents))
-        recorder = Recorder(self.engine, self.probe, lambda request: replace(request, guard=orders), kv=True)
+        flow = team.workflow(ANSWER)
+        recorder = Told(self.engine, self.probe, orders)
         run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
         self.engine.wait_idle()
         return [one.result() for one in recorder.pending]

@@ -145,7 +145,6 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
         seen.append(given["keeping"])
         raise Started
 
-    monkeypatch.setattr("kedge.cli.run.require_vllm", lambda: None)
     monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
     args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
     result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": ""})
