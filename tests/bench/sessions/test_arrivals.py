@@ -214,7 +214,7 @@ def test_a_slot_goes_on_with_a_copy_that_shares_only_what_is_fixed() -> None:
     first, copy = arrivals[0].chain, arrivals[2].chain
     assert first[0] == copy[0] and not set(first[1:]) & set(copy[1:])
     assert 1 <= arrivals[2].at - (arrivals[1].at + 2.0) <= 60
-    assert len(compose([conversation("a", 0.0)], live=2, cap=1.0, limit=1000)) == 40, "so many copies at most"
+    assert len(compose([conversation("a", 0.0)], live=2, cap=1.0, limit=100)) == 100, "as many copies as it takes"
 
 
 def test_so_many_conversations_run_at_once_and_a_limit_only_cuts() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import heapq
+import itertools
 import json
 import random
 import reprlib
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -219,7 +219,7 @@ def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int]) -> Iter
     for record in records:
         size = record.block_size
         tools, system = (0, 0) if record.turn else (record.tools, record.system)  # of a session's first request only
-        for at, block in enumerate(islice(record.ids(), (tools + system) // size if tools else 0)):
+        for at, block in enumerate(itertools.islice(record.ids(), (tools + system) // size if tools else 0)):
             fixed[block] = ("tools", tools, at) if (at + 1) * size <= tools else ("system", tools, system, at)
         coarse = list(record.ids(BLOCK // size))
         chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
@@ -228,8 +228,6 @@ def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int]) -> Iter
 
 START_SECONDS, PAUSE_SECONDS = 300.0, (1.0, 60.0)
 """The slots' first conversations begin within this time; the pause between two conversations of a slot."""
-MAX_COPIES = 40
-"""Times that a conversation is played at most."""
 
 
 @dataclass(slots=True)
@@ -257,7 +255,7 @@ def compose(
     starts = [(rng.uniform(0, START_SECONDS), slot) for slot in range(live)]
     heapq.heapify(starts)
     arrivals: list[Arrival] = []
-    for played in range(MAX_COPIES * len(order)):
+    for played in itertools.count():
         start, slot = starts[0]
         if played % live == 0 and sum(one.at < start for one in arrivals) >= limit:
             break
