@@ -26,11 +26,6 @@ class TeamScore:
     workload: Team
     answered: list[tuple[Question, RunResult]] = field(default_factory=list)
 
-    @property
-    def finals(self) -> list[str | None]:
-        """Decisions of the last agent, in the order of the questions."""
-        return [self.workload.final(result.text) for _, result in self.answered]
-
     def figures(self, agent: AgentId | None = None) -> dict[str, Any]:
         """Return the figures of an agent's calls, or of all: milliseconds to the first token, the share of right
         answers (None: they are neither right nor wrong), that of calls that translated (the paper's reuse rate), and
@@ -56,9 +51,9 @@ def compared(dense: TeamScore, ours: TeamScore) -> dict[str, Any]:
     An answer without a decision is the same as no other. `same_answers` is the share of answers of all agents but the
     first with the same text in both modes.
     """
-    runs = zip((result for _, result in dense.answered), (result for _, result in ours.answered), strict=True)
+    runs = [(one, other) for (_, one), (_, other) in zip(dense.answered, ours.answered, strict=True)]
     pairs = [pair for one, other in runs for pair in zip(one.results[1:], other.results[1:], strict=True)]
-    finals = list(zip(dense.finals, ours.finals, strict=True))
+    finals = [(ours.workload.final(one.text), ours.workload.final(other.text)) for one, other in runs]
     agents = []
     for agent in (AgentId(one.id) for one in ours.workload.agents):
         densely, translated = dense.figures(agent), ours.figures(agent)
