@@ -15,7 +15,7 @@ from kedge.guard import GuardMode
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Agent, Step, Workflow, order
 from kedge.workflow.template import Placeholder
-from tests.engine.conformance.values import IMPOSSIBLE_SAMPLING
+from tests.engine.test_validation import IMPOSSIBLE_SAMPLING
 
 SAMPLED = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
