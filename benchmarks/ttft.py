@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from kedge.anchors.translator import Translation
 from kedge.bench.shapes import SHAPES, random_llama, random_runner
-from kedge.engine.common.dtypes import pick_device
+from kedge.engine.common.model_folder import pick_device
 from kedge.engine.local import build
 from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.engine import LocalEngine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,8 +28,8 @@ from typer.testing import CliRunner
 import kedge.models
 from kedge.cli import preflight
 from kedge.cli.main import app
-from kedge.engine.common import converted, dtypes, model_folder
-from kedge.engine.common.model_folder import model_path
+from kedge.engine.common import converted, model_folder
+from kedge.engine.common.model_folder import model_path, pick_dtype
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
@@ -151,8 +150,7 @@ def test_the_engine_answers_as_the_model_that_the_file_was_written_from(family: 
 def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
     is_faster: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (model_folder, dtypes):
-        monkeypatch.setattr(module, "bfloat16_is_faster", lambda: is_faster)
+    monkeypatch.setattr(model_folder, "bfloat16_is_faster", lambda: is_faster)
     chosen = "bfloat16" if is_faster else "float32"
     with LocalEngine(file, EngineSettings(kv_memory="64 blocks")) as engine:
         assert engine.inspect()["dtype"] == chosen
@@ -166,14 +164,14 @@ def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
 def test_folders_keep_float32_and_take_16_bits_as_they_are_only_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert dtypes.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
+    assert model_folder.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for is_faster, taken in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(dtypes, "bfloat16_is_faster", lambda is_faster=is_faster: is_faster)
-        assert {dtypes.pick_dtype("auto", cpu, one) for one in (torch.bfloat16, torch.float16)} == {taken}
-        assert dtypes.pick_dtype("auto", cpu, torch.float32) == dtypes.pick_dtype("auto", cpu) == torch.float32
-        assert dtypes.pick_dtype("float16", cpu, torch.float32) == torch.float16
-        assert dtypes.pick_dtype("auto", gpu, torch.float16) == "auto"
+        monkeypatch.setattr(model_folder, "bfloat16_is_faster", lambda is_faster=is_faster: is_faster)
+        assert {pick_dtype("auto", cpu, one) for one in (torch.bfloat16, torch.float16)} == {taken}
+        assert pick_dtype("auto", cpu, torch.float32) == pick_dtype("auto", cpu) == torch.float32
+        assert pick_dtype("float16", cpu, torch.float32) == torch.float16
+        assert pick_dtype("auto", gpu, torch.float16) == "auto"
 
 
 def test_a_file_is_converted_once_and_then_needs_no_package(
@@ -200,24 +198,8 @@ def test_a_changed_file_is_converted_again(file: Path) -> None:
     assert model_path(file, "float32") != first
 
 
-def test_the_least_recently_used_copies_go_but_none_just_used(file: Path, cache: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(bytes(100))
-
-    for age, name in enumerate(["newer", "older", "left.partial-1"]):
-        (cache / name).mkdir(parents=True)
-        write(cache / name)
-        os.utime(cache / name, (0, 100 - age))
-    used = converted.make_copy(file, "float32", write)
-    assert not (cache / "left.partial-1").exists()
-    file.write_bytes(b"other")
-    second = converted.make_copy(file, "float32", write, max_bytes=320)
-    assert {one for one in cache.iterdir() if one.is_dir()} == {used, second, cache / "newer"}
-    third = converted.make_copy(file, "bfloat16", write, max_bytes=1)
-    assert {one for one in cache.iterdir() if one.is_dir()} == {used, second, third}
-
-
-def test_two_at_once_convert_once(file: Path) -> None:
+def test_two_at_once_convert_once_and_remove_what_was_left_half_done(file: Path, cache: Path) -> None:
+    (cache / "left.partial-1").mkdir(parents=True)
     written: list[Path] = []
 
     def write(folder: Path) -> None:
@@ -227,6 +209,7 @@ def test_two_at_once_convert_once(file: Path) -> None:
     with ThreadPoolExecutor(4) as executor:
         folders = set(executor.map(lambda _: converted.make_copy(file, "float32", write), range(8)))
     assert len(written) == len(folders) == 1
+    assert not (cache / "left.partial-1").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,17 +224,15 @@ def test_a_cache_that_cannot_be_written_is_named(file: Path, cache: Path, monkey
         model_path(file, "float32")
 
 
-@pytest.mark.parametrize("share", [0, 0.0002, 0.02, 0.2, 0.5, 0.999])
-def test_a_cut_file_is_corrupt(share: float, file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(CorruptWeights, match=rf"{file}.*is no GGUF file, or is cut"):
-        model_path(file)
-
-
-@pytest.mark.parametrize("content", [b"text", b"GGUF" + bytes(64), b"GGUF\x03\0\0\0" + b"\xff" * 64])
-def test_what_is_no_gguf_is_corrupt(content: bytes, file: Path) -> None:
-    file.write_bytes(content)
+@pytest.mark.parametrize(
+    "content",
+    [b"text", b"GGUF" + bytes(64), b"GGUF\x03\0\0\0" + b"\xff" * 64, *(0, 0.0002, 0.02, 0.2, 0.5, 0.999)],
+    ids=lambda one: repr(one)[:12],
+)
+def test_what_is_no_gguf_or_is_cut_is_corrupt(content: bytes | float, file: Path) -> None:
+    """Given by its bytes, or by the share of a whole file that is there."""
+    whole = file.read_bytes()
+    file.write_bytes(content if isinstance(content, bytes) else whole[: int(len(whole) * content)])
     with pytest.raises(CorruptWeights, match=f"{file}.*is no GGUF file, or is cut"):
         model_path(file)
 

@@ -22,8 +22,8 @@ from kedge.errors import ConfigError
 from kedge.server import app
 from kedge.server.app import create_app
 from kedge.settings import ServerSettings
+from tests.engine.common.state.test_files import change, damage, record_files
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
-from tests.engine.common.state_helpers import change, damage, record_files
 from tests.engine.local.conftest import tiny_model
 from tests.server.conftest import YAML, Served, serving, wait_until
 from tests.server.test_failure import process

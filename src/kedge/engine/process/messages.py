@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.engine.base import Item, Tokenizer
+from kedge.engine.base import Item
 from kedge.errors import KedgeError
 from kedge.types import TokenDelta, Tokens
 
@@ -27,19 +27,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call, or its error."""
+    """The result of a call, or its error; the first one is the tokenizer of the engine that has started."""
 
     number: int
     value: bytes = b""
     """Pickled separately, so that a value that cannot be read fails only its caller."""
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The message that the engine has started, or, with an error, that it could not."""
-
-    tokenizer: Tokenizer | None = None
     error: BaseException | None = None
 
 
@@ -67,18 +59,11 @@ def unpacked(data: Packed) -> tuple[int, Item]:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error that can be pickled: itself, or else one with the same text."""
+    """Return an error that can be pickled: itself, or else one that shows its value, or all of it, as text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # foreign classes raise anything
         if isinstance(error, KedgeError):
-            return type(error)(error.key, Shown(repr(error.value)), error.why)
+            return type(error)(error.key, repr(error.value), error.why)
         return RuntimeError(repr(error))
     return error
-
-
-class Shown(str):
-    """The `repr` of a value that could not be sent."""
-
-    def __repr__(self) -> str:
-        return str(self)
