@@ -20,8 +20,7 @@ import kedge
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import RequestSequence
+from kedge.engine.local.sequence import RequestSequence, Work
 from kedge.server.openai.generation import GenerationJob
 from kedge.server.openai.protocol import ChatBody
 from kedge.types import GenerateRequest

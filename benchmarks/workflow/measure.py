@@ -374,7 +374,7 @@ class Lane(AbstractContextManager["Lane"]):
         oracle = Oracle(workload.flows)
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
-        self.engine.query(lambda parts: setattr(parts.loading, "lets_pass", policy.status_aware))
+        self.engine.query(lambda parts: setattr(parts.scheduler, "lets_pass", policy.status_aware))
         if not policy.prefetch:
             self.engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", -1.0))
         self._workload = workload

@@ -28,12 +28,12 @@ from torch import Tensor
 from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
-from kedge.engine.local.model.probe import PromptPiece, one_pass, storage_for
-from kedge.engine.local.model.probe import run as run_pass
+from kedge.engine.local.model.probe import ProbedSequence
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sequence import Work, flatten
 from kedge.errors import ConfigError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardOrders
-from kedge.kv.storage import SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
 from kedge.types import (
@@ -271,16 +271,16 @@ def over_rounded(
     """
     assert dense.kv is not None
     prompt = dense.request.prompt_tokens
-    tokens = torch.tensor([*dense.request.tokens, *answer], device=runner.device)
-    storage = storage_for(runner, len(tokens) * len(roundings))
-    pieces = []
+    tokens = [*dense.request.tokens, *answer]
+    storage = PagedStorage(runner.spec, len(tokens) * len(roundings), 1, runner.device, runner.rotary)
+    work = []
     for number, rounding in enumerate(roundings.values()):
         start = number * len(tokens)
+        work.append(Work(ProbedSequence.at(tokens, start), [*range(prompt - 1, len(tokens) - 1)]))
         storage.write(SlotTable(torch.arange(start, start + prompt)), 0, dense.kv, None)
         for pool in (storage.keys, storage.values):
             pool[:, start : start + prompt] = rounding(pool[:, start : start + prompt])
-        pieces.append(PromptPiece(tokens, start, prompt - 1, len(tokens) - 1))
-    logits = run_pass(runner, one_pass(pieces, storage)).float().cpu()
+    logits = runner.forward(flatten(work, storage)).cpu()
     return dict(zip(roundings, logits.split(len(answer)), strict=True))
 
 

@@ -7,8 +7,7 @@ from itertools import count
 
 import pytest
 
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import RequestSequence
+from kedge.engine.local.sequence import RequestSequence, Work
 from kedge.types import (
     FinishReason,
     GenerateRequest,

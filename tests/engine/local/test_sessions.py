@@ -30,7 +30,7 @@ from kedge.types import (
     Tokens,
 )
 from tests.engine.local.test_engine import prompt
-from tests.engine.local.tiering import AMPLE, engine_with, expected
+from tests.engine.local.test_tiers import AMPLE, engine_with, expected
 
 SYSTEM = prompt(5000, 16)
 

@@ -23,20 +23,17 @@ from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
-from kedge.engine.common.dtypes import pick_device, pick_dtype
-from kedge.engine.common.model_folder import model_path, read_config
+from kedge.engine.common.model_folder import model_path, pick_device, pick_dtype, read_config
 from kedge.engine.local.assembler import Assembler, MakeAssembler
-from kedge.engine.local.batch import flatten
-from kedge.engine.local.host_loads import Loading
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import PromptPreassembler
-from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.scheduler import Loading, Scheduler
 from kedge.engine.local.sentinels import Sentinels
-from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work, flatten
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier, host_pools
@@ -48,7 +45,7 @@ from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
-from kedge.types import Namespace, RequestId, TenantId, Tokens
+from kedge.types import Namespace, Tokens
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -200,11 +197,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int) -> None:
     """Run a pass over `tokens` tokens, shared by so many sequences, and wait for its result."""
     share = tokens // sequences
-    work = []
-    for at in range(sequences):
-        table = SlotTable(torch.arange(at * share, (at + 1) * share))
-        sequence = Sequence(RequestId("measuring"), Namespace(TenantId("")), [0] * share, table)
-        work.append(Work(sequence, list(range(share))))
+    work = [Work(Sequence.at([0] * share, at * share), list(range(share))) for at in range(sequences)]
     runner.forward(flatten(work, storage))[0, 0].item()
 
 

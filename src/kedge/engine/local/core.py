@@ -15,14 +15,12 @@ from math import inf
 from kedge.cache import Changes
 from kedge.engine.base import Quota
 from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.requests import Admission, Requests
-from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
-from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.requests import Requests
+from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work, flatten
 from kedge.errors import EngineClosed, OutOfBlocks
-from kedge.reuse.costs import LEARNING_SHARE
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
@@ -49,11 +47,11 @@ class EngineCore:
         # A layer has some 12 d² weights, and attends by 2 d products a token of context: as many at 6 d.
         is_by_time = not config.max_batch_tokens and not parts.storage.keys.is_cuda
         parts.scheduler = self.scheduler = Scheduler(
-            Admission(parts, self.requests),
+            self.requests.admit,
+            self.requests.is_ready,
             parts.costs,
             max_batch_tokens=config.max_batch_tokens or (2048 if parts.storage.keys.is_cuda else 512),
             max_running=config.max_running,
-            learning_share=LEARNING_SHARE,
             jobs=parts.jobs,
             ahead=parts.ahead,
             running=parts.running,

@@ -32,7 +32,7 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.core import EngineCore
-from kedge.engine.local.model.identity import state_identity
+from kedge.engine.local.model.loading import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.engine.local.sequence import RequestSequence

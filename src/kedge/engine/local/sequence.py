@@ -1,15 +1,22 @@
-"""Sequences, the scheduler's units of work: tokens with a cache lease, on their way through prefill and decode."""
+"""Sequences, the scheduler's units of work: tokens with a cache lease, on their way through prefill and decode; and the
+batch that several of them make in one pass.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Self
+
+import torch
 
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.local.attention.paged import Batch, SequenceSlice
 from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
-from kedge.kv.storage import SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.policies.sessions import Turn
 from kedge.reuse.layout import known_segments, next_stop, plan_key
 from kedge.reuse.plan import ReusePlan
@@ -40,8 +47,16 @@ class Sequence:
     table: SlotTable | None = None
     todo: list[int] = field(default_factory=list)
     """Positions to compute; the last one yields the next token."""
+    last_pass: int = 0
+    """Number of the last pass that it was part of."""
     sentinels: list[SentinelRows] = field(default_factory=list)
     """Translated KV of tokens that are computed as well, until the two are compared"""
+
+    @classmethod
+    def at(cls, tokens: list[int], slot: int) -> Self:
+        """Return a sequence without a lease, in the slots from `slot` on: for checks and measurements."""
+        table = SlotTable(torch.arange(slot, slot + len(tokens)))
+        return cls(RequestId(""), Namespace(TenantId("")), tokens, table)
 
     @property
     def tenant(self) -> TenantId:
@@ -178,8 +193,6 @@ class RequestSequence(Sequence):
     """Base prefills that it waits for before its admission; None before the first check."""
     is_over: bool = False
     """Whether its stream has ended, with a completion or an error."""
-    last_pass: int = 0
-    """Number of the last pass that it was part of."""
     turn: Turn | None = None
     """Its place in its session; None where it reuses nothing."""
 
@@ -267,3 +280,49 @@ class RequestSequence(Sequence):
             logprobs=tuple(self.logprobs.answer),
             prompt_logprobs=tuple(self.logprobs.prompt),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence's share of the next pass: its positions, ascending."""
+
+    sequence: Sequence
+    positions: list[int]
+
+    @property
+    def logit_rows(self) -> int:
+        """Number of positions, the last ones, that need logits."""
+        return len(self.positions) if self.sequence.needs_all_logits else 1
+
+
+def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
+    """Return one batch of all positions, with logits after the last position, or several, of each sequence."""
+    device = storage.keys.device
+    tables = [item.sequence.table for item in work if item.sequence.table is not None]
+    tokens = [item.sequence.tokens[p] for item in work for p in item.positions]
+    positions = torch.tensor([p for item in work for p in item.positions])
+    slots = torch.cat([table.slots[torch.tensor(item.positions)] for item, table in zip(work, tables, strict=True)])
+    slices: list[SequenceSlice] = []
+    logits_rows: list[int] = []
+    start = 0
+    for item, table in zip(work, tables, strict=True):
+        stop, context = start + len(item.positions), item.positions[-1] + 1
+        one = SequenceSlice(
+            start=start,
+            stop=stop,
+            runs=table.runs(0, context),
+            context=context,
+            positions=positions[start:stop].to(device),
+            contiguous=item.positions[0] == context - len(item.positions),
+        )
+        slices.append(one)
+        logits_rows += range(stop - item.logit_rows, stop)
+        start = stop
+    return Batch(
+        tokens=torch.tensor(tokens, device=device),
+        positions=positions.to(device),
+        slots=slots.to(device),
+        sequences=slices,
+        logits_rows=torch.tensor(logits_rows, device=device),
+        storage=storage,
+    )
