@@ -29,24 +29,20 @@ from kedge.checks import MAX_COUNT, MAX_STOP_LENGTH, MAX_STOPS
 from kedge.engine.base import Engine, Stream
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, KedgeError, PromptTooLong, RequestError
 from kedge.types import (
-    AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
     Namespace,
     RequestId,
     ReuseMode,
-    RunId,
     RunKey,
     SampleId,
     SamplingParams,
     Segment,
-    TenantId,
     TokenLogprob,
     Tokens,
     TurnHints,
     ValueKind,
-    WorkflowId,
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
@@ -62,7 +58,7 @@ def fresh_text(topic: str) -> str:
 
 def fresh_id() -> RequestId:
     """Return a request id that no other test has used."""
-    return RequestId(f"conformance-{next(fresh)}")
+    return f"conformance-{next(fresh)}"
 
 
 def sampled(request: GenerateRequest, **changes: Any) -> GenerateRequest:
@@ -177,7 +173,7 @@ class EngineConformance:
             Segment(encode(after), "p1"),
         )
         sampling = SamplingParams(max_tokens=max_tokens or self.max_tokens, stop=stop, ignore_eos=True)
-        return GenerateRequest(segments, sampling, reuse, tenant=TenantId(tenant))
+        return GenerateRequest(segments, sampling, reuse, tenant=tenant)
 
     def run(self, engine: Engine, request: GenerateRequest) -> Completion:
         """Submit a request and wait for its end."""
@@ -258,10 +254,10 @@ class EngineConformance:
             sampling=SamplingParams(ANSWER, ignore_eos=True),
             reuse=reuse,
             request_id=fresh_id(),
-            tenant=TenantId(f"crowd-{number % 2}"),
-            workflow=WorkflowId("crowd"),
-            run=RunId(f"run-{number // KINDS}"),
-            agent=AgentId(f"agent-{kind}"),
+            tenant=f"crowd-{number % 2}",
+            workflow="crowd",
+            run=f"run-{number // KINDS}",
+            agent=f"agent-{kind}",
             produces=SampleId(ValueKind.AGENT, str(kind)),
         )
 
@@ -304,7 +300,7 @@ class EngineConformance:
         engine.cancel(stream.request_id)
         assert stream.result(self.timeout_s).finish_reason is FinishReason.CANCELLED
         ended = self.run(engine, self.request(engine, fresh_text("aborts")))
-        for request_id in (stream.request_id, ended.request_id, RequestId("unknown")):
+        for request_id in (stream.request_id, ended.request_id, "unknown"):
             assert not engine.cancel(request_id), "a request that has ended is no longer known"
         assert ended.finish_reason is FinishReason.LENGTH
         self.serves(engine)
@@ -381,9 +377,9 @@ class EngineConformance:
         return replace(
             self.request(engine, text, reuse=reuse),
             request_id=fresh_id(),
-            workflow=WorkflowId("flow"),
-            run=RunId("run"),
-            agent=AgentId("speaker"),
+            workflow="flow",
+            run="run",
+            agent="speaker",
             produces=SampleId(ValueKind.AGENT, "speaker"),
         )
 
@@ -402,7 +398,7 @@ class EngineConformance:
         wrong: dict[str, GenerateRequest] = {
             "max_tokens": sampled(good, max_tokens=HUGE),
             "top_p": sampled(good, top_p=math.nan),
-            "tenant": replace(good, tenant=TenantId("a/b")),
+            "tenant": replace(good, tenant="a/b"),
             "segments": replace(good, segments=None),  # type: ignore[arg-type]
         }
         for part in ("tokens", "base_context", "placeholder_text"):
@@ -449,18 +445,18 @@ class EngineConformance:
     # hints --------------------------------------------------------------------------------------------------------
 
     def test_the_end_of_an_unknown_run_is_no_error(self, engine: Engine) -> None:
-        engine.end_run(RunKey(Namespace(TenantId("conformance")), "", RunId("unknown")))
+        engine.end_run(RunKey(Namespace("conformance"), "", "unknown"))
         self.serves(engine)
 
     def test_hints_change_no_token(self, engine: Engine) -> None:
         """Check forecasts that are right, wrong, late, or about unknown agents."""
         text = fresh_text("hints")
-        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent="speaker", run="run")
         plain = self.run(engine, request).tokens
-        keys = [AgentKey(*request.run_key, AgentId(name)) for name in ("speaker", "unknown")]
+        keys = [AgentKey(*request.run_key, name) for name in ("speaker", "unknown")]
         for steps in (0.0, 3.0, math.inf):
             engine.forecast(dict.fromkeys(keys, NextRun(steps)), dict.fromkeys(keys, request.segments[0].tokens))
-            again = replace(request, request_id=RequestId(f"hinted-{next(fresh)}"))
+            again = replace(request, request_id=f"hinted-{next(fresh)}")
             assert self.run(engine, again).tokens == plain
         engine.forecast(dict.fromkeys(keys))
         self.serves(engine)
@@ -468,23 +464,23 @@ class EngineConformance:
     def test_preparing_changes_no_token(self, engine: Engine) -> None:
         """Check hints of an empty, half, whole or different prompt. An engine may ignore them."""
         text = " ".join(fresh_text("preparing") for _ in range(3))
-        request = replace(self.request(engine, text), agent=AgentId("speaker"), run=RunId("run"))
+        request = replace(self.request(engine, text), agent="speaker", run="run")
         plain = self.run(engine, request).tokens
         request = replace(request, reuse=ReuseMode.EXACT)
         other = self.request(engine, fresh_text("others"), reuse=ReuseMode.EXACT).segments
         begun = (request.segments[0], replace(request.segments[1], tokens=()), request.segments[2])
         for segments in ((), begun, request.segments, other, ()):
-            engine.prepare(replace(request, segments=segments, request_id=RequestId(f"hint-{next(fresh)}")))
-            done = self.run(engine, replace(request, request_id=RequestId(f"prepared-{next(fresh)}")))
+            engine.prepare(replace(request, segments=segments, request_id=f"hint-{next(fresh)}"))
+            done = self.run(engine, replace(request, request_id=f"prepared-{next(fresh)}"))
             assert done.tokens == plain
             assert 0 <= done.receipt.preassembled < request.prompt_tokens
         engine.end_run(request.run_key)
 
     def test_hints_that_cannot_be_meant_are_ignored(self, engine: Engine) -> None:
         text = fresh_text("nonsense")
-        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent=AgentId("speaker"), run=RunId("run"))
+        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent="speaker", run="run")
         plain = self.run(engine, request).tokens
-        key: Any = AgentKey(*request.run_key, AgentId("speaker"))
+        key: Any = AgentKey(*request.run_key, "speaker")
         nonsense: list[tuple[Any, Any]] = [
             ({key: NextRun(math.nan)}, {key: (-1,)}), ({key: NextRun(1.0)}, {key: ([],)}),
             ({"speaker": NextRun(1.0)}, {None: (1, 2)}), (None, "text"),
@@ -507,7 +503,7 @@ class EngineConformance:
         text, name = fresh_text("advice"), fresh_id()
         request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), turn=TurnHints(name))
         plain = self.run(engine, request).tokens
-        for namespace in (request.namespace, Namespace(TenantId("others"))):
+        for namespace in (request.namespace, Namespace("others")):
             for said in (TurnHints(name, keep_for=9.0, returns_in=1.0), TurnHints(expects={name: math.inf, "x": 1.0})):
                 outcomes = engine.advise(namespace, said)
                 assert len(outcomes) == 2 and all(one.reason for one in outcomes), outcomes
@@ -520,11 +516,11 @@ class EngineConformance:
 
     def test_the_end_of_a_run_ends_no_request(self, engine: Engine) -> None:
         """Check the end of another run, of another tenant's run, and of the request's own run."""
-        request = replace(self.request(engine, fresh_text("runs"), reuse=ReuseMode.TRANSLATE), run=RunId("run"))
+        request = replace(self.request(engine, fresh_text("runs"), reuse=ReuseMode.TRANSLATE), run="run")
         plain = self.again(engine, request, reuse=ReuseMode.OFF).tokens
         for tenant, run in (("others", "run"), (request.tenant, "other"), ("", ""), (request.tenant, "run")):
             stream = engine.submit(replace(request, request_id=fresh_id(), reuse=ReuseMode.EXACT))
-            engine.end_run(RunKey(Namespace(TenantId(tenant)), request.client, RunId(run)))
+            engine.end_run(RunKey(Namespace(tenant), request.client, run))
             assert stream.result(self.timeout_s).tokens == plain
 
     # reuse --------------------------------------------------------------------------------------------------------

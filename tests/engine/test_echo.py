@@ -9,19 +9,16 @@ from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.types import (
-    AgentId,
     FinishReason,
     GenerateRequest,
     Miss,
     Namespace,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
     Source,
     Span,
-    TenantId,
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
@@ -37,7 +34,7 @@ def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.E
     encode = ByteTokenizer().encode
     samples = (Segment(encode(part), f"x{n}", SampleId.parse(f"x{n}@0")) for n, part in enumerate(filled))
     segments = (Segment(encode(text), "p0"), *samples)
-    return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=AgentId(agent))
+    return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=agent)
 
 
 def test_tokenizer() -> None:
@@ -69,7 +66,7 @@ def test_ignore_eos_goes_on_to_the_limit(engine: EchoEngine) -> None:
 
 
 def test_script_by_agent_and_requests_are_recorded() -> None:
-    with EchoEngine({AgentId("solver"): "42", AgentId("mute"): ""}) as engine:
+    with EchoEngine({"solver": "42", "mute": ""}) as engine:
         requests = [ask("six times seven", agent=agent) for agent in ("solver", "mute", "else")]
         texts = [engine.submit(request).result(60).text for request in requests]
     assert texts == ["42", "", "six times seven"]
@@ -109,7 +106,7 @@ def test_an_answer_becomes_a_reusable_prefix(engine: EchoEngine) -> None:
 
 
 def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
-    key = AgentKey(Namespace(TenantId("t")), "c", RunId("r"), AgentId("a"))
+    key = AgentKey(Namespace("t"), "c", "r", "a")
     engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
     engine.forecast({key: None})
     assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]

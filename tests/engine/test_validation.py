@@ -18,15 +18,11 @@ from kedge.errors import EmptyPrompt, InvalidToken, RequestError
 from kedge.types import (
     GREEDY_TEMPERATURE,
     MIN_TOP_P,
-    AgentId,
     GenerateRequest,
     Namespace,
-    RequestId,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
-    TenantId,
     TurnHints,
     ValueKind,
 )
@@ -34,7 +30,7 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 GOOD = GenerateRequest((Segment((1, 2, 3), "p0"),))
-KEY = AgentKey(Namespace(TenantId("tenant")), "", RunId("run"), AgentId("agent"))
+KEY = AgentKey(Namespace("tenant"), "", "run", "agent")
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.lists(st.integers())
 
 HUGE = 10**5000
@@ -189,20 +185,20 @@ def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
 
 
 def test_advice_that_cannot_be_meant_is_refused() -> None:
-    space = Namespace(TenantId("tenant"))
+    space = Namespace("tenant")
     require_advice(space, TurnHints("s", keep_for=1.0))
     for said in IMPOSSIBLE_ADVICE:
         with pytest.raises(RequestError):
             require_advice(space, said)
-    for namespace in (None, "tenant", Namespace(TenantId("")), Namespace(TenantId("a"), 5)):  # type: ignore[arg-type]
+    for namespace in (None, "tenant", Namespace(""), Namespace("a", 5)):  # type: ignore[arg-type]
         with pytest.raises(RequestError):
             require_advice(namespace, TurnHints("s", keep_for=1.0))  # type: ignore[arg-type]
 
 
 def test_an_id_is_new_unless_it_is_in_flight() -> None:
-    require_new_id(RequestId("a"), {RequestId("b")})
+    require_new_id("a", {"b"})
     with pytest.raises(RequestError, match="request_id='b': duplicate"):
-        require_new_id(RequestId("b"), {RequestId("b")})
+        require_new_id("b", {"b"})
 
 
 def test_of_a_hint_what_can_be_meant_is_kept() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kedge.engine.base import Item
 from kedge.engine.common.stream import TextStream, TokenStream
-from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, TokenDelta
+from kedge.types import Completion, FinishReason, Receipt, ReuseMode, TokenDelta
 from tests.tokenizers_of_families import FAMILIES, SPECIALS, tokenizer_of
 
 TOKENIZERS = {family: tokenizer_of(family) for family in FAMILIES}
@@ -122,7 +122,7 @@ def delta(number: int) -> TokenDelta:
 
 
 def test_a_listener_gets_what_has_come_and_what_comes() -> None:
-    stream, heard = TokenStream(RequestId("a")), list[Item]()
+    stream, heard = TokenStream("a"), list[Item]()
     stream.put(delta(0))
     stream.put(delta(1))
     stream.listen(heard.append)
@@ -133,7 +133,7 @@ def test_a_listener_gets_what_has_come_and_what_comes() -> None:
 
 def test_nothing_is_lost_or_overtaken_while_a_listener_comes() -> None:
     for _ in range(50):
-        stream, heard = TokenStream(RequestId("a")), list[Item]()
+        stream, heard = TokenStream("a"), list[Item]()
         putting = threading.Thread(target=lambda stream=stream: [stream.put(delta(n)) for n in range(200)])
         putting.start()
         stream.listen(heard.append)
@@ -142,12 +142,12 @@ def test_nothing_is_lost_or_overtaken_while_a_listener_comes() -> None:
 
 
 def ended() -> TokenDelta:
-    receipt = Receipt(RequestId("a"), ReuseMode.OFF, ())
-    return TokenDelta("", (), Completion(RequestId("a"), "x", (1,), FinishReason.LENGTH, receipt, 1.0, 2.0))
+    receipt = Receipt("a", ReuseMode.OFF, ())
+    return TokenDelta("", (), Completion("a", "x", (1,), FinishReason.LENGTH, receipt, 1.0, 2.0))
 
 
 def test_all_who_wait_get_the_end() -> None:
-    stream, found = TokenStream(RequestId("a")), list[str]()
+    stream, found = TokenStream("a"), list[str]()
     readers = [threading.Thread(target=lambda: found.append(stream.result(10).text)) for _ in range(3)]
     for one in readers:
         one.start()
@@ -159,7 +159,7 @@ def test_all_who_wait_get_the_end() -> None:
 
 def test_the_result_is_there_beside_a_listener_also_one_that_fails() -> None:
     for comes_late in (False, True):
-        stream = TokenStream(RequestId("a"))
+        stream = TokenStream("a")
         if comes_late:
             stream.put(ended())
         stream.listen(lambda _: 1 / 0)

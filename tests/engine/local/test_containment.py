@@ -28,16 +28,13 @@ from kedge.kv.storage import SlotTable
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
 from kedge.types import (
-    AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
-    WorkflowId,
     new_request_id,
 )
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -46,7 +43,7 @@ T = TypeVar("T")
 PATIENCE = 20.0
 MARK = 200
 """A token that is in a victim's prompt, and in no other."""
-VICTIM = AgentId("victim")
+VICTIM = "victim"
 FAULTS = [RuntimeError("a fault"), torch.OutOfMemoryError("out of memory"), KeyError("a fault"), MemoryError()]
 
 
@@ -62,9 +59,9 @@ def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseM
         segments,
         SamplingParams(count, ignore_eos=True),
         reuse,
-        workflow=WorkflowId("flow"),
-        run=RunId("run"),
-        agent=AgentId(agent),
+        workflow="flow",
+        run="run",
+        agent=agent,
         produces=SampleId.parse(f"agent_{agent}@0"),
     )
 

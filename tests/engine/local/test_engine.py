@@ -15,17 +15,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
 from kedge.settings import AnchorSettings, TierSettings
-from kedge.types import (
-    AgentId,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    RunId,
-    SampleId,
-    SamplingParams,
-    Segment,
-    TenantId,
-)
+from kedge.types import GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
 from tests.engine.local.stepping import OPEN
 from tests.real import NEW, RealModel
@@ -144,7 +134,7 @@ def test_blocks_that_were_on_the_host_come_back(smollm2: RealModel, count: int) 
         assert stats["failed_copies"] == 0
 
 
-ACME, OTHER = Namespace(TenantId("acme")), Namespace(TenantId("other"))
+ACME, OTHER = Namespace("acme"), Namespace("other")
 FULL = 16
 
 
@@ -158,8 +148,8 @@ def team_request(space: Namespace, seed: int, reuse: ReuseMode = ReuseMode.TRANS
         SamplingParams(2, ignore_eos=True),
         reuse,
         tenant=space.tenant,
-        run=RunId(f"run-{seed}"),
-        agent=AgentId("solver"),
+        run=f"run-{seed}",
+        agent="solver",
     )
 
 
@@ -187,7 +177,7 @@ def test_pools_are_told_to_whom_they_belong() -> None:
         serve(engine, *(team_request(ACME, seed) for seed in (3, 4, 5)), team_request(OTHER, 6))
         mine, theirs, nobodys = (
             engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
-            for name in (ACME, OTHER, Namespace(TenantId("acm")))
+            for name in (ACME, OTHER, Namespace("acm"))
         )
         everything = engine.inspect()["anchors"]
     (pool,), (foreign,) = mine, theirs

@@ -26,7 +26,7 @@ from kedge.reuse.guard.fidelity import LEAST, RUNGS
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.planner import UNPROVED, WITHHELD
 from kedge.settings import AnchorSettings, GuardSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode, TenantId
+from kedge.types import Completion, GenerateRequest, ReuseMode
 from tests.engine.local.conftest import SHAPE, engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
@@ -55,7 +55,7 @@ def without_sentinels() -> Iterator[None]:
 
 def asked(number: int, agent: str = "solver", tenant: str = "default", **changes: Any) -> GenerateRequest:
     one = request(tokens(100 + number, 27), agent=agent, run=f"run-{number}")
-    return replace(one, tenant=TenantId(tenant), **changes)
+    return replace(one, tenant=tenant, **changes)
 
 
 def team(engine: LocalEngine, number: int, tenant: str = "default", **changes: Any) -> Completion:

@@ -9,7 +9,7 @@ import pytest
 
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import AnchorSettings, DiscoveryMode, DiscoverySettings, PlannerSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, TenantId, Tokens
+from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, Tokens
 from tests.discovery.teams import judge, solver, words
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_engine import greedy
@@ -27,7 +27,7 @@ def engine(mode: DiscoveryMode) -> LocalEngine:
 
 def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
     sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    return GenerateRequest((Segment(tokens, "p0"),), sampling, ReuseMode.EXACT, tenant=TenantId(tenant), is_plain=True)
+    return GenerateRequest((Segment(tokens, "p0"),), sampling, ReuseMode.EXACT, tenant=tenant, is_plain=True)
 
 
 def team(engine: LocalEngine, number: int, tenant: str = "default") -> tuple[Completion, Completion]:

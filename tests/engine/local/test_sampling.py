@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from kedge.engine.common.stream import TextStream
 from kedge.engine.local.sampler import Draw, Sampler, draw_tokens

@@ -17,7 +17,7 @@ from kedge.engine.local.scheduler import FairQueue, Scheduler
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.costs import EngineCosts
 from kedge.structures.bounded import ENTRIES
-from kedge.types import GenerateRequest, Namespace, RequestId, ReuseMode, SamplingParams, Segment, TenantId
+from kedge.types import GenerateRequest, Namespace, ReuseMode, SamplingParams, Segment, TenantId
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_fairness import STRANGER
 from tests.engine.local.test_translation import tokens
@@ -189,7 +189,7 @@ def test_prompts_are_assembled_ahead_beside_few_that_run_and_while_nobody_waits(
 
 
 A, B, C = map(TenantId, "abc")
-TENANTS = [A, B, C, TenantId("d"), TenantId("e"), TenantId("f")]
+TENANTS = [A, B, C, "d", "e", "f"]
 COSTS = st.sampled_from([1, 2, 3, 64, 500])
 
 
@@ -206,9 +206,9 @@ def test_memory_of_idle_tenants_is_bounded() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("stays", A, 1)
     for number in range(3 * ENTRIES):
-        queue.push(f"{number}", TenantId(f"t{number}"), 5 + number)
+        queue.push(f"{number}", f"t{number}", 5 + number)
         queue.take(f"{number}")
-        queue.charge(TenantId(f"s{number}"), number)
+        queue.charge(f"s{number}", number)
     assert len(queue._counters) <= ENTRIES and len(queue._queues) == 1
     assert served(queue) == ["stays"]
 
@@ -223,7 +223,7 @@ def test_backlogged_tenants_differ_by_no_more_than_one_item_each(backlogs: list[
     queue: FairQueue[tuple[int, int]] = FairQueue()
     for tenant, costs in enumerate(backlogs):
         for number, cost in enumerate(costs):
-            queue.push((tenant, number), TenantId(f"t{tenant}"), cost)
+            queue.push((tenant, number), f"t{tenant}", cost)
     bound = max(map(max, backlogs))
     received = [0] * len(backlogs)
     waiting = [len(costs) for costs in backlogs]
@@ -317,7 +317,7 @@ class AgainstTheTwin(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from(self.twin.waiting))[0]
-        self.queue.remove(item)
+        self.queue.take(item, is_served=False)
         self.twin.remove(item)
 
     @rule(data=st.data())
@@ -354,7 +354,7 @@ def turn_of(seed: int, size: int = TURN, tenant: str = "tenant", reuse: ReuseMod
         (Segment(tokens(seed, 1024)[:size], "p0"),),
         SamplingParams(4, ignore_eos=True),
         reuse,
-        RequestId(f"{seed}-{next(_ids)}"),
+        f"{seed}-{next(_ids)}",
         *Namespace.parse(tenant),
     )
 

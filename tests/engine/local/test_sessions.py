@@ -16,19 +16,7 @@ from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import chain_of
-from kedge.types import (
-    AgentId,
-    AgentKey,
-    FinishReason,
-    GenerateRequest,
-    Namespace,
-    RunId,
-    SamplingParams,
-    Segment,
-    Source,
-    TenantId,
-    Tokens,
-)
+from kedge.types import AgentKey, FinishReason, GenerateRequest, Namespace, SamplingParams, Segment, Source, Tokens
 from tests.engine.local.test_engine import prompt
 from tests.engine.local.test_tiers import AMPLE, engine_with, expected
 
@@ -88,9 +76,7 @@ def test_hashes_that_collide_mix_up_sessions_and_no_answers(monkeypatch: pytest.
     with engine_with(num_blocks=AMPLE) as engine:
         texts = {(tenant, number): prompt(10 * number + 7, 40) for tenant in "ab" for number in range(3)}
         for _ in range(3):
-            asked = {
-                key: engine.submit(replace(plain(tokens), tenant=TenantId(key[0]))) for key, tokens in texts.items()
-            }
+            asked = {key: engine.submit(replace(plain(tokens), tenant=key[0])) for key, tokens in texts.items()}
             for key, stream in asked.items():
                 done = stream.result(60)
                 assert done.tokens == expected(texts[key], 4)
@@ -104,7 +90,7 @@ def test_a_cache_follows_the_guard() -> None:
     for turn in range(60):
         for seed in (1, 2):
             replay.serve(prompt(seed, 40 + turn // 6))
-            wrong = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId(f"{turn}{seed}"))
+            wrong = AgentKey(Namespace("default"), "", "r", f"{turn}{seed}")
             replay.cache.on_forecast({wrong: (0.0, 1.0)})
             replay.sessions.on_forecast({wrong: (0.0, 1.0)})
             tokens = prompt(10_000 + 10 * turn + seed, 30)
@@ -187,7 +173,7 @@ def test_a_fixed_prompt_is_known_by_the_hashes_of_the_turn_that_begins_with_it(m
     tokens = prompt(1, 60)
     turn = replay.sessions.arrived(plain(tokens))
     monkeypatch.setattr(sessions, "chain_of", watched)
-    agent = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId("a"))
+    agent = AgentKey(Namespace("default"), "", "r", "a")
     replay.sessions.label(agent, tokens[:40], turn)
     assert hashed == [40 - 60]
     replay.sessions.label(agent, tokens[:40])

@@ -24,19 +24,15 @@ from kedge.kv.copy import PoolCopier
 from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import ThrottledTiers, TierSettings
 from kedge.types import (
-    AgentId,
-    ClientId,
     Completion,
     FinishReason,
     GenerateRequest,
     Namespace,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
     Source,
-    TenantId,
     Tokens,
 )
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
@@ -50,7 +46,7 @@ BLOCK = 8
 ROOM = 3 * (FIXED + VARYING + 8) // BLOCK
 """Blocks of the device: three agents of five."""
 AMPLE = 200
-RUN = RunKey(Namespace(TenantId("default")), "client", RunId("run"))
+RUN = RunKey(Namespace("default"), "client", "run")
 FIRST = Node("a0", loops=[f"a{AGENTS - 1}"])
 GRAPH = StepGraph("cycle", (FIRST, *(Node(f"a{i}", after=[f"a{i - 1}"]) for i in range(1, AGENTS))))
 
@@ -85,9 +81,7 @@ def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> G
     params = SamplingParams(**{"max_tokens": OUT, "ignore_eos": True, **sampling})
     new = Segment(own(asked, prompt(asked, size)), "x", SampleId.parse(f"x@{asked}"))
     segments = (Segment(fixed(agent), "p0"), new)
-    return GenerateRequest(
-        segments, params, ReuseMode.EXACT, client=ClientId("client"), run=RUN.run_id, agent=AgentId(f"a{agent}")
-    )
+    return GenerateRequest(segments, params, ReuseMode.EXACT, client="client", run=RUN.run_id, agent=f"a{agent}")
 
 
 @contextmanager
@@ -131,7 +125,7 @@ def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
 
 def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     """Leaves the fixed prompt of `agent` on the host only."""
-    key = AgentKey(*RUN, AgentId(f"a{agent}"))
+    key = AgentKey(*RUN, f"a{agent}")
     engine.forecast({key: NextRun(1e6)})  # later than any other prompt is expected to return
     engine.submit(ask(agent, 900)).result(60)
     settle(engine)
@@ -259,10 +253,10 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
     blocks = 16
     huge = prompt(5, 2 * blocks * BLOCK)
     with engine_with(host_blocks=AMPLE, num_blocks=blocks) as engine:
-        key = AgentKey(*RUN, AgentId("a0"))
+        key = AgentKey(*RUN, "a0")
         engine.forecast({key: NextRun(0.0)}, {key: huge})
         with pytest.raises(PromptTooLong):
-            engine.submit(GenerateRequest((Segment(huge, "p0"),), agent=AgentId("a0")))
+            engine.submit(GenerateRequest((Segment(huge, "p0"),), agent="a0"))
         assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
 
 
@@ -273,8 +267,8 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
 def test_what_the_request_says_is_fixed_is_what_is_backed_up(agent: str, marker: int | None, backed_up: int) -> None:
     """Requests without an agent have no fixed prompt."""
     with engine_with(host_blocks=AMPLE, policy="steps") as engine:
-        engine.forecast({AgentKey(*RUN, AgentId(agent)): NextRun(1.0)})
-        engine.submit(replace(ask(0, 1), agent=AgentId(agent), fixed=marker)).result(60)
+        engine.forecast({AgentKey(*RUN, agent): NextRun(1.0)})
+        engine.submit(replace(ask(0, 1), agent=agent, fixed=marker)).result(60)
         engine.wait_idle(60)
         assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == backed_up
 
@@ -282,8 +276,8 @@ def test_what_the_request_says_is_fixed_is_what_is_backed_up(agent: str, marker:
 def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None:
     with engine_with(host_blocks=AMPLE) as engine:
         put_on_host(engine)
-        key = AgentKey(Namespace(TenantId("default")), "client", RunId("next run"), AgentId("a0"))
-        engine.forecast({AgentKey(*RUN, AgentId("a0")): None})
+        key = AgentKey(Namespace("default"), "client", "next run", "a0")
+        engine.forecast({AgentKey(*RUN, "a0"): None})
         engine.forecast({key: NextRun(0.0)}, {key: fixed(0)})
         engine.wait_idle(60)
         assert engine.query(lambda parts: parts.cache.match(RUN.namespace, fixed(0)).tokens_count) == FIXED
@@ -402,7 +396,7 @@ def test_closing_while_copies_are_under_way() -> None:
     before = copiers()
     tiers = ThrottledTiers(host_memory=f"{AMPLE} blocks", throttle=1000)
     with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
-        engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(9.0)})
+        engine.forecast({AgentKey(*RUN, "a0"): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(60)
         assert figures(engine)["cache"]["offloading_blocks"] > 0
         closing = threading.Thread(target=engine.close)

@@ -25,21 +25,17 @@ from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.guard.record import TRIALS
 from kedge.settings import GuardSettings
 from kedge.types import (
-    AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
     Source,
     Span,
-    TenantId,
     TokenDelta,
     TokenLogprob,
-    WorkflowId,
 )
 from tests.reuse.guard.answers import answer, position
 
@@ -64,7 +60,7 @@ def request(
     params = SamplingParams(**{"max_tokens": 4, **sampling})
     return GenerateRequest(
         (Segment((0,), "p0"), *values, Segment((3,), "p1")), params, reuse, guard=guard, logprobs=logprobs,
-        workflow=WorkflowId("team"), agent=AgentId(agent), run=RunId(run),
+        workflow="team", agent=agent, run=run,
     )  # fmt: skip
 
 
@@ -89,8 +85,7 @@ class FakeEngine:
     faulty: frozenset[str] = frozenset()
     wrong: TokenLogprob = BAD
     holds_checks: bool = False
-    """Whether checks are answered only by `let_go`"""
-    refuse: Callable[[GenerateRequest], None] = lambda _: None
+    """Whether checks are not answered before the end"""
     asked: list[GenerateRequest] = field(default_factory=list)
     """What was served to clients, as it arrived in the engine"""
     checks: list[GenerateRequest] = field(default_factory=list)
@@ -103,7 +98,6 @@ class FakeEngine:
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Serve a request at once; as `LocalEngine.submit` does."""
-        self.refuse(request)
         self.calls.arriving(request)
         self.events.append(f"submit {request.run}")
         served, tap = self.calls.begin(request)
@@ -134,11 +128,6 @@ class FakeEngine:
         if served.logprobs is None:
             return replace(made, logprobs=())
         return replace(made, logprobs=tuple(replace(one, top=one.top[: served.logprobs]) for one in made.logprobs))
-
-    def let_go(self) -> None:
-        """Answer the check that is held."""
-        assert self.arrived.acquire(timeout=10)
-        self.put(*self.held.pop())
 
     def ask(self, request: GenerateRequest) -> Completion:
         """Serve a request and carry out its checks."""
@@ -383,7 +372,7 @@ class Bench:
         rungs: Sequence[int | None] = (None,),
         tried: str = "a",
     ) -> Check:
-        asked = replace(request(run=run, agent=agent), tenant=TenantId(tenant))
+        asked = replace(request(run=run, agent=agent), tenant=tenant)
         check = dense_check(asked, answer(GOOD), []) if dense else trial(asked, answer(GOOD), tried, rungs)
         self.checks.add(check)
         return check

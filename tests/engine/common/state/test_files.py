@@ -27,8 +27,6 @@ from kedge.engine.common.state.files import (
     Damage,
     Entry,
     StateFolder,
-    differences,
-    identity_of,
 )
 from kedge.errors import ConfigError, StateRefused
 
@@ -185,20 +183,6 @@ def test_state_of_another_model_is_moved_and_never_overwritten(
     saved(tmp_path, OLD, identity=THEIRS)
     assert loaded(tmp_path / "refused-2") == (NEW, [])
     assert loaded(tmp_path / "refused-1", THEIRS) == (OLD, [])
-
-
-ONE_RANK = identity_of({"model": "a", "rank": 0, "ranks": 1})
-
-
-def test_a_refusal_names_the_parts_that_differ_with_both_values() -> None:
-    assert differences(identity_of({"model": "a", "rank": 0, "ranks": 2}), ONE_RANK) == ("ranks", [2], [1])
-    theirs = identity_of({"model": "b", "rank": 0})
-    assert differences(theirs, ONE_RANK) == ("model, ranks", ["b", None], ["a", 1])
-
-
-@pytest.mark.parametrize("theirs", ["0f" * 32, "", "[1]", "null", 5, None, {"model": "b"}, "{"])
-def test_what_has_no_parts_differs_as_a_whole(theirs: object) -> None:
-    assert differences(theirs, ONE_RANK) == ("identity", theirs, ONE_RANK)
 
 
 # damage ---------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import AnchorSettings, GuardSettings, PlannerConstants
-from kedge.types import AgentId, GenerateRequest, ReuseMode, SampleId, Segment, TenantId, WorkflowId
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
 from tests.engine.common.state.test_files import damage, listed, record, record_files, saved
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
@@ -215,8 +215,8 @@ CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> GenerateRequest:
     value = Segment((1, 2), "question", SampleId.parse("input_question@0"))
     return GenerateRequest(
-        (value,), reuse=ReuseMode.TRANSLATE, tenant=TenantId(tenant), workflow=WorkflowId(workflow),
-        agent=AgentId(agent),
+        (value,), reuse=ReuseMode.TRANSLATE, tenant=tenant, workflow=workflow,
+        agent=agent,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.errors import UnsupportedModel
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.types import Namespace, RequestId, TenantId
+from kedge.types import Namespace
 from tests.engine.local.conftest import engine_of
 from tests.engine.local.model.test_architectures import BY_NAME, Architecture, model_of
 from tests.engine.local.test_engine import greedy, prompt
@@ -191,7 +191,7 @@ class Twin:
     def run(self, positions: list[int]) -> Tensor:
         """The logits of the last token."""
         tokens = list(prompt(3, max(positions) + 1))
-        sequence = Sequence(RequestId("x"), Namespace(TenantId("")), tokens, self.table)
+        sequence = Sequence("x", Namespace(""), tokens, self.table)
         return self.runner.forward(flatten([Work(sequence, positions)], self.storage))[-1]
 
 

@@ -21,7 +21,7 @@ from kedge.errors import UnsupportedModel
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.settings import AnchorSettings, TierSettings
-from kedge.types import Namespace, RequestId, ReuseMode, TenantId, Tokens
+from kedge.types import Namespace, ReuseMode, Tokens
 from tests.engine.common.state.test_snapshot import ask
 from tests.engine.local.conftest import engine_of
 from tests.engine.local.test_engine import greedy, prompt
@@ -208,7 +208,7 @@ def test_answers_are_those_of_transformers_with_and_without_exact_reuse(name: st
 def kv_at(runner: ModelRunner, prompt: Tokens, start: int) -> KVSegment:
     """Unrotated KV of a prompt whose positions begin at `start`, with nothing before it."""
     storage = PagedStorage(runner.spec, 16, 16, runner.device, runner.rotary)
-    sequence = Sequence(RequestId("x"), Namespace(TenantId("")), list(prompt), SlotTable.of(list(range(16)), 16))
+    sequence = Sequence("x", Namespace(""), list(prompt), SlotTable.of(list(range(16)), 16))
     batch = flatten([Work(sequence, list(range(len(prompt))))], storage)
     batch.positions = batch.positions + start
     runner.forward(batch)

@@ -23,7 +23,7 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.types import Namespace, RequestId, TenantId
+from kedge.types import Namespace
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
 from tests.engine.local.model.test_architectures import model_of
 from tests.engine.local.test_engine import greedy, prompt, request
@@ -100,9 +100,7 @@ def storage_of(runner: ModelRunner, blocks: int = 32) -> PagedStorage:
 
 def work(blocks: list[int], length: int, positions: list[int]) -> Work:
     tokens = [(7 * position + blocks[0]) % 256 for position in range(length)]
-    return Work(
-        Sequence(RequestId(str(blocks[0])), Namespace(TenantId("")), tokens, SlotTable.of(blocks, BLOCK)), positions
-    )
+    return Work(Sequence(str(blocks[0]), Namespace(""), tokens, SlotTable.of(blocks, BLOCK)), positions)
 
 
 class Whole(Work):

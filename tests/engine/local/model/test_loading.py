@@ -156,23 +156,6 @@ def test_values_that_are_wider_than_keys_are_refused() -> None:
 ANGLES = torch.arange(5)[:, None] * torch.tensor([1.0, 0.1, 0.01])
 
 
-COS, SIN = ANGLES.cos(), ANGLES.sin()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        (COS, SIN),
-        tuple(torch.cat((x, x), dim=-1)[None] for x in (COS, SIN)),
-        tuple(x.repeat_interleave(2, dim=-1)[None] for x in (COS, SIN)),
-        torch.polar(torch.ones_like(ANGLES), ANGLES)[None],
-    ],
-    ids=["once", "in halves", "in neighbours", "as complex numbers"],
-)
-def test_cos_and_sin_are_read_in_all_forms(given: Any) -> None:
-    torch.testing.assert_close(cos_and_sin(given), (COS, SIN))
-
-
 @pytest.mark.parametrize(
     "output", [None, ANGLES, (ANGLES,), (ANGLES, None), (ANGLES, ANGLES[:2]), (ANGLES[0], ANGLES[0]), ([1], [2])]
 )
