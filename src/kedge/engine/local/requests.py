@@ -304,7 +304,17 @@ class Requests:
         if adopted:
             sequence.plan, sequence.todo = parts.preassembly.complete(sequence)
         else:
-            matched = self._plan(sequence, sequence.table, lease)
+            plan = parts.runtime.plan(sequence.request, lease.spans)
+            matched = time.monotonic()
+            if sequence.request.guard.afresh and not plan.translates:
+                raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
+            sequence.plan = parts.assembler.assemble(sequence.request, sequence.table, plan)
+            sequence.todo = sequence.plan.computed
+            if sequence.plan.sentinels:
+                sequence.sentinels = [parts.sentinels.read(sequence.table, sequence.plan.sentinels)]
+            if plan.translations:
+                seconds = time.monotonic() - planned
+                parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
         sequence.parts = {
             "queue": began - sequence.arrival - waited,
             "match": matched - planned,
@@ -314,22 +324,6 @@ class Requests:
         if sequence.load_asked is not None:
             sequence.parts["load"] = waited
         return True
-
-    def _plan(self, sequence: RequestSequence, table: SlotTable, lease: Lease) -> float:
-        """Plan and write the translated spans. Returns the time at which planning ended."""
-        parts, began = self._parts, time.monotonic()
-        plan = parts.runtime.plan(sequence.request, lease.spans)
-        matched = time.monotonic()
-        if sequence.request.guard.afresh and not plan.translates:
-            raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
-        sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
-        sequence.todo = sequence.plan.computed
-        if sequence.plan.sentinels:
-            sequence.sentinels = [parts.sentinels.read(table, sequence.plan.sentinels)]
-        if plan.translations:
-            seconds = time.monotonic() - began
-            parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
-        return matched
 
     def _reclaim_spare(self) -> bool:
         """Free blocks of work that no request waits for. Returns False if there is none."""

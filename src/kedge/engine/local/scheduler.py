@@ -105,15 +105,11 @@ class FairQueue(Generic[T]):
         self._queues[tenant][item] = _Waiting(cost, next(self._arrivals))
         self._owners[item] = tenant
 
-    def take(self, item: T) -> None:
-        """Remove an item to serve it, and charge its tenant the item's cost."""
-        tenant = self._owners[item]
-        self.charge(tenant, self._queues[tenant][item].cost)
-        self.remove(item)
-
-    def remove(self, item: T) -> None:
-        """Remove an item without serving it, at no cost."""
+    def take(self, item: T, *, is_served: bool = True) -> None:
+        """Remove an item, and charge its tenant the item's cost if it is served."""
         tenant = self._owners.pop(item)
+        if is_served:
+            self.charge(tenant, self._queues[tenant][item].cost)
         del self._queues[tenant][item]
         if not self._queues[tenant]:
             del self._queues[tenant]
@@ -490,7 +486,7 @@ class Scheduler:
         """Remove a sequence from whatever queue it is in."""
         if isinstance(sequence, RequestSequence):
             if sequence in self.waiting:
-                self.waiting.remove(sequence)
+                self.waiting.take(sequence, is_served=False)
             if self._service:
                 self._service.ended(sequence)
         for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):

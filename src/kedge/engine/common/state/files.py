@@ -43,27 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 def identity_of(parts: Mapping[str, object]) -> str:
-    """Return an identity of named parts, plain data each, so that a refusal can name those that differ."""
+    """Return an identity of named parts, plain data each, so that a refusal shows which of them differ."""
     return json.dumps(parts, sort_keys=True)
-
-
-def differences(theirs: object, ours: str) -> tuple[str, object, object]:
-    """Return the names of the parts in which two identities differ, with both values of each. Identities without parts
-    differ as a whole.
-    """
-    saved, own = _parts(theirs), _parts(ours)
-    names = sorted(name for name in own.keys() | saved.keys() if saved.get(name) != own.get(name))
-    if not (saved and own and names):
-        return "identity", theirs, ours
-    return ", ".join(names), [saved.get(name) for name in names], [own.get(name) for name in names]
-
-
-def _parts(identity: object) -> Mapping[str, object]:
-    try:
-        parts = json.loads(identity) if isinstance(identity, str) else None
-    except ValueError:
-        return {}
-    return parts if isinstance(parts, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +172,8 @@ class StateFolder:
                 if manifest["format"] != FORMAT:
                     raise StateRefused(f"{MANIFEST}: format", manifest["format"], f"this engine has {FORMAT!r}")
                 if manifest["identity"] != self._identity:
-                    names, theirs, ours = differences(manifest["identity"], self._identity)
-                    raise StateRefused(f"{MANIFEST}: {names}", theirs, f"this engine has {ours!r}")
+                    why = f"this engine has {self._identity!r}"
+                    raise StateRefused(f"{MANIFEST}: identity", manifest["identity"], why)
                 return [_entry(**one) for one in manifest["entries"]]
         except StateDamaged as damage:
             damaged.append(Damage(MANIFEST, (), damage.why))
