@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 from kedge.engine.validation import require_advice
 from kedge.errors import ConfigError
@@ -62,7 +62,6 @@ class Stream(Protocol):
         """
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """The tokenizer interface that Kedge needs."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -46,18 +45,10 @@ def request(name: str, max_tokens: int = 4) -> GenerateRequest:
     return GenerateRequest(segments, SamplingParams(max_tokens), request_id=name, tenant=ACME)
 
 
-def listened(stream: Any) -> str:
-    items: SimpleQueue[Any] = SimpleQueue()
-    stream.listen(items.put)
-    while (delta := items.get(timeout=60)).completion is None:
-        pass
-    return str(delta.completion.text)
-
-
 READERS: dict[str, Any] = {
     "iterated": lambda stream: "".join(delta.text for delta in stream),
     "result": lambda stream: stream.result(60).text,
-    "listened": listened,
+    "listened": lambda stream: (stream.listen(lambda _: None), stream.result(60).text)[1],
 }
 
 

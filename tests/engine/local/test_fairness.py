@@ -30,7 +30,7 @@ def call(
         (Segment(tokens(seed, size), "p0"),),
         SamplingParams(answer, ignore_eos=True),
         reuse,
-        f"{tenant}-{next(_ids)}",
+        f"{seed}-{tenant}-{next(_ids)}",
         *Namespace.parse(tenant),
         logprobs=0,
         prompt_logprobs=prompt_logprobs,

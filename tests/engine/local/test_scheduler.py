@@ -17,10 +17,9 @@ from kedge.engine.local.scheduler import FairQueue, Scheduler
 from kedge.engine.local.sequence import RequestSequence
 from kedge.reuse.costs import EngineCosts
 from kedge.structures.bounded import ENTRIES
-from kedge.types import GenerateRequest, Namespace, ReuseMode, SamplingParams, Segment, TenantId
+from kedge.types import GenerateRequest, ReuseMode, TenantId
 from tests.engine.local.stepping import Stepped
-from tests.engine.local.test_fairness import STRANGER
-from tests.engine.local.test_translation import tokens
+from tests.engine.local.test_fairness import STRANGER, call
 
 
 @dataclass(eq=False)
@@ -345,18 +344,11 @@ TestAgainstTheTwin = AgainstTheTwin.TestCase
 SMALL = {"kv_memory": "18 blocks", "max_running": 1}
 """Room for two contexts of `TURN` tokens and their answers, in blocks of 16"""
 TURN = 128
-_ids = count()
 
 
 def turn_of(seed: int, size: int = TURN, tenant: str = "tenant", reuse: ReuseMode = ReuseMode.EXACT) -> GenerateRequest:
     """A turn of the session `seed`, whose prompts begin alike."""
-    return GenerateRequest(
-        (Segment(tokens(seed, 1024)[:size], "p0"),),
-        SamplingParams(4, ignore_eos=True),
-        reuse,
-        f"{seed}-{next(_ids)}",
-        *Namespace.parse(tenant),
-    )
+    return call(tenant, seed, size, answer=4, reuse=reuse)
 
 
 def in_order(engine: Stepped) -> list[str]:

@@ -101,28 +101,13 @@ def test_a_killed_process_ends_every_stream_and_caller_with_a_typed_error(echo: 
     echo.close()
 
 
-def test_who_waits_for_a_killed_process_is_released(local_alone: ProcessEngine) -> None:
-    local_alone.submit(replace(SUITE.request(local_alone, fresh_text("work"), max_tokens=900)))
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            local_alone.wait_idle()
-        except BaseException as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    local_alone.inspect()
-    os.kill(local_alone.pid, signal.SIGKILL)
-    waiting.join(SECONDS)
-    assert [type(error) for error in errors] == [EngineClosed]
-
-
-@pytest.fixture
-def local_alone() -> Iterator[ProcessEngine]:
-    with ProcessEngine(tiny_engine) as engine:
-        yield engine
+def test_who_waits_for_a_killed_process_is_released() -> None:
+    with ProcessEngine(tiny_engine) as engine, ThreadPoolExecutor(1) as pool:
+        engine.submit(SUITE.request(engine, fresh_text("work"), max_tokens=900))
+        waiting = pool.submit(engine.wait_idle)
+        engine.inspect()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert isinstance(waiting.exception(SECONDS), EngineClosed)
 
 
 def test_an_engine_that_fails_ends_its_process() -> None:

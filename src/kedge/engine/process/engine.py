@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from kedge.engine.base import Engine, Quota, Tokenizer
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.process.messages import Answer, Call, Failed, Packed, unpacked
+from kedge.engine.process.messages import Answer, Call, Failed, Packed
 from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
@@ -220,7 +220,8 @@ class ProcessEngine(Engine):
         if isinstance(item, Failed):
             self._cause = item.error
             return None
-        number, heard = unpacked(item)
+        number = item[0]
+        heard = TokenDelta(item[1], item[2]) if len(item) == 3 else item[1]
         stream = self._streams[number]
         if isinstance(heard, BaseException) or heard.completion:
             with self._lock:

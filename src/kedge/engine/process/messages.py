@@ -8,7 +8,7 @@ from typing import Any
 
 from kedge.engine.base import Item
 from kedge.errors import KedgeError
-from kedge.types import TokenDelta, Tokens
+from kedge.types import Tokens
 
 Packed = tuple[int, str, Tokens] | tuple[int, Item]
 """An item of the stream with this number; a delta with nothing but text and tokens goes without its class, which is
@@ -49,13 +49,6 @@ def packed(number: int, item: Item) -> Packed:
     if item.completion or item.logprobs or item.prompt_logprobs:
         return number, item
     return number, item.text, item.tokens
-
-
-def unpacked(data: Packed) -> tuple[int, Item]:
-    """Return the number of a stream and the item that was sent for it."""
-    if len(data) == 3:
-        return data[0], TokenDelta(data[1], data[2])
-    return data
 
 
 def portable(error: BaseException) -> BaseException:

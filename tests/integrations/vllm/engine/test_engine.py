@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.register_assert_rewrite("tests.engine.conformance")
 
 from kedge.errors import ConfigError, ForwardFailed, RequestError  # noqa: E402
 from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402

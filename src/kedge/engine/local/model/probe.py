@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -178,11 +178,6 @@ def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
     return query.flatten(), key.flatten()
 
 
-def _make(mask_function: Sees, **_: Any) -> Mask:
-    """Return a stand-in for a mask, with the signature of Transformers' mask functions."""
-    return Mask(mask_function)
-
-
 def _look(
     module: nn.Module,
     query: Tensor,
@@ -200,4 +195,4 @@ def _look(
 
 
 AttentionInterface.register(MASKS, _look)
-AttentionMaskInterface.register(MASKS, _make)
+AttentionMaskInterface.register(MASKS, lambda mask_function, **_: Mask(mask_function))
