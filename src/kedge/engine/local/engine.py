@@ -70,7 +70,7 @@ class EngineThread:
         self._process, self.number = os.getpid(), 0
         """The process that it works in, and the thread's number there"""
         self._closed, self._lock = threading.Event(), threading.Lock()
-        self._in_flight: set[RequestId] = set()
+        self.in_flight: set[RequestId] = set()
         self._idle_waiters: list[threading.Event] = []
         self.failure: BaseException | None = None
         """The error that ended it; None while it works, and after a `close` of a working engine."""
@@ -88,21 +88,17 @@ class EngineThread:
         self._commands.put(lambda: None)
 
     def enter(self, request_id: RequestId, command: Command) -> None:
-        """Post a request's command, and keep its id in flight until `leave`.
+        """Post a request's command, and keep its id in flight until its stream ends.
 
         Raises `RequestError` for an id that is in flight already, `Overloaded`, or `EngineClosed`.
         """
         with self._lock:
             self._refuse_closed()
-            require_new_id(request_id, self._in_flight)
-            if len(self._in_flight) >= MAX_IN_FLIGHT:
+            require_new_id(request_id, self.in_flight)
+            if len(self.in_flight) >= MAX_IN_FLIGHT:
                 raise Overloaded("requests", MAX_IN_FLIGHT, "so many requests are in flight")
-            self._in_flight.add(request_id)
+            self.in_flight.add(request_id)
             self._commands.put(command)
-
-    def leave(self, request_id: RequestId) -> None:
-        """Remove a request's id from those in flight."""
-        self._in_flight.discard(request_id)
 
     def post(self, command: Command) -> None:
         """Post a command. Raises `EngineClosed`."""
@@ -305,7 +301,7 @@ class LocalEngine(Engine):
             namespace=request.namespace,
             tokens=tokens,
             request=request,
-            stream=TokenStream(request.request_id, self._thread.leave),
+            stream=TokenStream(request.request_id, self._thread.in_flight.discard),
             sampler=Sampler(request.sampling, draw, grammar, tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
