@@ -450,35 +450,31 @@ class EngineConformance:
 
     def test_hints_change_no_token(self, engine: Engine) -> None:
         """Check forecasts that are right, wrong, late, or about unknown agents."""
-        text = fresh_text("hints")
-        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent="speaker", run="run")
+        request = self.call(engine, fresh_text("hints"), ReuseMode.EXACT)
         plain = self.run(engine, request).tokens
         keys = [AgentKey(*request.run_key, name) for name in ("speaker", "unknown")]
         for steps in (0.0, 3.0, math.inf):
             engine.forecast(dict.fromkeys(keys, NextRun(steps)), dict.fromkeys(keys, request.segments[0].tokens))
-            again = replace(request, request_id=f"hinted-{next(fresh)}")
-            assert self.run(engine, again).tokens == plain
+            assert self.again(engine, request).tokens == plain
         engine.forecast(dict.fromkeys(keys))
         self.serves(engine)
 
     def test_preparing_changes_no_token(self, engine: Engine) -> None:
         """Check hints of an empty, half, whole or different prompt. An engine may ignore them."""
         text = " ".join(fresh_text("preparing") for _ in range(3))
-        request = replace(self.request(engine, text), agent="speaker", run="run")
-        plain = self.run(engine, request).tokens
-        request = replace(request, reuse=ReuseMode.EXACT)
+        request = self.call(engine, text, ReuseMode.EXACT)
+        plain = self.again(engine, request, reuse=ReuseMode.OFF).tokens
         other = self.request(engine, fresh_text("others"), reuse=ReuseMode.EXACT).segments
         begun = (request.segments[0], replace(request.segments[1], tokens=()), request.segments[2])
         for segments in ((), begun, request.segments, other, ()):
-            engine.prepare(replace(request, segments=segments, request_id=f"hint-{next(fresh)}"))
-            done = self.run(engine, replace(request, request_id=f"prepared-{next(fresh)}"))
+            engine.prepare(replace(request, segments=segments, request_id=fresh_id()))
+            done = self.again(engine, request)
             assert done.tokens == plain
             assert 0 <= done.receipt.preassembled < request.prompt_tokens
         engine.end_run(request.run_key)
 
     def test_hints_that_cannot_be_meant_are_ignored(self, engine: Engine) -> None:
-        text = fresh_text("nonsense")
-        request = replace(self.request(engine, text, reuse=ReuseMode.EXACT), agent="speaker", run="run")
+        request = self.call(engine, fresh_text("nonsense"), ReuseMode.EXACT)
         plain = self.run(engine, request).tokens
         key: Any = AgentKey(*request.run_key, "speaker")
         nonsense: list[tuple[Any, Any]] = [

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from kedge.engine.common.state import saving
 from kedge.engine.common.state.files import MANIFEST, SUFFIX, StateFolder
@@ -86,30 +88,29 @@ def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_pat
     assert (len(record_files(tmp_path)), len(kept)) == (3, 1), "the template is as it was, both pools are new"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"family": "qwen2"},
-        {"family": "yarn"},
-        {"anchors": AnchorSettings(**OPEN, estimator="interpolate")},
-        {"dtype": "bfloat16"},
-        {"weight": 1},
-    ],
-    ids=str,
-)
+def with_other_weights() -> PreTrainedModel:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    return model
+
+
+STRANGERS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, object]]] = {
+    "another family": (partial(tiny_model, "qwen2"), {}),
+    "another rotation": (partial(tiny_model, "yarn"), {}),
+    "another estimator": (partial(tiny_model, "llama"), {"anchors": AnchorSettings(**OPEN, estimator="interpolate")}),
+    "another precision": (lambda: tiny_model("llama").bfloat16(), {}),
+    "other weights": (with_other_weights, {}),
+}
+
+
+@pytest.mark.parametrize(("make", "other"), STRANGERS.values(), ids=STRANGERS)
 def test_state_of_another_model_is_refused_and_put_aside(
-    teacher: LocalEngine, tmp_path: Path, other: dict[str, object]
+    teacher: LocalEngine, tmp_path: Path, make: Callable[[], PreTrainedModel], other: dict[str, object]
 ) -> None:
     teacher.save(tmp_path)
     teacher.close()
     written = {path.name for path in tmp_path.iterdir()} - {"lock"}
-    model = tiny_model(str(other.get("family", "llama")))
-    if other.pop("dtype", None):
-        model = model.bfloat16()
-    if other.pop("weight", None):
-        model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
-    other.pop("family", None)
-    with engine_of(model, **{**SETTINGS, **other}) as stranger:
+    with engine_of(make(), **{**SETTINGS, **other}) as stranger:
         with pytest.raises(StateRefused, match="identity"):
             stranger.load(tmp_path)
         assert stranger.inspect()["anchors"]["pools"] == 0

@@ -14,7 +14,6 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
-    HunYuanDenseV1Config,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -80,12 +79,6 @@ def test_layers_of_a_kind_share_the_tables_of_their_kind(name: str) -> None:
         assert one is not None
         cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(1024)[None], kind)
         torch.testing.assert_close(one.tables, (cos[0, :, :8], sin[0, :, :8]))
-
-
-def test_a_plain_model_has_one_rotation_and_fills_its_pool() -> None:
-    runner = checked_runner(tiny_model("llama"))
-    assert isinstance(runner.rotary, Rotary)
-    assert (runner.rotary.pairing, runner.spec.shapes) == (HALVES, ())
 
 
 SHAPES = {
@@ -305,13 +298,6 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config, CohereConfig, Phi3Config])
 def test_half_precision_is_no_reason_to_refuse(kind: type[PretrainedConfig], dtype: torch.dtype) -> None:
     checked_runner(random_model(small_config(kind())).to(dtype))
-
-
-def test_keys_whose_rotation_cannot_be_undone_are_served_and_not_translated() -> None:
-    """HunYuan normalises keys, with a weight per dimension, after it has rotated them."""
-    refusal = checked_runner(random_model(small_config(HunYuanDenseV1Config()))).refusal
-    assert refusal == "the keys of layer 0 are rotated in none of the known ways"
-    assert checked_runner(random_model(small_config(LlamaConfig()))).refusal is None
 
 
 def test_the_check_leaves_random_numbers_and_the_default_dtype_as_they_were() -> None:
