@@ -48,9 +48,15 @@ NARROW = {"kv_memory": "32 blocks", "tiers": TierSettings(host_memory="200 block
 ON_GPU = DEVICE.type == "cuda"
 
 
+WITH_TIERS = FAMILIES if ON_GPU else ["llama"]
+
+
 @pytest.mark.parametrize(
     ("family", "room"),
-    [*((one, {}) for one in FAMILIES), *((one, NARROW) for one in (FAMILIES if ON_GPU else ["llama"]))],
+    [
+        *(pytest.param(one, {}, id=one) for one in FAMILIES),
+        *(pytest.param(one, NARROW, id=f"{one}-tiers") for one in WITH_TIERS),
+    ],
 )
 def test_every_family_continues_as_transformers_does(family: str, room: dict[str, object]) -> None:
     """From the second time on with KV of the cache, be it on the host; on a GPU with graphs."""
