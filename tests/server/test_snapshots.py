@@ -138,7 +138,7 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
         limits = built.query(lambda parts: parts.learned[0].limits)
         assert limits == {"a": 1 << 20, "b": 7}
         block = built.runner.spec.bytes_per_token * 16
-        assert built.query(lambda parts: parts.cache.tiers.backups.limits) == {"a": (2 << 20) // block}
+        assert built.query(lambda parts: parts.cache.tiers.limits) == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
         create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
 

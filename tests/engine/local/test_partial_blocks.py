@@ -72,7 +72,7 @@ def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
     """With full attention, with windows that are shorter than the head, and with a latent cache."""
     engine = Stepped(model=checked_runner(model_of(name)))
     first = engine.serve(ask(1))
-    blocks = engine.core.parts.cache.match(first.namespace, first.tokens).blocks
+    blocks = engine.core.parts.cache.match(first.namespace, first.tokens)
     second = engine.submit(ask(2))
     engine.until(lambda: second.first_token is not None)
     assert second.table is not None

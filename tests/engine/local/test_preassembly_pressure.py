@@ -85,12 +85,12 @@ def test_only_what_is_needed_later_is_evicted_for_it(answered: bool) -> None:
         stage.rest()
     [one] = stage.core.parts.preassembly.expected.values()
     assert (one.admitted, one.drafts_on) == (answered, True)
-    assert stage.core.parts.cache.match(SPACE, fixed).tokens_count == 96
+    assert stage.core.parts.cache.status(SPACE, fixed).device_tokens == 96
     stage.core.forecast({near: NextRun(3.0)}, {})
     stage.core.parts.preassembly.wake()
     stage.rest()
     assert one.ready == expected.prompt_tokens - 1
-    assert stage.core.parts.cache.match(SPACE, fixed).tokens_count < 96
+    assert stage.core.parts.cache.status(SPACE, fixed).device_tokens < 96
 
 
 def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:

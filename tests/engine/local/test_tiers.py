@@ -218,7 +218,7 @@ def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None
         engine.forecast({AgentKey(*RUN, AgentId("a0")): None})
         engine.forecast({key: NextRun(0.0)}, {key: fixed(0)})
         engine.wait_idle(60)
-        assert engine.query(lambda parts: parts.cache.match(RUN.namespace, fixed(0)).tokens_count) == FIXED
+        assert engine.query(lambda parts: parts.cache.status(RUN.namespace, fixed(0)).device_tokens) == FIXED
 
 
 def test_the_size_of_the_host_tier() -> None:

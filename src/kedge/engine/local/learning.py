@@ -191,7 +191,8 @@ class Learning:
     def _queue_prerequisites(self, sequence: RequestSequence) -> tuple[RequestId, ...]:
         if sequence.preparation is not None or not self._runtime.learns(sequence.request):
             return ()
-        exact = self._cache.match(sequence.namespace, sequence.tokens[: sequence.exact_limit]).tokens_count
+        known = self._cache.match(sequence.namespace, sequence.tokens[: sequence.exact_limit])
+        exact = len(known) * self._cache.block_size
         needs = self._runtime.prerequisites(sequence.request, exact)
         jobs = [self._queue(need, sequence) for need in needs if len(need.tokens) <= self._longest]
         for job in jobs:
