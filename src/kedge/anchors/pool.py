@@ -13,21 +13,19 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.structures.bounded import BoundedDict
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import WorkflowId
 
-MAX_SITES = 64
-"""Sites of one pool, a bound for safety; the least recently used goes first"""
 WINDOW = 5
 """A full pool drops the least used of this many anchors added earliest."""
 
 
 class AnchorPool:
-    """The anchors of one placeholder, at most `capacity`, with at most `max_sites` sites. `blocks` key blocks are
-    cached; agents that saw the same values share one.
+    """The anchors of one placeholder, at most `capacity`, with at most `max_sites` sites: the least recently observed
+    goes first. `blocks` key blocks are cached; agents that saw the same values share one.
     """
 
-    def __init__(self, capacity: int, max_sites: int = MAX_SITES, blocks: int = 4) -> None:
+    def __init__(self, capacity: int, max_sites: int = ENTRIES, blocks: int = 4) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
         """In the order in which they were added"""
         self.sites: dict[PlaceholderSite, SiteOffsets] = {}

@@ -1,20 +1,25 @@
-"""What was saved and restored estimates as what it was saved from, and is nobody else's."""
+"""What was saved and restored estimates as what it was saved from, and is nobody else's.
+
+A record that makes no sense is damage of that record: it is named, and costs nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from kedge.anchors.anchor import PlaceholderSite, PoolKey
-from kedge.anchors.base_store import BaseStore, PrefixKey
-from kedge.anchors.saving import Record, Restored, keys, record_of, signature_of
+from kedge.anchors.anchor import PlaceholderSite
+from kedge.anchors.base_store import BaseStore, KnownBase, PrefixKey
+from kedge.anchors.saving import Record, Restored, keys, name_of, record_of, signature_of
 from kedge.anchors.store import AnchorStore
+from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
-from kedge.types import Namespace, TenantId, WorkflowId
+from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId, ValueKind
 from tests.anchors.helpers import (
     DIM,
     HEADS,
@@ -31,7 +36,7 @@ from tests.anchors.helpers import (
     translated_prefix,
 )
 
-OLDER = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "older")
+OLDER = POOL._replace(placeholder="older")
 NO_TOKENS = KVSegment(torch.empty(LAYERS, 0, HEADS, DIM), torch.empty(LAYERS, 0, HEADS, DIM))
 OTHER = PlaceholderSite("critic", 3)
 
@@ -98,7 +103,7 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
 def test_a_tenants_pool_stays_its_own() -> None:
     new, _ = brought_back(filled(range(6), **OPEN), **OPEN)
     assert new.estimate(SLOT, sample(3)).shareable
-    foreign = replace(sample(3), pool=PoolKey(Namespace(TenantId("other")), *POOL[1:]))
+    foreign = replace(sample(3), pool=POOL._replace(namespace=Namespace(TenantId("other"))))
     assert new.estimate(SLOT, foreign).reason == "no anchor of this agent yet"
 
 
@@ -137,3 +142,97 @@ def test_a_signature_changes_with_what_is_learned() -> None:
     one = signature_of(store, bases, key)
     bases.put_prefix(*key, 1, random_kv(2, 2))
     assert one is not None and signature_of(store, bases, key) != one
+
+
+# damage ---------------------------------------------------------------------------------------------------------------
+
+OTHER_POOL = POOL._replace(placeholder="other")
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def with_tensor(key: str, change: Change | None = None) -> Callable[[Record], Record]:
+    """Change a tensor of a record, or take it out."""
+
+    def damaged(record: Record) -> Record:
+        tensors = dict(record.tensors)
+        tensor = tensors.pop(key)
+        return replace(record, tensors=tensors if change is None else {**tensors, key: change(tensor).contiguous()})
+
+    return damaged
+
+
+def with_site(**change: Any) -> Callable[[Record], Record]:
+    return lambda record: replace(record, data={**record.data, "slots": [{**record.data["slots"][0], **change}]})
+
+
+def with_part(**change: Any) -> Callable[[Record], Record]:
+    return lambda record: replace(record, **change)
+
+
+DAMAGE: dict[str, Callable[[Record], Record]] = {
+    "no keys": with_tensor("keys"),
+    "no prefix": with_tensor("0.prefix"),
+    "fewer keys": with_tensor("keys", lambda keys: keys[:-1]),
+    "keys that are not finite": with_tensor("keys", lambda keys: keys / 0),
+    "fewer tokens": with_tensor("tokens", lambda tokens: tokens[:-1]),
+    "offsets of another width": with_tensor("0.phi", lambda phi: phi[:, :-1]),
+    "fewer offsets": with_tensor("0.phi", lambda phi: phi[:-1]),
+    "offsets that are not finite": with_tensor("0.phi", lambda phi: phi / 0),
+    "calibration of another prefix": with_tensor("0.calibration.prefix", lambda _: torch.zeros(99)),
+    "unknown holder": with_site(holders=[0, 1, 2, 77]),
+    "fewer holders": with_site(holders=[0, 1]),
+    "a holder twice": with_site(holders=[0, 1, 2, 2]),
+    "no holders": with_site(holders=[]),
+    **{
+        f"name {name}": with_part(name=name) for name in ((), ("pool", "a"), ("poem", "a", "b", "c"), ("pool", *"abcd"))
+    },
+    **{f"data {data}": with_part(data=data) for data in ({}, {"anchors": [], "slots": 3}, [], None)},
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
+def test_a_record_that_makes_no_sense_is_refused_and_the_next_one_restored(damaged: Callable[[Record], Record]) -> None:
+    store, bases = AnchorStore(AnchorSettings(**OPEN)), BaseStore(1 << 20)
+    found = Restored(store, NO_TOKENS)
+    with pytest.raises(StateDamaged, match="is malformed"):
+        found.add(damaged(records(filled(range(4), **OPEN), BaseStore(1))[0]))
+    other = AnchorStore(AnchorSettings(**OPEN))
+    observe(other, sample(1, pool=OTHER_POOL))
+    found.add(records(other, BaseStore(1))[0])
+    found.install(store, bases)
+    assert list(store.pools) == [OTHER_POOL]
+    assert bases.stats().templates == 0
+    store.check_integrity()
+
+
+VALUE = tuple(range(5))
+SPACE = Namespace(TenantId("a"), "part")
+
+
+def value_record() -> Record:
+    bases = BaseStore(1 << 20)
+    bases.put_content(SPACE, VALUE, (7, 8), random_kv(5, 1))
+    return records(AnchorStore(AnchorSettings()), bases, values=True)[0]
+
+
+def test_a_value_comes_back_for_its_namespace_and_context_alone() -> None:
+    found, bases = Restored(AnchorStore(AnchorSettings()), NO_TOKENS), BaseStore(1 << 20)
+    found.add(value_record())
+    found.install(AnchorStore(AnchorSettings()), bases)
+
+    def known(namespace: Namespace, context: tuple[int, ...]) -> KnownBase | None:
+        return bases.find(RunKey(namespace, "", RunId("new")), SampleId(ValueKind.INPUT, "q"), VALUE, context)
+
+    restored = known(SPACE, (7, 8))
+    assert torch.equal(restored.kv.keys, random_kv(5, 1).keys)
+    assert torch.equal(restored.kv.values, random_kv(5, 1).values)
+    assert known(Namespace(TenantId("a")), (7, 8)) is None and known(SPACE, ()) is None
+
+
+def test_values_are_saved_only_where_that_is_asked_for() -> None:
+    bases = BaseStore(1 << 20)
+    bases.put_content(SPACE, VALUE, (), random_kv(5, 1))
+    bases.put_prefix(SPACE, "t", 1, random_kv(2, 1))
+    anchors = AnchorStore(AnchorSettings())
+    assert [name_of(key)[0] for key in keys(anchors, bases)] == ["template"]
+    assert [name_of(key)[0] for key in keys(anchors, bases, values=True)] == ["value", "template"]
