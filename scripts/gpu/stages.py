@@ -23,7 +23,6 @@ KERNEL_TESTS = (
     "tests/kv/test_translate_kernel.py",
     "tests/kv/test_pages_kernels.py",
     "tests/kv/test_attention_kernel.py",
-    "tests/kv/test_large_kernels.py",
 )
 GRAPH_TESTS = ("tests/engine/local/model/test_graphs.py",)
 ENGINE_TESTS = ("tests/engine/local/test_device.py",)
