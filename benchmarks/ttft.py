@@ -149,7 +149,7 @@ class WatchingAssembler(Assembler):
         if not items:
             return None
         kv = sum(item.base.tokens for item in items) * token
-        offsets = sum(item.blend.rows.unique().numel() * item.table.arena[0].nbytes for item in items)
+        offsets = sum(item.blend.rows.unique().numel() * item.table.width * item.table.arena.itemsize for item in items)
         context, weights = request.prompt_tokens * token, weight_bytes(self._runner.model)
         return {"base": kv, "offsets": offsets, "written": kv, "context": context, "weights": weights}
 

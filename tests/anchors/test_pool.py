@@ -62,6 +62,8 @@ def test_nbytes_counts_tables_and_keys() -> None:
     pool = AnchorPool(2, 2)
     add(pool, 0)
     width = 3 * 2 * 2 * 8
+    for table in pool.tables:
+        table.pack()
     assert pool.nbytes == (4 + PREFIX) * width * 2 + 4 * 16 * 4
     pool.block((AnchorId(0),))
     assert pool.nbytes > (4 + PREFIX) * width * 2 + 4 * 16 * 4

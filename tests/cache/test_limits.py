@@ -56,8 +56,9 @@ def test_all_parts_of_a_tenants_own_count() -> None:
 
 def test_more_than_ever_fits_is_not_backed_up_and_costs_nothing() -> None:
     world = limited(4)
+    serve(world, "xxxx", ns=FOREIGN)
     serve(world, "aaa", "bbbbb")
-    assert on_host(world) == "aaa"
+    assert (on_host(world), on_host(world, OTHER)) == ("aaa", "xxxx")
     assert world.cache.stats().skipped_backups == 2, "tried when it was committed, and when it had finished"
 
 

@@ -117,7 +117,7 @@ class OffsetTable:
         start = next((a[1] for a, b in pairwise(self._edges()) if b[0] - a[1] >= len(rows)), None)
         if start is None:
             start = self.live
-            self._pack(start + len(rows))
+            self._pack(start + 2 * len(rows))  # another one as long needs no new arena
         self.arena[start : start + len(rows)] = rows
         self._ranges[anchor] = range(start, start + len(rows))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -14,7 +13,6 @@ from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.structures.bounded import ENTRIES, BoundedDict
-from kedge.types import WorkflowId
 
 WINDOW = 5
 """A full pool drops the least used of this many anchors added earliest."""
@@ -121,16 +119,3 @@ class AnchorPool:
         for anchor in self.anchors.values():
             if len(anchor.keys) != anchor.length or not torch.isfinite(anchor.keys).all():
                 raise PlanError("anchor", anchor.id, "its key vectors do not fit its tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """One placeholder's pool as it is now."""
-
-    workflow: WorkflowId
-    placeholder: str
-    anchors: int
-    sites: int
-    uses: int
-    """Number of uses of its present anchors."""
-    nbytes: int

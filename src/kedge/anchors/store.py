@@ -11,7 +11,7 @@ from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, PlaceholderSite, P
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
 from kedge.anchors.estimators import ESTIMATORS, Estimator, Match, Proposal
-from kedge.anchors.pool import AnchorPool, PoolStats
+from kedge.anchors.pool import AnchorPool
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
@@ -288,17 +288,17 @@ class AnchorStore:
             used=self._used,
         )
 
-    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[PoolStats]:
-        """Return figures of the pools of the tenants that `owns` picks, least recently used first."""
+    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[dict[str, object]]:
+        """Return figures of the pools of the tenants that `owns` picks, without these, least recently used first."""
         return [
-            PoolStats(
-                key.workflow,
-                key.placeholder,
-                len(pool.anchors),
-                len(pool.sites),
-                sum(anchor.hits for anchor in pool.anchors.values()),
-                pool.nbytes,
-            )
+            {
+                "workflow": key.workflow,
+                "placeholder": key.placeholder,
+                "anchors": len(pool.anchors),
+                "sites": len(pool.sites),
+                "uses": sum(anchor.hits for anchor in pool.anchors.values()),
+                "nbytes": pool.nbytes,
+            }
             for key, pool in self.pools.items()
             if owns(key.namespace)
         ]

@@ -287,7 +287,7 @@ class Runtime:
 
     def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[dict[str, object]]:
         """Return figures of the anchor pools of the tenants that `owns` picks, without their tenants."""
-        return [asdict(pool) for pool in self._anchors.pool_stats(owns)]
+        return self._anchors.pool_stats(owns)
 
     def clear(self) -> None:
         """Forget all anchors and all base KV."""

@@ -192,8 +192,7 @@ class Learning:
         if sequence.preparation is not None or not self._runtime.learns(sequence.request):
             return ()
         known = self._cache.match(sequence.namespace, sequence.tokens[: sequence.exact_limit])
-        exact = len(known) * self._cache.block_size
-        needs = self._runtime.prerequisites(sequence.request, exact)
+        needs = self._runtime.prerequisites(sequence.request, len(known) * self._cache.block_size)
         jobs = [self._queue(need, sequence) for need in needs if len(need.tokens) <= self._longest]
         for job in jobs:
             job.is_awaited = True
