@@ -16,7 +16,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet
 # Replicas of Ray Serve first: one worker runs all of their tests before the other looks for some to take over.
-VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/vllm/test_measure.py
+VLLM_TESTS ?= tests/integrations/ray_serve tests/integrations/vllm tests/bench/test_vllm.py
 # With vLLM comes Triton. Its interpreter has to be chosen before vLLM is imported, so in a process of their own.
 KERNEL_TESTS ?= tests/kv/test_translate_kernel.py tests/kv/test_pages_kernels.py
 # What runs on every push, and on how many cores; `make test-all` selects everything instead.
@@ -25,7 +25,7 @@ PARALLEL ?= -n 2 --dist worksteal
 OLDEST_VLLM ?= 0.31.0
 OLDEST_VENV ?= .venv-vllm-oldest
 OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check --quiet
-OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_adapters.py plugin/test_feature_checks.py test_flow.py)
+OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_block_pools.py plugin/test_feature_checks.py test_flow.py)
 HOUSE_TESTS := $(patsubst %,tests/test_%.py,imports house budget architecture exports errors)
 
 .DEFAULT_GOAL := help

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from kedge.bench.demo import Comparison, TeamScore, answer, team
+from kedge.bench.demo import TeamScore, answer, compared, team
 from kedge.bench.probe import method_named
 from kedge.bench.shapes import load_model, to_compare
 from kedge.errors import ConfigError
@@ -51,21 +50,21 @@ def measure(settings: AccuracySettings, progress: Callable[[str], None] = lambda
         with method.open(loaded) as engine:
 
             def note(score: TeamScore, name: str = name) -> None:
-                progress(f"{name}: {len(score.finals)} of {len(asked)} questions")
+                progress(f"{name}: {len(score.answered)} of {len(asked)} questions")
 
-            scores[name] = answer(engine, workload, asked, method.reuse, engine.wait_idle, note)
-    return [row(name, Comparison(scores[DENSE], score)) for name, score in scores.items()]
+            scores[name] = answer(engine, workload, asked, method.reuse, note)
+    return [row(name, compared(scores[DENSE], score)) for name, score in scores.items()]
 
 
-def row(name: str, compared: Comparison) -> dict[str, Any]:
+def row(name: str, figures: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of a method; its times are the median over all calls."""
-    ours, tokens = compared.translated, compared.translated.tokens()
+    tokens = figures["tokens"]
     return {
         "method": name,
-        "right": ours.accuracy,
-        "same_final_answer": compared.same_final_answer,
-        "same_answers": compared.same_answers,
-        "calls_translated": ours.reuse_rate,
+        "right": figures["accuracy_translated"],
+        "same_final_answer": figures["same_final_answer"],
+        "same_answers": figures["same_answers"],
+        "calls_translated": figures["reuse_rate"],
         "computed": tokens["computed"] / sum(tokens.values()),
-        "ttft_ms": round(median(ms for agent in ours.agents.values() for ms in agent.ttft_ms), 3),
+        "ttft_ms": figures["ttft_ms"],
     }

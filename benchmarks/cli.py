@@ -12,12 +12,11 @@ from rich.console import Console
 from benchmarks import tables
 from kedge.bench.flows import with_given
 from kedge.cli import options
-from kedge.cli.options import Device, ModelSize
+from kedge.cli.options import Device, ModelSize, RealModel
+from kedge.cli.output import save
 from kedge.cli.preflight import require_model, require_parent
-from kedge.cli.results import save
 from kedge.errors import ConfigError
 
-RealModel = Annotated[Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")]
 benchmarks = typer.Typer()
 
 
@@ -123,7 +122,7 @@ def guard(
     ] = None,
     fault: Annotated[list[str] | None, options.name(help="A fault to inject; default: all; repeatable.")] = None,
     model: RealModel = Path("smollm2"),
-    task: Annotated[str, options.name(help="reading, reading-long, reading-picks or gsm8k.")] = "reading",
+    task: Annotated[str, options.name(help="reading, reading-long or gsm8k.")] = "reading",
     learned: Annotated[int | None, options.number(help="Questions before a fault; default 24, quick 8.")] = None,
     limit: Annotated[int | None, options.number(help="Questions after a fault; default 50, quick 20.")] = None,
     calls: Annotated[int | None, options.number(help="Calls without a fault; default 1000, quick 100.")] = None,
@@ -160,9 +159,7 @@ def guard(
 @benchmarks.command()
 def accuracy(
     model: RealModel = Path("smollm2"),
-    task: Annotated[
-        str, options.name(help="reading, reading-long, reading-picks, gsm8k, or math, the bundled model's.")
-    ] = "reading",
+    task: Annotated[str, options.name(help="reading, reading-long, gsm8k, or math, the bundled model's.")] = "reading",
     agents: Annotated[int | None, options.number(min=2, help="Of the team; default: all.")] = None,
     questions: Annotated[int | None, options.number(help="Default 50, quick 4.")] = None,
     methods: Annotated[

@@ -1,6 +1,6 @@
 """Faults in one agent's translation, and clean traffic: how soon the guard stops what, and its false alarms.
 
-A fault is put into the last agent's translation, once that is proved: through the extension point of the engine, into
+A fault is put into the last agent's translation, once that is proved: into how an engine writes, into
 what is stored, or by questions of another task. A call is one of that agent.
 """
 
@@ -16,7 +16,7 @@ from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
-from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
@@ -39,7 +38,6 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.reuse.guard.fidelity import FAR
-from kedge.reuse.plan import ReusePlan
 from kedge.runner.run import run
 from kedge.settings import EngineSettings, GuardSettings
 from kedge.types import AgentId, Completion, GenerateRequest, ReuseMode, new_request_id
@@ -100,9 +98,7 @@ class GuardBenchSettings:
         """Return the team, with short answers. Raises `ConfigError` for an unknown task."""
         if self.task not in real.TEAMS:
             raise ConfigError("task", self.task, f"must be one of {', '.join(real.TEAMS)}")
-        flow = real.TEAMS[self.task].workflow()
-        shorter = (replace(agent, max_tokens=min(agent.max_tokens, TOKENS)) for agent in flow.agents)
-        return replace(flow, agents=tuple(shorter))
+        return real.TEAMS[self.task].workflow(TOKENS)
 
     def questions(self, *, later: bool = False, task: str | None = None) -> Iterator[str]:
         """Yield the questions before a fault, or the `later` ones, of which none is among these."""
@@ -142,11 +138,9 @@ class RankedEngine(WatchedEngine):
 class GuardLane:
     """A team's engine. Questions are answered one after the other, but for those that warm it up."""
 
-    def __init__(
-        self, loaded: Loaded, flow: Workflow, config: EngineSettings, assembler: MakeAssembler = Assembler
-    ) -> None:
+    def __init__(self, loaded: Loaded, flow: Workflow, config: EngineSettings) -> None:
         self.flow, self.agent = flow, AgentId(flow.agents[-1].id)
-        self.engine = LocalEngine.from_runner(*loaded, config, assembler=assembler)
+        self.engine = LocalEngine.from_runner(*loaded, config)
 
     def __enter__(self) -> Self:
         return self
@@ -245,30 +239,17 @@ EVERY = 61
 MakeWrite = Callable[[ModelRunner, PagedStorage], Translate]
 
 
-@dataclass(slots=True)
-class WrongWrites:
-    """The assembler: the translations of `agent`'s requests are written wrongly, once there is one."""
+def write_wrongly(parts: EngineParts, make: MakeWrite, agent: AgentId) -> None:
+    """Write the translations of an agent's requests wrongly from now on."""
+    right, wrong = parts.write, make(parts.runner, parts.storage)
 
-    make: MakeWrite
-    agent: AgentId | None = None
+    def write(request: GenerateRequest, table: SlotTable, items: Sequence[Translation]) -> None:
+        if request.agent == agent:
+            wrong(table, items)
+        else:
+            right(request, table, items)
 
-    def __call__(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        """Return the assembler of an engine."""
-        return _WrongAssembler(self, Assembler(runner, storage), self.make(runner, storage))
-
-
-@dataclass(frozen=True, slots=True)
-class _WrongAssembler(Assembler):
-    works_ahead: ClassVar[bool] = False
-    fault: WrongWrites
-    right: Assembler
-    wrong: Translate
-
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        if request.agent != self.fault.agent:
-            return self.right.assemble(request, table, plan)
-        self.wrong(table, plan.translations)
-        return plan
+    parts.write = write
 
 
 def at_another_base(runner: ModelRunner, storage: PagedStorage) -> Translate:
@@ -434,8 +415,8 @@ def measure_fault(fault: Fault, loaded: Loaded, settings: GuardBenchSettings, pr
 
     What is learned and proved is kept in the folder `proved` for the next fault.
     """
-    served, wrong = Served(), WrongWrites(fault.write) if fault.write else None
-    with GuardLane(loaded, settings.flow(), settings.engine(), wrong or Assembler) as lane:
+    served = Served()
+    with GuardLane(loaded, settings.flow(), settings.engine()) as lane:
         if any(proved.iterdir()):
             lane.engine.load(proved)
         else:
@@ -447,8 +428,8 @@ def measure_fault(fault: Fault, loaded: Loaded, settings: GuardBenchSettings, pr
         for question in islice(later, settings.before):
             served.before += lane.ask(question)[-1:]
             lane.engine.wait_idle(IDLE)
-        if wrong:
-            wrong.agent = lane.agent
+        if make := fault.write:
+            lane.engine.query(lambda parts: write_wrongly(parts, make, lane.agent))
         if fault.harm:
             lane.engine.query(lambda parts: fault.harm and fault.harm(parts, lane.agent))
         if fault.drifts:

@@ -2,107 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
-from kedge.cli.bench_tables import vllm_flow
-from kedge.cli.tables import table_of
+from kedge.cli.output import Columns, Row, cells, table_of
 
 if TYPE_CHECKING:
     from benchmarks.ttft import TtftSettings
 
-Row = Mapping[str, Any]
 MIB = 2**20
 WORKFLOW_GAINS = {"lru_device": "times LRU", "lru_host": "times host", "lru_blocking": "times blocking"}
 """Speedup over LRU without a host tier, with one, and with one whose loads block the queue."""
-WORKFLOW_COUNTS = ("device hits", "host hits", "MiB loaded", "stall s")
-"""Tokens found on the device and on the host, MiB loaded, and seconds waited for loads."""
-
-
-CLOSED_COLUMNS = {
-    "hit": "hit rate",
-    "turns_per_min": "turns per min",
-    "ttft_p50_s": "TTFT p50 s",
-    "ttft_p99_s": "TTFT p99 s",
+WORKFLOW: Columns = {
+    "device hits": ("hit_tokens", ".0f"),
+    "host hits": ("host_hit_tokens", ".0f"),
+    "MiB loaded": ("mib_h2d", ".0f"),
+    "stall s": ("stall_s", ".2f"),
 }
-"""Figure -> heading."""
+"""Tokens found on the device and on the host, MiB loaded, and seconds waited for loads."""
+CLOSED: Columns = {
+    "hit rate": ("hit", ".3g"),
+    "turns per min": ("turns_per_min", ".3g"),
+    "TTFT p50 s": ("ttft_p50_s", ".3g"),
+    "TTFT p99 s": ("ttft_p99_s", ".3g"),
+}
+VLLM_SESSIONS: Columns = {
+    "turns per min": ("turns_per_min", ".0f"),
+    "hits": ("hit", ".3f"),
+    "TTFT p50 s": ("ttft_p50_s", ".2f"),
+    "TTFT p99 s": ("ttft_p99_s", ".2f"),
+}
+VLLM_TEAM: Columns = {
+    "prompt": ("prompt_tokens", "d"),
+    "translated": ("translated_tokens", "d"),
+    "dense ms": ("dense_ms", ".1f"),
+    "stock ms": ("stock_ms", ".1f"),
+    "Kedge ms": ("kedge_ms", ".1f"),
+    "times dense": ("speedup_over_dense", ".1f"),
+    "times stock": ("speedup_over_stock", ".1f"),
+}
+TTFT: Columns = {
+    "prompt": ("prompt_tokens", "d"),
+    "generate ms": ("generate_ms", ".1f"),
+    "dense ms": ("dense_ms", ".1f"),
+    "Kedge ms": ("translated_ms", ".1f"),
+    "times dense": ("speedup", ".1f"),
+    "floor ms": ("floor_ms", ".1f"),
+    "times floor": ("times_floor", ".1f"),
+}
+GUARD: Columns = {
+    "off after": ("off_after", "d"),
+    "lived": ("lived", "d"),
+    "final changed": ("changed_served", "d"),
+    "far": ("far", ".0%"),
+    "KL before": ("kl_before", ".2g"),
+    "KL": ("kl", ".2g"),
+}
+ACCURACY: Columns = {
+    "final right": ("right", ".0%"),
+    "final same": ("same_final_answer", ".0%"),
+    "answers same": ("same_answers", ".0%"),
+    "calls translated": ("calls_translated", ".0%"),
+    "computed": ("computed", ".0%"),
+    "TTFT ms": ("ttft_ms", ".0f"),
+}
 
 
 def sessions_beside(data: Row) -> Iterator[RenderableType]:
     """Yield the tables of the closed loop, where measured, and a line with the costs."""
     for name, trace in data["traces"].items():
         if trace.get("closed"):
-            yield _closed_loop(name, trace["closed"])
+            yield _by_live(f"{name}, closed loop", "system", trace["closed"], CLOSED)
     if cost := data.get("cost"):
         per_block = f"{cost['ns_per_block']:.0f} ns per block (LRU: {cost['ns_per_block_lru']:.0f} ns)"
         yield f"cost: {cost['us_per_request']:.0f} us per request, {per_block}"
 
 
-def _closed_loop(name: str, live: Mapping[str, Mapping[str, Row]]) -> Group:
-    """Return the table of the closed loop, in which a session's next request waits for its answer."""
-    rows = [
-        [count, system, *(_figure(row[column]) for column in CLOSED_COLUMNS)]
-        for count, systems in live.items()
-        for system, row in systems.items()
-    ]
-    headings = ("live", "system", *CLOSED_COLUMNS.values())
-    return table_of(f"{name}, closed loop", headings, rows, left={"system"})
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
 def vllm_sessions(sessions: Row) -> Iterator[RenderableType]:
-    """Yield the table of turns of growing sessions, from `VllmSessionsResult.as_json()`."""
-    rows = [_sessions_row(live, name, row) for live, lanes in sessions["live"].items() for name, row in lanes.items()]
-    headings = ("live", "engine", "turns per min", "hits", "TTFT p50 s", "TTFT p99 s")
-    title = f"sessions: room for {sessions['room_tokens']:,} tokens"
-    yield table_of(title, headings, rows, left={"engine"})
+    """Yield the table of turns of growing sessions."""
+    yield _by_live(f"sessions: room for {sessions['room_tokens']:,} tokens", "engine", sessions["live"], VLLM_SESSIONS)
 
 
-def _sessions_row(live: str, name: str, row: Row | None) -> list[str]:
-    if row is None:
-        return [live, name, *["-"] * 4]
-    times = (f"{row[key]:.2f}" for key in ("ttft_p50_s", "ttft_p99_s"))
-    return [live, name, f"{row['turns_per_min']:.0f}", f"{row['hit']:.3f}", *times]
+def _by_live(title: str, who: str, live: Mapping[str, Mapping[str, Row | None]], columns: Columns) -> Group:
+    rows = [[count, name, *cells(row or {}, columns)] for count, found in live.items() for name, row in found.items()]
+    return table_of(title, ("live", who, *columns), rows, left={who})
 
 
 def vllm_team(team: Row) -> Iterator[RenderableType]:
     """Yield the table of times of the agents with translated messages."""
     ends = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in team["seconds"].items())
     title = f"team, {team['settings']['samples']} samples; a question end to end: {ends}"
-    headings = ("agent", "prompt", "translated", "dense ms", "stock ms", "Kedge ms", "times dense", "times stock")
-    yield table_of(title, headings, [_team_row(row) for row in team["agents"]])
-
-
-def _team_row(row: Row) -> list[str]:
-    times = (f"{row[key]:.1f}" for key in ("dense_ms", "stock_ms", "kedge_ms"))
-    gains = (f"{row[key]:.1f}" for key in ("speedup_over_dense", "speedup_over_stock"))
-    return [str(row["agent"] + 1), str(row["prompt_tokens"]), str(row["translated_tokens"]), *times, *gains]
-
-
-VLLM: Mapping[str, Callable[[Any], Iterator[RenderableType]]] = {
-    **dict.fromkeys(("no-hints", "no-pressure", "flows", "peer"), vllm_flow),
-    "sessions": vllm_sessions,
-    "team": vllm_team,
-}
-"""Case of `kedge bench vllm` -> what is printed of its figures."""
+    yield _by_agent(title, team["agents"], VLLM_TEAM)
 
 
 def ttft(settings: TtftSettings, data: Row) -> Group:
     """Return the table of every agent's times, and how far they are above the floor."""
     title = f"TTFT, {settings.model_size}, {settings.estimator}, {settings.samples} samples, {settings.repeats} repeats"
-    headings = ("agent", "prompt", "generate ms", "dense ms", "Kedge ms", "speed-up", "floor ms", "times floor")
-    return table_of(title, headings, [_ttft_row(row) for row in data["agents"]])
+    return _by_agent(title, data["agents"], TTFT)
 
 
-def _ttft_row(row: Row) -> list[str]:
-    times = (f"{row[name]:.1f}" for name in ("generate_ms", "dense_ms", "translated_ms"))
-    floor = ("", "") if row["floor_ms"] is None else (f"{row['floor_ms']:.1f}", f"{row['times_floor']:.1f}")
-    return [str(row["agent"] + 1), str(row["prompt_tokens"]), *times, f"{row['speedup']:.1f}x", *floor]
+def _by_agent(title: str, agents: Sequence[Row], columns: Columns) -> Group:
+    rows = [[str(row["agent"] + 1), *cells(row, columns)] for row in agents]
+    return table_of(title, ("agent", *columns), rows)
 
 
 def ttft_parts(data: Row) -> Iterator[str]:
@@ -117,43 +120,23 @@ def workflow(case: Row) -> Group:
     """Return the table of all eviction policies' figures in a case, from its `as_json()`."""
     ratio, gained = case["load_ratio_measured"], case["speedups"]
     title = f"{case['case']}; a load costs {ratio} of a prefill" if ratio else case["case"]
-    headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW_COUNTS)
-    rows = [_workflow_row(name, row, gained) for name, row in case["policies"].items()]
+    headings = ("policy", "s", *(WORKFLOW_GAINS[base] for base in gained), *WORKFLOW)
+    rows = []
+    for name, row in case["policies"].items():
+        gains = (gained[base].get(name) for base in gained)
+        shown = ("" if gain is None else f"{gain['median']:.2f}" for gain in gains)
+        counts = cells({**row, "mib_h2d": row["bytes_h2d"] / MIB}, WORKFLOW)
+        rows.append([name, f"{row['latency_s']:.2f}", *shown, *counts])
     return table_of(title, headings, rows, left={"policy"})
-
-
-def _workflow_row(name: str, row: Row, gained: Mapping[str, Row]) -> list[str]:
-    gains = (gained[base].get(name) for base in gained)
-    counts = (f"{row['hit_tokens']:.0f}", f"{row['host_hit_tokens']:.0f}", f"{row['bytes_h2d'] / MIB:.0f}")
-    shown = ("" if gain is None else f"{gain['median']:.2f}" for gain in gains)
-    return [name, f"{row['latency_s']:.2f}", *shown, *counts, f"{row['stall_s']:.2f}"]
 
 
 def guard(faults: Mapping[str, Row]) -> Group:
     """Return the table of injected faults: when they were stopped, and what they change."""
-    rows = [
-        [
-            name,
-            row["agent"],
-            "never" if row["off_after"] is None else str(row["off_after"]),
-            str(row["lived"]),
-            str(row["changed_served"]),
-            f"{row['far']:.0%}",
-            f"{row['kl_before']:.2g}",
-            f"{row['kl']:.2g}",
-        ]
-        for name, row in faults.items()
-    ]
-    headings = ("fault", "agent", "off after", "lived", "final changed", "far", "KL before", "KL")
-    return table_of("calls of the agent until it is off", headings, rows, left={"agent"})
+    rows = [[name, row["agent"], *cells(row, GUARD)] for name, row in faults.items()]
+    return table_of("calls of the agent until it is off", ("fault", "agent", *GUARD), rows, left={"agent"})
 
 
 def accuracy(task: str, rows: Sequence[Row]) -> Group:
     """Return the table of all methods."""
-    shares = ("right", "same_final_answer", "same_answers", "calls_translated", "computed")
-    headings = ("method", "final right", "final same", "answers same", "calls translated", "computed", "TTFT ms")
-    cells = [
-        [row["method"], *("-" if row[name] is None else f"{row[name]:.0%}" for name in shares), f"{row['ttft_ms']:.0f}"]
-        for row in rows
-    ]
-    return table_of(f"{task}: answers beside those of dense prefill", headings, cells, left={"method"})
+    shown = [[row["method"], *cells(row, ACCURACY)] for row in rows]
+    return table_of(f"{task}: answers beside those of dense prefill", ("method", *ACCURACY), shown, left={"method"})

@@ -22,14 +22,11 @@ from transformers import PreTrainedModel
 
 from kedge.anchors.translator import Translation
 from kedge.bench.shapes import SHAPES, random_llama, random_runner
-from kedge.engine.common.dtypes import pick_device
+from kedge.engine.common.model_folder import pick_device
 from kedge.engine.local import build
-from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.guard import GuardMode
-from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan
+from kedge.kv.storage import SlotTable
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerSettings
 from kedge.types import (
     AgentId,
@@ -123,20 +120,22 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return sum(weight.nbytes for weight in model.parameters()) - unread
 
 
-class WatchingAssembler(Assembler):
-    """An assembler that also records what it translates, which takes microseconds."""
+class WatchedWrites:
+    """What an engine translates for its requests. To note it takes microseconds."""
 
-    def __init__(self) -> None:
-        self._seen: dict[RequestId, tuple[Translation, ...]] = {}
+    def __init__(self, engine: LocalEngine) -> None:
+        self._seen: dict[RequestId, Sequence[Translation]] = {}
+        self._runner = engine.runner
+        engine.query(self._watch)
 
-    def __call__(self, runner: ModelRunner, storage: PagedStorage) -> WatchingAssembler:
-        super().__init__(runner, storage)
-        self._runner = runner
-        return self
+    def _watch(self, parts: build.EngineParts) -> None:
+        write = parts.write
 
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        self._seen[request.request_id] = plan.translations
-        return super().assemble(request, table, plan)
+        def watched(request: GenerateRequest, table: SlotTable, items: Sequence[Translation]) -> None:
+            self._seen[request.request_id] = items
+            write(request, table, items)
+
+        parts.write = watched
 
     def moved(self, request: GenerateRequest) -> dict[str, int] | None:
         """Return and forget the bytes that must move until the first token of an answered request, whatever the
@@ -149,7 +148,7 @@ class WatchingAssembler(Assembler):
         if not items:
             return None
         kv = sum(item.base.tokens for item in items) * token
-        offsets = sum(item.blend.rows.unique().numel() * item.table.row_bytes for item in items)
+        offsets = sum(item.blend.rows.unique().numel() * item.table.width * item.table.arena.itemsize for item in items)
         context, weights = request.prompt_tokens * token, weight_bytes(self._runner.model)
         return {"base": kv, "offsets": offsets, "written": kv, "context": context, "weights": weights}
 
@@ -216,8 +215,9 @@ def measure(settings: TtftSettings, progress: Callable[[str], None] = lambda _: 
     machine = CopyMachine(settings.agents, settings.prefix, SHAPES[settings.model_size]["vocab_size"], settings.seed)
     rounds: list[list[dict[str, Any]]] = []
     generate = ReferenceGenerate(settings.model_size, settings.device)
-    watch, loaded = WatchingAssembler(), random_runner(settings.model_size, settings.device)
-    with LocalEngine.from_runner(*loaded, engine_config(settings), assembler=watch) as engine:
+    loaded = random_runner(settings.model_size, settings.device)
+    with LocalEngine.from_runner(*loaded, engine_config(settings)) as engine:
+        watch = WatchedWrites(engine)
         # One request first, so that no measurement pays for the first use of kernels and memory.
         first = machine.request("first", 0, machine.tokens(settings.question), [], ReuseMode.OFF)
         _ask(engine, first, 2)

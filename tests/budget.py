@@ -56,15 +56,10 @@ def _git(*arguments: str) -> str:
         return ""
 
 
-def overspent(spent: Mapping[str, int], budget: Mapping[str, int]) -> list[str]:
-    """Return a line for each room over its budget: what it has to give, and who could give it instead."""
-    spare = {room: most - spent.get(room, 0) for room, most in budget.items() if most > spent.get(room, 0)}
-    givers = ", ".join(f"{room} {count}" for room, count in sorted(spare.items(), key=lambda one: -one[1])) or "nobody"
-    return [
-        f"{room}: {spent[room]} of {budget[room]}: it has to give {spent[room] - budget[room]} (spare: {givers})"
-        for room in budget
-        if spent.get(room, 0) > budget[room]
-    ]
+def overspent(spent: Mapping[str, int], budget: Mapping[str, int]) -> dict[str, int]:
+    """Return what each room over its budget has to give, and what the others could give instead, below 0."""
+    left = {room: spent.get(room, 0) - most for room, most in budget.items()}
+    return left if max(left.values()) > 0 else {}
 
 
 def lines_by_room(rooms: Mapping[str, int]) -> Counter[str]:

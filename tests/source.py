@@ -20,8 +20,6 @@ class Definition:
     file: Path
     node: Any
     """Its `ast.Module`, `ast.ClassDef` or `Function`."""
-    owner: ast.ClassDef | None = None
-    """The class of a method."""
 
     def __str__(self) -> str:
         place = self.file.relative_to(PACKAGE)
@@ -39,10 +37,6 @@ class Definition:
     @property
     def signature_lines(self) -> int:
         return self.node.body[0].lineno - self.node.lineno
-
-    @property
-    def methods(self) -> list[Function]:
-        return [one for one in self.node.body if isinstance(one, Function)]
 
 
 @cache
@@ -79,7 +73,7 @@ def public() -> Iterator[Definition]:
         for node in module.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield Definition(file, node)
-                yield from (Definition(file, one, node) for one in node.body if is_public(one))
+                yield from (Definition(file, one) for one in node.body if is_public(one))
             elif is_public(node):
                 yield Definition(file, node)
 
@@ -88,36 +82,3 @@ def is_public(node: ast.stmt) -> TypeGuard[Function]:
     if not isinstance(node, Function) or node.name.startswith(("_", "test_")):
         return False
     return not any(ast.unparse(one).endswith((".setter", "overload")) for one in node.decorator_list)
-
-
-def inherits_docs(one: Definition) -> bool:
-    """Whether a base class, or any protocol of the package, documents a method of this name."""
-    if one.owner is None or isinstance(one.node, ast.Module):
-        return False
-    return one.node.name in _documented_in_protocols() or _documented_above(one.owner, one.node.name)
-
-
-@cache
-def _by_name() -> dict[str, list[Definition]]:
-    found: dict[str, list[Definition]] = {}
-    for one in classes():
-        found.setdefault(one.node.name, []).append(one)
-    return found
-
-
-def _bases(node: ast.ClassDef) -> list[str]:
-    return [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
-
-
-@cache
-def _documented_in_protocols() -> set[str]:
-    protocols = (one for one in classes() if "Protocol" in _bases(one.node))
-    return {method.name for one in protocols for method in one.methods if ast.get_docstring(method)}
-
-
-def _documented_above(owner: ast.ClassDef, method: str) -> bool:
-    for base in (one for name in _bases(owner) for one in _by_name().get(name, ())):
-        own = any(one.name == method and ast.get_docstring(one) for one in base.methods)
-        if own or _documented_above(base.node, method):
-            return True
-    return False

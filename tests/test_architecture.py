@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from scripts.import_graph import ImportGraph
 from scripts.rooms import BEGIN, DRAWN, END, PAGE, description, drawn, rooms
-from tests.source import PACKAGE, Function
+from tests.source import PACKAGE, Function, tree
 
 ROOT = PAGE.parents[1]
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -52,18 +51,11 @@ def walk(heading: str) -> list[Place]:
     return [Place(match["file"], match["function"] or "") for match in STEP.finditer(text)]
 
 
-@cache
 def defined(path: Path) -> set[str]:
     """The functions of a file, and its methods as `Class.method`."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    methods = (
-        f"{owner.name}.{one.name}"
-        for owner in body
-        if isinstance(owner, ast.ClassDef)
-        for one in owner.body
-        if isinstance(one, Function)
-    )
-    return {node.name for node in body if isinstance(node, Function)} | set(methods)
+    body = tree(path).body
+    owners = [("", body), *((f"{one.name}.", one.body) for one in body if isinstance(one, ast.ClassDef))]
+    return {f"{owner}{one.name}" for owner, inner in owners for one in inner if isinstance(one, Function)}
 
 
 def test_the_page_has_the_rooms_as_they_are() -> None:
@@ -86,18 +78,8 @@ def test_the_files_that_it_names_exist() -> None:
 
 
 @pytest.mark.parametrize("heading", WALKS)
-def test_a_walk_is_short(heading: str) -> None:
-    files = {place.file for place in walk(heading)}
-    assert 1 < len(files) <= WALKS[heading]
-
-
-@pytest.mark.parametrize("heading", WALKS)
-def test_a_walk_passes_functions_that_exist(heading: str) -> None:
-    code = [place for place in walk(heading) if place.path.suffix == ".py"]
-    assert not [place for place in code if place.function not in defined(place.path)]
-
-
-@pytest.mark.parametrize("heading", WALKS)
-def test_each_step_of_a_walk_leads_to_the_next(heading: str) -> None:
-    lost = [(place, following) for place, following in pairwise(walk(heading)) if not place.leads_to(following)]
-    assert not lost
+def test_a_walk_is_short_and_each_step_is_there_and_leads_to_the_next(heading: str) -> None:
+    places = walk(heading)
+    assert 1 < len({place.file for place in places}) <= WALKS[heading]
+    assert not [one for one in places if one.path.suffix == ".py" and one.function not in defined(one.path)]
+    assert not [(one, following) for one, following in pairwise(places) if not one.leads_to(following)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,17 +11,13 @@ import pytest
 from kedge.cli.main import app
 from kedge.settings import Settings
 from tests.budget import (
-    RESERVE,
     ROOT,
-    Budget,
     commands,
     constants,
     history,
     lines,
     lines_by_room,
-    numbers,
     overspent,
-    room_of,
     settings,
 )
 
@@ -65,26 +60,3 @@ def test_budgets_only_go_down() -> None:
     for before, after in pairwise(HISTORY):
         assert set(before.whole) <= set(after.whole), "a budget was dropped"
         assert all(after.whole[what] <= most for what, most in before.whole.items())
-
-
-# the counting itself --------------------------------------------------------------------------------------------------
-
-
-def test_a_room_over_its_budget_learns_what_it_has_to_give() -> None:
-    found = overspent({"cache": 120, "kv": 40}, {"cache": 100, "kv": 50, RESERVE: 7})
-    assert found == ["cache: 120 of 100: it has to give 20 (spare: kv 10, reserve 7)"]
-
-
-def test_a_file_counts_for_its_innermost_room() -> None:
-    rooms = {"engine": 1, "engine/local": 1, "root": 1}
-    found = {file: room_of(Path(file), rooms) for file in ("engine/base.py", "engine/local/model/a.py", "types.py")}
-    assert found == {"engine/base.py": "engine", "engine/local/model/a.py": "engine/local", "types.py": "root"}
-
-
-def test_numbers_are_found_however_they_are_written() -> None:
-    text = "A = 1\nB: float = -2.5\nC, D = 1 << 20, 'no'\nE = True\nF = A\nG = [1]\ndef h():\n    I = 3\n"
-    assert list(numbers(ast.parse(text))) == ["A", "B", "C"]
-
-
-def test_a_budget_is_read_from_the_file() -> None:
-    assert Budget.parse("[whole]\nlines = 3\n[rooms]\ncache = 3\n") == Budget({"lines": 3}, {"cache": 3})

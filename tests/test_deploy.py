@@ -1,4 +1,4 @@
-"""What lies in `deploy/` speaks of flags, settings and metrics that exist."""
+"""What lies in `deploy/` speaks of flags, settings, metrics and files that exist, and of ports that fit together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
@@ -20,6 +20,7 @@ from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.server.metrics import COUNTERS, GAUGES
 from kedge.settings import ServerSettings, Settings
+from tests.budget import settings
 from tests.server.conftest import FLOW, YAML, serving
 
 ROOT = Path(__file__).parents[1]
@@ -76,25 +77,9 @@ def test_what_becomes_of_snapshots_is_shown() -> None:
     assert not any("increase" in one for one in shown), "a count at the start is no increase to Prometheus"
 
 
-def test_panels_do_not_overlap() -> None:
-    places = [panel["gridPos"] for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]]
-    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
-
-
-def settings_in(model: Any, prefix: str = "KEDGE_") -> Iterator[str]:
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if hasattr(type(value), "section"):
-            yield from settings_in(value, f"{prefix}{name.upper()}__")
-        else:
-            yield f"{prefix}{field.alias or name}".upper()
-
-
 @pytest.mark.parametrize("name", re.findall(r"KEDGE_\w+__\w+", DOCKERFILE))
 def test_the_images_variables_are_settings(name: str) -> None:
-    assert name in set(settings_in(Settings()))
+    assert name in {f"KEDGE_{one.upper().replace('.', '__')}" for one in settings(Settings)}
 
 
 @pytest.mark.parametrize("name", re.findall(r" (--[a-z-]+)", UNIT.split("ExecStart")[1]))
@@ -175,3 +160,89 @@ def test_systemd_understands_the_unit() -> None:
     )
     complaints = [line for line in done.stderr.splitlines() if "kedge" in line and "is not executable" not in line]
     assert not complaints
+
+
+COMPOSE = DEPLOY / "compose"
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+SERVICES = load("compose/compose.yaml")["services"]
+VALUES = load("production-stack.yaml")
+
+
+def mounts(service: str) -> dict[str, str]:
+    """What is mounted into a service: its path there -> a path here, or the name of a volume."""
+    listed = (one.split(":") for one in SERVICES[service].get("volumes", ()))
+    return {there: here for here, there, *_ in listed}
+
+
+# Compose --------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_mounted_or_built_is_there() -> None:
+    volumes = load("compose/compose.yaml")["volumes"]
+    for name, service in SERVICES.items():
+        for here in mounts(name).values():
+            assert here in volumes or (COMPOSE / here).is_file(), here
+        if build := service.get("build"):
+            assert (COMPOSE / build["context"] / build["dockerfile"]).resolve().is_file()
+
+
+def test_ports_are_published_on_this_machine_alone_and_once() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in published)
+    assert len({port.split(":")[1] for port in published}) == len(published)
+    assert SERVICES["kedge"]["ports"] == [f"127.0.0.1:{Settings().server.port}:{Settings().server.port}"]
+
+
+def test_prometheus_reads_the_servers_under_names_that_they_answer_to() -> None:
+    jobs = load("compose/prometheus.yaml")["scrape_configs"]
+    found = {job["job_name"]: (job["static_configs"][0]["targets"], job["metrics_path"]) for job in jobs}
+    assert found == {"kedge": (["kedge:8000"], "/metrics"), "vllm": (["vllm:8000"], "/metrics")}
+    assert SERVICES["kedge"]["environment"]["KEDGE_SERVER__ALLOWED_HOSTS"] == "kedge"
+    assert mounts("prometheus")["/etc/prometheus/prometheus.yml"] == "./prometheus.yaml"
+
+
+def test_the_grace_of_running_answers_fits_into_the_stop() -> None:
+    assert int(SERVICES["kedge"]["stop_grace_period"].rstrip("s")) > Settings().server.grace
+
+
+def test_grafana_has_the_dashboard_and_its_source() -> None:
+    (source,) = load("compose/grafana/datasources.yaml")["datasources"]
+    assert source["type"] == "prometheus" and source["isDefault"]
+    assert source["url"] == "http://prometheus:9090" and SERVICES["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
+    (provider,) = load("compose/grafana/dashboards.yaml")["providers"]
+    (place,) = (there for there, here in mounts("grafana").items() if here == "../grafana.json")
+    assert Path(place).parent == Path(provider["options"]["path"])
+    variables = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))["templating"]["list"]
+    assert any(one["type"] == "datasource" and one["query"] == source["type"] for one in variables)
+    assert {"datasources", "dashboards"} <= {Path(there).parent.name for there in mounts("grafana")}
+
+
+# Production stack -----------------------------------------------------------------------------------------------------
+
+
+def test_the_image_and_the_values_have_one_version_of_vllm() -> None:
+    image = (DEPLOY / "vllm.Dockerfile").read_text(encoding="utf-8")
+    assert {model["tag"] for model in VALUES["servingEngineSpec"]["modelSpec"]} == set(
+        re.findall(r"^ARG VLLM_TAG=(\S+)$", image, re.MULTILINE)
+    )
+
+
+# the image with the plug-in -------------------------------------------------------------------------------------------
+
+
+def test_the_image_copies_what_is_there_and_uses_it() -> None:
+    image = (DEPLOY / "vllm.Dockerfile").read_text(encoding="utf-8")
+    for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE):
+        assert all((DEPLOY.parent / name).exists() for name in line.split()[:-1]), line
+    assert "install_plugin.sh /wheels" in image and 'ENTRYPOINT ["vllm_serve.sh"]' in image
+
+
+@pytest.mark.parametrize("script", ["install_plugin.sh", "vllm_serve.sh"])
+def test_scripts_can_be_run(script: str) -> None:
+    assert (DEPLOY / script).stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", DEPLOY / script], check=True, timeout=20)

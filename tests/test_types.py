@@ -37,11 +37,6 @@ def test_samples_are_read_back_from_their_text(sample: SampleId) -> None:
     assert SampleId.parse(str(sample)) == sample
 
 
-@given(st.lists(SAMPLES, min_size=2, max_size=2, unique=True))
-def test_two_samples_have_two_texts(samples: list[SampleId]) -> None:
-    assert len({str(sample) for sample in samples}) == 2
-
-
 @pytest.mark.parametrize(
     ("text", "sample"),
     [

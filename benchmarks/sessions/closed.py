@@ -138,7 +138,7 @@ class KedgeSystem(ServingSystem):
         overloaded = self._live.tokens() > self.cache.num_blocks
         order = self._order.order(self.cache.version, overloaded)
         if overloaded:
-            self._sessions.waiting([self._turns[one] for one in order])
+            self._sessions.ledger.waiting([self._turns[one] for one in order])
         return next(iter(order), None)
 
     def admit(self, now: float) -> Admitted | None:

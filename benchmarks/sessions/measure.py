@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import heapq
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +16,11 @@ from typing import Any
 
 from benchmarks.sessions.closed import ClosedSettings, Leaves, closed_loop
 from kedge.bench.sessions import measure as open_loop
-from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, SessionTrace, traffic_of
+from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, traffic_of
 from kedge.bench.sessions.measure import (
     CacheReplay,
     Columns,
     Progress,
-    SessionHooks,
     hit_rate,
     leading,
     tiered_cache,
@@ -111,26 +110,25 @@ class SessionCost:
 
 def measure_cost(arrivals: Sequence[Arrival], capacity: int) -> SessionCost:
     """Replay arrivals through caches of `capacity` blocks, by session and by LRU, with probes between them."""
-    cache = tiered_cache(capacity)
-    seconds, ns_per_block = _times(TimedReplay(cache, SessionHooks(cache)), arrivals)
-    _, ns_per_block_lru = _times(TimedReplay(CacheManager(capacity, 1)), arrivals)
+    seconds, ns_per_block = _times(TimedReplay(tiered_cache(capacity)), arrivals)
+    _, ns_per_block_lru = _times(TimedReplay(CacheManager(capacity, 1), has_sessions=False), arrivals)
     return SessionCost(seconds * 1e6, ns_per_block * 1e9, ns_per_block_lru * 1e9)
 
 
 class TimedReplay(CacheReplay):
-    """A replay that counts the real seconds in the hooks, and those to allocate, cache and release blocks."""
+    """A replay that counts the real seconds for sessions, and those to allocate, cache and release blocks."""
 
-    hook_seconds = cache_seconds = 0.0
+    session_seconds = cache_seconds = 0.0
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, arrival: Arrival, chain: tuple[int, ...]) -> None:
         began = perf_counter()
-        super().arrived(arrival)
-        self.hook_seconds += perf_counter() - began
+        super().arrived(arrival, chain)
+        self.session_seconds += perf_counter() - began
 
-    def answered(self, arrival: Arrival) -> None:
+    def answered(self, arrival: Arrival, chain: tuple[int, ...]) -> None:
         began = perf_counter()
-        super().answered(arrival)
-        self.hook_seconds += perf_counter() - began
+        super().answered(arrival, chain)
+        self.session_seconds += perf_counter() - began
 
     def cached(self, request: RequestId, chain: tuple[int, ...]) -> Lease:
         began = perf_counter()
@@ -140,22 +138,22 @@ class TimedReplay(CacheReplay):
             self.cache_seconds += perf_counter() - began
 
     def spent(self, arrival: Arrival) -> tuple[float, float]:
-        """Serve a request. Returns seconds in the hooks and in the cache."""
-        hooks, cache = self.hook_seconds, self.cache_seconds
+        """Serve a request. Returns seconds for its session and in the cache."""
+        sessions, cache = self.session_seconds, self.cache_seconds
         self.serve(arrival)
-        return self.hook_seconds - hooks, self.cache_seconds - cache
+        return self.session_seconds - sessions, self.cache_seconds - cache
 
 
 def _times(replay: TimedReplay, arrivals: Sequence[Arrival]) -> tuple[float, float]:
-    """Return median seconds per request in the hooks, and per block of the probes in the cache."""
-    hooks, cached = [], []
+    """Return median seconds per request for its session, and per block of the probes in the cache."""
+    sessions, cached = [], []
     unused = count(1 + max(max(one.chain, default=0) for one in arrivals), PROBE_BLOCKS)
     with _no_garbage_collection():
         for number, arrival in enumerate(arrivals):
-            hooks.append(replay.spent(arrival)[0])
+            sessions.append(replay.spent(arrival)[0])
             if number % PROBE_EVERY == 0:
                 cached.append(replay.spent(_probe(arrival, next(unused)))[1])
-    return statistics.median(hooks), statistics.median(cached) / min(PROBE_BLOCKS, replay.cache.num_blocks)
+    return statistics.median(sessions), statistics.median(cached) / min(PROBE_BLOCKS, replay.cache.num_blocks)
 
 
 def _probe(arrival: Arrival, first: int) -> Arrival:
@@ -182,7 +180,7 @@ ClosedLoop = Callable[[Sequence[Conversation], Progress], Leaves]
 
 def measure(
     settings: SessionBenchSettings,
-    traces: Sequence[SessionTrace],
+    traces: Mapping[str, Sequence[Conversation]],
     closed: ClosedLoop | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
@@ -196,8 +194,8 @@ def measure(
     def noted(name: str) -> Progress:
         return lambda what: progress(f"{name}, {what}")
 
-    for trace in traces:
-        found[trace.name]["closed"] = closed(trace.conversations, noted(trace.name))
+    for name, trace in traces.items():
+        found[name]["closed"] = closed(trace, noted(name))
     progress("cost")
-    *_, most = traffic_of(traces[0], settings)
+    *_, most = traffic_of(next(iter(traces.values())), settings)
     return {"traces": found, "cost": measure_cost(most.arrivals, most.capacity(COST_SHARE)).as_json()}

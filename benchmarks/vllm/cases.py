@@ -1,4 +1,4 @@
-"""Further cases of `kedge bench vllm`: controls, the workflows of KVFlow's figures 6 and 8, and sessions.
+"""Further cases of `kedge bench vllm`: the workflows of KVFlow's figures 6 and 8, sessions, and a team.
 
 Sessions: every client asks, waits for the answer, pauses, and asks again with all of its history, on stock vLLM, on
 stock with its own CPU offloading, and with the plug-in; pauses are shortened recorded ones, and no hints are given.
@@ -19,9 +19,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from benchmarks import tables
 from benchmarks.vllm.team import team_case
-from benchmarks.workflow.measure import QUICK, CaseSizes, many_flows, peer, unpressed
-from kedge.bench.flows import FlowWorkload, single_flow, with_given
+from benchmarks.workflow.measure import QUICK, CaseSizes, cases
+from kedge.bench.flows import percentile, with_given
 from kedge.bench.shapes import to_compare
 from kedge.bench.vllm import (
     BLOCK,
@@ -114,14 +115,14 @@ def medians(trials: Trials, seconds: float) -> dict[str, Any]:
 
 def figures(turns: Sequence[VllmTurn], seconds: float) -> dict[str, Any]:
     """Return rates and times of the turns that ended within so many seconds."""
-    firsts = sorted(turn.call.ttft_s for turn in turns)
+    firsts = [turn.call.ttft_s for turn in turns]
     prompt = sum(len(turn.call.prompt) for turn in turns)
     return {
         "turns": len(turns),
         "turns_per_min": round(60 * len(turns) / seconds, 1),
         "hit": round(sum(turn.call.cached for turn in turns) / prompt, 4),
         "ttft_p50_s": round(statistics.median(firsts), 4),
-        "ttft_p99_s": round(firsts[int(0.99 * (len(firsts) - 1) + 0.5)], 4),
+        "ttft_p99_s": percentile(firsts, 0.99, 4),
     }
 
 
@@ -244,29 +245,14 @@ def can_offload() -> bool:
     return current_platform.is_cuda_alike() or current_platform.is_xpu()
 
 
-CONTROLS = ("no-hints", "no-pressure")
-"""Cases in which nothing can be gained."""
-
-
-def workload(name: str, shape: CaseSizes, vocab: int, seed: int) -> FlowWorkload:
-    """Return the calls of a case."""
-    if name == "no-pressure":
-        return unpressed(shape.sizes, vocab, seed)
-    if name == "flows":
-        fixed, flows = shape.flows[0]
-        sizes = replace(shape.sizes, fixed=fixed, dynamic=shape.new, output=shape.reply)
-        return many_flows(sizes, flows, shape.room, vocab, seed)
-    if name == "peer":
-        encode = HFTokenizer.load(model_path(None)).encode
-        return peer(encode, seed, output=shape.answer, rounds=shape.questions)
-    return single_flow(shape.sizes, vocab, seed, room=shape.rooms[0])
+FIGURES = {"flows": 6, "peer": 8}
 
 
 def flow(name: str, settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
-    """Measure a case of workflow-aware caching."""
-    work = workload(name, QUICK if settings.quick else CaseSizes(), vocab, settings.seed)
-    hinted, control = name != "no-hints", name in CONTROLS
-    return asyncio.run(measure_flow(name, work, settings, model, progress, hinted=hinted, control=control))
+    """Measure the main case of a figure of workflow-aware caching."""
+    shape, encode = QUICK if settings.quick else CaseSizes(), HFTokenizer.load(model_path(None)).encode
+    work = cases(FIGURES[name], shape, vocab, settings.seed, encode)[0]
+    return asyncio.run(measure_flow(name, work, settings, model, progress))
 
 
 def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Progress) -> Figures:
@@ -279,7 +265,9 @@ def sessions(settings: VllmBenchSettings, model: Path, vocab: int, progress: Pro
 
 
 CASES: Mapping[str, Case] = {
-    **{name: partial(flow, name) for name in (*CONTROLS, "flows", "peer")},
+    **{name: partial(flow, name) for name in FIGURES},
     "sessions": sessions,
     "team": team_case,
 }
+TABLES = {"sessions": tables.vllm_sessions, "team": tables.vllm_team}
+"""Case -> what is printed of its figures, which are no workflow's"""

@@ -62,9 +62,9 @@ class ToldLane(VllmLane):
 
     async def tell(self, message: PluginMessage) -> None:
         """Send the plug-in hints without a request, as Kedge's engine does."""
-        from kedge.integrations.vllm.engine.driver import as_request
+        from kedge.integrations.vllm.plugin import metrics
 
-        await self._engine.engine_core.add_request_async(as_request(message, next(_ids)))
+        await self._engine.engine_core.add_request_async(metrics.message(f"kedge-message-{next(_ids)}", *message))
 
 
 async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> Figures:

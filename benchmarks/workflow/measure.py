@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
-from kedge.bench.flows import TENANT, Flow, FlowWorkload, Sizes, cycle, single_flow, spread, synthetic_flow
+from kedge.bench.flows import TENANT, Flow, FlowWorkload, Sizes, cycle, percentile, single_flow, spread, synthetic_flow
 from kedge.bench.shapes import random_runner
 from kedge.cache import EvictionPolicy, belady
 from kedge.cache.node import TreeNode
@@ -374,7 +374,7 @@ class Lane(AbstractContextManager["Lane"]):
         oracle = Oracle(workload.flows)
         evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
-        self.engine.query(lambda parts: setattr(parts.loading, "lets_pass", policy.status_aware))
+        self.engine.query(lambda parts: setattr(parts.scheduler, "lets_pass", policy.status_aware))
         if not policy.prefetch:
             self.engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", -1.0))
         self._workload = workload
@@ -576,12 +576,12 @@ def summary(trials: Sequence[LaneTrial]) -> dict[str, Any]:
     latencies = [trial.latency_s for trial in trials]
     calls = [call for trial in trials for call in trial.completions]
     counts = {name: statistics.median(trial.counts[name] for trial in trials) for name in trials[0].counts}
-    seconds = sorted(call.total_ms / 1e3 for call in calls)
+    seconds = [call.total_ms / 1e3 for call in calls]
     return {
         "latency_s": round(statistics.median(latencies), 4),
         **{name: round(value, 4) for name, value in counts.items()},
         "p50": round(statistics.median(seconds), 4),
-        "p99": round(seconds[int(0.99 * (len(seconds) - 1) + 0.5)], 4),
+        "p99": percentile(seconds, 0.99, 4),
         "ttft_p50": round(statistics.median(call.ttft_ms for call in calls) / 1e3, 4),
         "latency_spread": spread(latencies, 4),
         "all_latency_s": [round(value, 4) for value in latencies],

@@ -23,10 +23,9 @@ KERNEL_TESTS = (
     "tests/kv/test_translate_kernel.py",
     "tests/kv/test_pages_kernels.py",
     "tests/kv/test_attention_kernel.py",
-    "tests/kv/test_large_kernels.py",
 )
 GRAPH_TESTS = ("tests/engine/local/model/test_graphs.py",)
-ENGINE_TESTS = ("tests/engine/local/test_device.py",)
+ENGINE_TESTS = ("tests/engine/local/test_engine.py", "tests/engine/local/attention/test_paged.py")
 MODEL_FILE = "KEDGE_MODEL_FILE"
 """The variable with the real model's GGUF file, where its package is not installed"""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 EVERYTHING = "*"
 """The name that stands for all placeholders of a request"""
@@ -43,15 +42,6 @@ class GuardState(StrEnum):
     """Translated, and the share of changed decisions is below the limit with the chosen confidence."""
 
 
-class Part(Protocol):
-    """A segment of a prompt."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_placeholder(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GuardOrders:
     """What the guard orders for one request."""
@@ -85,27 +75,6 @@ class GuardOrders:
         """Return whether a placeholder must be computed."""
         return EVERYTHING in self.withheld or placeholder in self.withheld
 
-    @property
-    def is_proving(self) -> bool:
-        """Whether a request is computed, or translated beside one that is, to see how far off translation would be."""
-        return self.held_out or EVERYTHING in self.withheld
-
-    def takes_exact(self, segment: Part) -> bool:
-        """Return whether a segment may be what the cache has the exact KV of."""
-        is_all = self.afresh == EVERYTHING and segment.is_placeholder
-        return not (is_all or (self.afresh and segment.name == self.afresh))
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionNote:
-    """The evidence of one kind of decision."""
-
-    kind: DecisionKind
-    checks: int
-    changed: int
-    bound: float
-    """Upper confidence bound of the share of changed ones"""
-
 
 @dataclass(frozen=True, slots=True)
 class FidelityNote:
@@ -137,5 +106,3 @@ class GuardNote:
     """Of these, calls with another decision"""
     bound: float
     """Upper confidence bound of the share of calls with another decision"""
-    decisions: tuple[DecisionNote, ...] = ()
-    """The same by kind, of the kinds that were compared"""

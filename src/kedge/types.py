@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, NewType
 
-from kedge.guard import FidelityNote, GuardNote, GuardOrders
+from kedge.guard import EVERYTHING, FidelityNote, GuardNote, GuardOrders
 
 AgentId = NewType("AgentId", str)
 WorkflowId = NewType("WorkflowId", str)
@@ -318,7 +318,9 @@ class GenerateRequest:
         """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
         if self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None:
             return 0
-        before = itertools.takewhile(self.guard.takes_exact, self.segments)
+        placeholders = (one.name for one in self.segments if one.is_placeholder)
+        afresh = {name for name in placeholders if self.guard.afresh in (name, EVERYTHING)}
+        before = itertools.takewhile(lambda one: one.name not in afresh, self.segments)
         return min(self.prompt_tokens - 1, sum(len(one.tokens) for one in before))
 
 

@@ -31,7 +31,6 @@ def test_a_response_is_found_in_its_run_only() -> None:
     store = BaseStore(100 * ONE)
     tokens = kept(store)
     entry = store.find(RUN, SAMPLE, tokens, ())
-    assert entry is not None
     assert entry.tokens == tokens
     assert torch.equal(entry.kv.keys, random_kv(4, 1).keys)
     for where in ((run_key("r", "x"), SAMPLE), (run_key("x"), SAMPLE), (RUN, SampleId.parse("x"))):
@@ -43,8 +42,6 @@ def test_the_start_of_a_response_is_found_and_named_apart() -> None:
     store = BaseStore(100 * ONE)
     tokens = kept(store)
     whole, part = (store.find(RUN, SAMPLE, tokens[:n], ()) for n in (4, 3))
-    assert part is not None
-    assert whole is not None
     assert part.kv.tokens == len(part.tokens) == 3
     assert part.key != whole.key
     kept(store)
@@ -62,7 +59,6 @@ def test_inputs_are_found_by_content_in_every_run() -> None:
     store = BaseStore(100 * ONE)
     store.put_content(SPACE, (1, 2), (0,), random_kv(2, 1))
     found = [store.find(run_key(run), SampleId.parse("q"), (1, 2), (0,)) for run in "ab"]
-    assert found[0] is not None
     assert found[0].key == found[1].key
     assert store.find(RUN, SampleId.parse("q"), (1, 2), (5,)) is None
     assert store.find(RUN, SampleId.parse("q"), (1,), (0,)) is None
@@ -74,7 +70,6 @@ def test_prefix_segments_of_a_template() -> None:
     store.put_prefix(SPACE, "flow/solver", 2, random_kv(3, 1))
     store.put_prefix(SPACE, "flow/solver", 4, random_kv(1, 2))
     parts = store.prefixes(SPACE, "flow/solver")
-    assert parts is not None
     assert {index: kv.tokens for index, kv in parts.items()} == {2: 3, 4: 1}
     assert store.prefixes(Namespace(TenantId("x")), "flow/solver") is None
     assert store.stats().nbytes == 4 * ONE
@@ -138,7 +133,6 @@ def test_a_view_does_not_keep_the_whole_alive() -> None:
     store = BaseStore(100 * ONE)
     store.put_content(SPACE, (1,), (), random_kv(64, 1).slice(3, 4))
     entry = store.find(RUN, SAMPLE, (1,), ())
-    assert entry is not None
     assert entry.kv.keys.untyped_storage().nbytes() * 2 == ONE
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.anchor import AnchorId
-from kedge.anchors.offsets import Blend, OffsetTable, row_dtype, row_width, rows_of
+from kedge.anchors.offsets import Blend, OffsetTable, empty_table, rows_of
 from kedge.errors import PlanError, TranslationRefused
 from tests.anchors.helpers import generator, in_context, plus, random_kv
 
@@ -28,7 +28,7 @@ def read(stored: OffsetTable, anchor: AnchorId) -> torch.Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["put", "drop", "trim"]), st.integers(0, 7), st.integers(0, 40)), max_size=60)
+    st.lists(st.tuples(st.sampled_from(["put", "drop", "pack"]), st.integers(0, 7), st.integers(0, 40)), max_size=60)
 )
 def test_behaves_like_a_dict_of_rows(steps: list[tuple[str, int, int]]) -> None:
     stored, twin = table(), dict[AnchorId, torch.Tensor]()
@@ -44,12 +44,11 @@ def test_behaves_like_a_dict_of_rows(steps: list[tuple[str, int, int]]) -> None:
             twin.pop(anchor, None)
             stored.drop(anchor)
         else:
-            stored.trim()
-            assert stored.capacity == stored.live
+            stored.pack()
+            assert stored.nbytes == stored.live * WIDTH * 4
         stored.check_integrity()
         assert stored.anchors == set(twin)
         assert stored.live == sum(map(len, twin.values()))
-        assert stored.nbytes <= 1.5 * stored.live * WIDTH * 4
         for key, wanted in twin.items():
             assert torch.equal(read(stored, key), wanted)
 
@@ -58,7 +57,7 @@ def test_rows_hold_keys_and_values_of_all_layers_but_the_first() -> None:
     base = random_kv(6, 1)
     real = in_context(base, 2)
     offsets = rows_of(real) - rows_of(base)
-    assert offsets.shape == (6, row_width(base))
+    assert offsets.shape == (6, empty_table(base).width)
     back = plus(base, offsets)
     torch.testing.assert_close(back.keys, real.keys)
     torch.testing.assert_close(back.values, real.values)
@@ -68,7 +67,7 @@ def test_rows_hold_keys_and_values_of_all_layers_but_the_first() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_blend_is_the_weighted_sum(dtype: torch.dtype) -> None:
-    kept = row_dtype(random_kv(1, 0, dtype))
+    kept = empty_table(random_kv(1, 0, dtype)).dtype
     assert kept == (torch.float16 if dtype == torch.float32 else dtype)
     stored = table(dtype=kept)
     data = torch.randn(50, WIDTH, generator=generator(0))
@@ -89,7 +88,7 @@ def test_the_rows_of_the_same_anchors_move_with_them() -> None:
     assert stored.rows_of_anchors(both).tolist() == [*range(9, 27)]
     assert stored.rows_of_anchors(both) is stored.rows_of_anchors(both)
     stored.drop(AnchorId(0))
-    stored.trim()
+    stored.pack()
     assert stored.rows_of_anchors(both).tolist() == [*range(18)]
     stored.drop(AnchorId(1))
     with pytest.raises(KeyError):

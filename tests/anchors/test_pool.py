@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from kedge.anchors.anchor import Anchor, AnchorId, PlaceholderSite, Query
 from kedge.anchors.pool import AnchorPool
-from kedge.anchors.sites import Observation
+from kedge.anchors.sites import Observation, SiteOffsets
+from kedge.errors import PlanError
 from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
 
 
@@ -29,27 +33,11 @@ def test_prunes_the_least_used_among_the_five_earliest() -> None:
     assert list(pool.anchors) == [0, 2, 3, 4, 6, 7, 8]
 
 
-def test_a_pool_of_one_keeps_the_newest() -> None:
-    pool = AnchorPool(1, 8)
-    add(pool, 0, hits=99)
-    add(pool, 1)
-    assert list(pool.anchors) == [1]
-
-
 def test_another_agent_adds_to_the_same_anchor() -> None:
     pool, other = AnchorPool(3, 8), PlaceholderSite("critic", 3)
     assert add(pool, 0) == add(pool, 0, other) == add(pool, 0, other)
     assert len(pool.anchors) == 1
     assert [s.holders for s in pool.sites.values()] == [[0], [0]]
-
-
-def test_the_same_tokens_with_other_base_keys_are_another_anchor() -> None:
-    pool = AnchorPool(3, 8)
-    add(pool, 5)
-    keys = pool.anchors[AnchorId(5)].keys
-    assert pool.find(Query((5,) * 4, keys + 1e-6, 1e-3)) is pool.anchors[AnchorId(5)]
-    assert pool.find(Query((5,) * 4, keys * 1.2, 1e-3)) is None
-    assert pool.find(Query((6,) * 4, keys, 1e-3)) is None
 
 
 def test_slots_are_bounded_and_take_their_orphans_along() -> None:
@@ -74,9 +62,48 @@ def test_nbytes_counts_tables_and_keys() -> None:
     pool = AnchorPool(2, 2)
     add(pool, 0)
     width = 3 * 2 * 2 * 8
+    for table in pool.tables:
+        table.pack()
     assert pool.nbytes == (4 + PREFIX) * width * 2 + 4 * 16 * 4
     pool.block((AnchorId(0),))
     assert pool.nbytes > (4 + PREFIX) * width * 2 + 4 * 16 * 4
     pool.drop(AnchorId(0))
+    for table in pool.tables:
+        table.pack()
     assert pool.nbytes == 0
     assert torch.equal(torch.tensor([t.live for t in pool.tables]), torch.zeros(2, dtype=torch.int64))
+
+
+# sites ----------------------------------------------------------------------------------------------------------------
+
+
+def observation(tokens: int = 4) -> Observation:
+    base = random_kv(tokens, 1)
+    return Observation.measure(base, in_context(base, 2), PREFIX_BASE, in_context(PREFIX_BASE, 3))
+
+
+def test_base_and_real_must_be_of_the_same_tokens() -> None:
+    with pytest.raises(PlanError, match="tokens=4"):
+        Observation.measure(random_kv(4, 1), random_kv(5, 1), None, None)
+
+
+def test_a_value_at_the_end_of_a_prompt_has_no_prefix_after_it() -> None:
+    base = random_kv(4, 1)
+    assert Observation.measure(base, in_context(base, 2), None, None).prefix.shape[0] == 0
+
+
+def test_both_parts_or_none() -> None:
+    site = SiteOffsets(random_kv(4, 1), PREFIX)
+    observed = observation()
+    site.put(AnchorId(0), observed)
+    bad = replace(observed, prefix=torch.full_like(observed.prefix, float("nan")))
+    with pytest.raises(Exception, match="does not fit"):
+        site.put(AnchorId(1), bad)
+    site.check_integrity()
+    assert site.holders == [0]
+    with pytest.raises(PlanError, match="before"):
+        site.put(AnchorId(0), observed)
+    with pytest.raises(PlanError, match="prefix_tokens"):
+        site.put(AnchorId(1), replace(observed, prefix=observed.prefix[:2]))
+    site.check_integrity()
+    assert site.holders == [0]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.anchor import KeyBlock, PlaceholderSite, SampleView
+from kedge.anchors.anchor import KeyBlock, PlaceholderSite, PoolKey, SampleView
+from kedge.anchors.criteria import Entropy, Error
 from kedge.anchors.offsets import OffsetTable
-from kedge.anchors.store import AnchorStore
+from kedge.anchors.store import AnchorStore, methods
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
@@ -31,6 +32,13 @@ from tests.anchors.helpers import (
     translated,
     translated_prefix,
 )
+
+
+def test_the_papers_estimator_has_the_papers_criterion_and_each_its_own_limit() -> None:
+    assert methods(AnchorSettings(estimator="interpolate"))[1] == Entropy(0.3)
+    assert methods(AnchorSettings(estimator="interpolate", max_error=0.5))[1] == Entropy(0.5)
+    assert methods(AnchorSettings())[1] == Error(4, 0.35, 0.1)
+    assert methods(AnchorSettings(max_error=9, weak_error=2, min_anchors=1))[1] == Error(1, 9, 2)
 
 
 @each_estimator
@@ -84,19 +92,6 @@ def test_a_weak_error_of_its_own_replaces_that_of_the_settings() -> None:
 
 
 @each_estimator
-def test_offsets_of_a_half_model_keep_its_dtype(settings: dict[str, Any]) -> None:
-    store = AnchorStore(AnchorSettings(**settings))
-    for seed in range(4):
-        value = sample(seed, dtype=torch.bfloat16)
-        real = in_context(value.base, seed)
-        store.observe(SLOT, value, real)
-    estimate = store.estimate(SLOT, value)
-    assert estimate.value_table.arena.dtype == torch.bfloat16
-    assert translated(estimate, value).dtype == torch.bfloat16
-    assert relative_error(translated(estimate, value), real) < 1e-2
-
-
-@each_estimator
 def test_similar_values_are_estimated_from_similar_ones(settings: dict[str, Any]) -> None:
     """Offsets that are a smooth function of base KV are predicted far better than by no offset at all."""
 
@@ -121,25 +116,11 @@ def test_similar_values_are_estimated_from_similar_ones(settings: dict[str, Any]
     )
 
 
-def test_one_anchor_never_shares_with_entropy() -> None:
-    store = filled(range(1), **INTERPOLATE)
-    for value in (sample(0), sample(9, 4)):
-        assert store.estimate(SLOT, value).reason == "only one anchor is as long"
-    assert not store.estimate(SLOT, sample(0)).learnable
-    assert store.estimate(SLOT, sample(9, 4)).learnable
-
-
 def test_a_value_longer_than_every_anchor_is_not_shareable_with_interpolate() -> None:
     store = filled(range(5), **INTERPOLATE)
     estimate = store.estimate(SLOT, sample(9, 13))
     assert (estimate.shareable, estimate.reason) == (False, "longer than every anchor")
     assert store.estimate(SLOT, sample(9, 12)).shareable
-
-
-def test_a_value_longer_than_every_anchor_is_shareable_with_token() -> None:
-    estimate = filled(range(5), **TOKEN).estimate(SLOT, sample(9, 40))
-    assert estimate.shareable
-    assert estimate.value.rows.shape == (40, 8)
 
 
 def test_token_is_not_shareable_before_it_is_calibrated() -> None:
@@ -227,7 +208,6 @@ def test_an_observation_that_fails_leaves_nothing(
     """The `at`th table cannot be written: the value's, or the prefix segment's after it."""
     store = filled(range(5), **{**settings, "capacity": 6})
     before = store.stats()
-    wanted = store.estimate(SLOT, sample(3))
     put, calls = OffsetTable.put, iter(range(1, 9))
 
     def failing(self: OffsetTable, *args: Any) -> None:
@@ -244,14 +224,6 @@ def test_an_observation_that_fails_leaves_nothing(
         store.check_integrity()
         after = store.stats()
         assert (after.anchors, after.sites, after.observed) == (before.anchors, before.sites, before.observed)
-    again = store.estimate(SLOT, sample(3))
-    value = sample(3)
-    assert torch.equal(translated(again, value).keys, add(again, value))
-    assert wanted.used == again.used
-
-
-def add(estimate: Any, value: SampleView) -> torch.Tensor:
-    return translated(estimate, value).keys
 
 
 def test_a_value_that_is_not_finite_leaves_nothing() -> None:
@@ -280,34 +252,6 @@ def test_an_empty_placeholder_is_neither_learned_nor_shared(settings: dict[str, 
 def test_base_kv_must_fit_the_tokens() -> None:
     with pytest.raises(PlanError, match="tokens=3"):
         SampleView(POOL, (1, 2, 3), random_kv(4, 0), "key")
-
-
-def test_a_blend_made_before_an_observation_is_never_read_wrongly() -> None:
-    store = filled(range(3), **TOKEN)
-    estimate = store.estimate(SLOT, sample(1))
-    for seed in range(10, 40):
-        observe(store, sample(seed))
-    with pytest.raises(PlanError, match="version"):
-        estimate.value_table.blend(estimate.value)
-
-
-def test_a_match_is_reused_by_other_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled(range(6), **TOKEN)
-    for seed in range(6):
-        observe(store, sample(seed), PlaceholderSite("critic", 1))
-    calls = []
-    propose = type(store._estimator).propose
-    monkeypatch.setattr(type(store._estimator), "propose", lambda *args: calls.append(args) or propose(*args))
-    value = sample(77)
-    store.estimate(SLOT, value)
-    store.estimate(PlaceholderSite("critic", 1), value)
-    store.estimate(PlaceholderSite("critic", 1), value)
-    assert len(calls) == 1
-    observe(store, value)  # the solver's set of anchors changes, the critic's does not
-    store.estimate(PlaceholderSite("critic", 1), value)
-    assert len(calls) == 1
-    store.estimate(SLOT, value)
-    assert len(calls) == 2
 
 
 @each_estimator
@@ -385,7 +329,122 @@ def test_a_value_that_was_prepared_is_not_searched_again(monkeypatch: pytest.Mon
     assert len(searched) == 1
 
 
-def test_preparing_for_a_pool_that_does_not_exist_does_nothing() -> None:
+# bounds of all pools together -----------------------------------------------------------------------------------------
+
+
+SOME_POOL = PoolKey(Namespace(TenantId("t")), WorkflowId("w"), "p")
+
+
+@each_estimator
+def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
+    store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6}))
+    store.pools._limit = 4
+    sizes = []
+    for number in range(2000):
+        pool = POOL._replace(placeholder=f"p{number % 7}")
+        value = sample(number, 1 + number * 7 % 13, pool=pool)
+        site = PlaceholderSite(f"agent{number % 5}", number % 2)
+        base = value.base
+        store.observe(site, value, in_context(base, 3))
+        store.estimate(site, value)
+        if number % 100 == 99:
+            store.check_integrity()
+            sizes.append(store.nbytes())
+    stats = store.stats()
+    assert (stats.pools, stats.observed) == (4, 2000)
+    assert stats.anchors <= 24
+    assert max(sizes[5:]) < 1.5 * max(sizes[:5])
+
+
+def test_memory_is_bounded_and_the_least_used_go_first() -> None:
+    store = filled(range(4), **OPEN)
+    limit = store.nbytes()
+    store = AnchorStore(AnchorSettings(**OPEN, max_bytes=limit))
+    for seed in range(4):
+        observe(store, sample(seed))
+    for seed in (0, 1, 3):
+        store.use(store.estimate(SLOT, sample(seed)))
+    observe(store, sample(9))
+    store.check_integrity()
+    assert store.nbytes() <= limit
+    kept = [a.tokens[0] for pool in store.pools.values() for a in pool.anchors.values()]
+    assert 2 not in kept
+    assert kept[-1] == 9
+    assert len(kept) >= 3
+
+
+def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
+    store = AnchorStore(AnchorSettings(max_bytes=100))
+    observe(store, sample(0))
+    assert store.stats().pools == store.nbytes() == 0
+
+
+def test_pools_are_dropped_in_order_of_use() -> None:
     store = AnchorStore(AnchorSettings(**TOKEN))
-    store.prepare(sample(1))
-    assert store.stats().pools == 0
+    store.pools._limit = 2
+    pools = [SOME_POOL._replace(placeholder=name) for name in "abc"]
+    for seed in range(3):
+        observe(store, sample(seed, pool=pools[0]))
+    observe(store, sample(9, pool=pools[1]))
+    store.use(store.estimate(SLOT, sample(2, pool=pools[0])))
+    observe(store, sample(9, pool=pools[2]))
+    assert list(store.pools) == [pools[0], pools[2]]
+
+
+# limits of tenants ----------------------------------------------------------------------------------------------------
+
+
+def in_tenant(tenant: str, seed: int, placeholder: str = "p") -> SampleView:
+    return sample(seed, pool=PoolKey(Namespace.parse(tenant), WorkflowId("flow"), placeholder))
+
+
+def seeds_of(store: AnchorStore, tenant: str) -> list[int]:
+    """First tokens of what a tenant's pools hold; `sample` makes them the seed."""
+    pools = (pool for key, pool in store.pools.items() if key.namespace.tenant == tenant)
+    return sorted(anchor.tokens[0] for pool in pools for anchor in pool.anchors.values())
+
+
+def held(store: AnchorStore, tenant: str) -> int:
+    return sum(pool.nbytes for key, pool in store.pools.items() if key.namespace.tenant == tenant)
+
+
+def test_a_tenant_with_too_much_loses_its_own() -> None:
+    store = AnchorStore(AnchorSettings(**OPEN))
+    for seed in range(6):
+        observe(store, in_tenant("b", seed))
+    most = held(store, "b") // 2
+    store.limit(TenantId("a"), most)
+    for seed, space in enumerate(("a", "a/salt", "a", "a/salt", "a")):
+        observe(store, in_tenant(space, seed, f"p{seed % 2}"))
+        store.check_integrity()
+        assert held(store, "a") <= most
+    left = seeds_of(store, "a")
+    assert 0 < len(left) < 5 and 4 in left
+    assert seeds_of(store, "b") == list(range(6))
+
+
+def test_tenants_without_a_limit_of_their_own_have_that_of_the_others() -> None:
+    store = AnchorStore(AnchorSettings(**OPEN))
+    for seed in range(4):
+        observe(store, in_tenant("b", seed))
+    most = held(store, "b")
+    store.limit(TenantId("a"), most)
+    store.limit_others(most // 2)
+    assert 0 < held(store, "b") <= most // 2, "from then on"
+    for seed in range(4, 9):
+        for tenant in ("a", "b", "c/part"):
+            observe(store, in_tenant(tenant, seed))
+    assert held(store, "a") <= most and len(seeds_of(store, "a")) > len(seeds_of(store, "b"))
+    assert all(0 < held(store, tenant) <= most // 2 for tenant in ("b", "c"))
+
+
+def test_what_was_dropped_goes_before_anchors() -> None:
+    store = AnchorStore(AnchorSettings(**OPEN))
+    for seed in range(8):
+        observe(store, in_tenant("a", seed))
+    full = store.nbytes()
+    [pool] = store.pools.values()
+    pool.drop(pool.victim())
+    store.limit(TenantId("a"), full * 7 // 8)
+    store.check_integrity()
+    assert (store.stats().anchors, store.nbytes() <= full * 7 // 8) == (7, True)

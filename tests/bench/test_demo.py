@@ -1,21 +1,54 @@
-"""`kedge demo` writes what it measured."""
+"""`kedge demo`: what it makes of two modes' answers, and what it shows and writes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from kedge.bench.demo import TeamScore, compared
 from kedge.cli.main import app
+from kedge.runner.run import AgentResult, RunResult
+from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
+from kedge.workloads.base import Question
+from kedge.workloads.miniature import MATH
 
 
-def test_demo_writes_json(tmp_path: Path) -> None:
+def score(*finals: str, translated: int = 0) -> TeamScore:
+    """Answers to as many questions, of which all agents but the last say the same."""
+
+    def result(agent: AgentId, text: str) -> AgentResult:
+        spans = (Span(0, translated, Source.TRANSLATED), Span(translated, 10, Source.COMPUTED))
+        receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
+        return AgentResult(agent, 0, Completion(RequestId("r"), text, (), FinishReason.STOP, receipt, 10.0, 20.0))
+
+    *others, last = (AgentId(one.id) for one in MATH.agents)
+    runs = [RunResult(RunId("r"), (*(result(one, "7") for one in others), result(last, text)), 1.0) for text in finals]
+    return TeamScore(MATH, [(Question("?", "7"), run) for run in runs])
+
+
+def test_answers_are_the_same_by_their_decisions_and_to_the_letter() -> None:
+    dense, ours = score("answer is 7", "answer is 7", "none"), score("So the answer is 7", "answer is 8", "none")
+    found = compared(dense, ours)
+    assert (found["same_final_answer"], found["same_answers"]) == (1 / 3, pytest.approx(10 / 12))
+    assert (found["accuracy_dense"], found["accuracy_translated"]) == (2 / 3, 1 / 3)
+    accuracies = {one["agent"]: one["accuracy_dense"] for one in found["agents"]}
+    assert (accuracies["solver"], accuracies["programmer"]) == (0, None), "without a stated number; without a score"
+
+
+def test_calls_are_reused_that_translated_a_token() -> None:
+    found = compared(score("7"), score("7", translated=4))
+    assert found["reuse_rate"] == found["agents"][1]["reuse_rate"] == 1
+    assert found["agents"][1]["tokens"] == {"exact": 0, "translated": 4, "computed": 6}
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     done = CliRunner().invoke(app, ["demo", "--questions", "2", "--json", str(file)])
     assert done.exit_code == 0, done.output
     data = json.loads(file.read_text())
-    assert {"agents", "accuracy_dense", "accuracy_translated", "same_final_answer", "tokens"} <= set(data)
-    assert {"agent", "ttft_dense_ms", "ttft_translated_ms", "reuse_rate"} <= set(data["agents"][0])
-    assert set(data["tokens"]) == {"exact", "translated", "computed"}
+    assert {one["agent"] for one in data["agents"]} == {agent.id for agent in MATH.agents}
+    assert all(one["ttft_dense_ms"] > 0 < one["ttft_translated_ms"] for one in data["agents"])
     assert "toy" in done.output, "nobody takes its answers for more"

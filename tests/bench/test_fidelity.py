@@ -29,11 +29,12 @@ from kedge.bench.shapes import Loaded, load_model
 from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
+from kedge.workloads import real
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH, questions
+from tests.real import RealModel
 
 SMALL: Mapping[str, Any] = {"kv_memory": "256 blocks", "device": "cpu"}
-TEAM = MATH
 SIZES = FidelitySettings(questions=3, taught=5, tokens=8, timed=1, at_once=2, engine=SMALL)
 
 
@@ -49,7 +50,7 @@ def loaded() -> Loaded:
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
     methods = {name: SERVED[name] for name in ("dense", "exact", "kedge", "token")}
-    return measure(TEAM, asked(8), methods, SIZES)
+    return measure(MATH, asked(8), methods, SIZES)
 
 
 def test_dense_and_exact_are_the_floor(measured: dict[str, Any]) -> None:
@@ -61,6 +62,10 @@ def test_dense_and_exact_are_the_floor(measured: dict[str, Any]) -> None:
     for name in ("kedge", "token"):
         assert measured["methods"][name]["translated"] > 0.1
         assert measured["methods"][name]["kl"] > 1e-8
+    assert measured["dense"]["ttft_ms"] > 0
+    for figures in measured["methods"].values():
+        low, high = figures["ci95"]["kl"]
+        assert figures["ttft_ms"] and low <= figures["kl"] <= high
 
 
 def test_yardsticks_are_as_coarse_as_their_bits(measured: dict[str, Any]) -> None:
@@ -68,18 +73,9 @@ def test_yardsticks_are_as_coarse_as_their_bits(measured: dict[str, Any]) -> Non
     assert 0 < kl["bf16"] < kl["int8"] < kl["int4"] and kl["bf16"] < kl["fp8 e4m3"] < kl["fp8 e5m2"]
 
 
-def test_the_json_has_what_is_promised(measured: dict[str, Any]) -> None:
-    assert set(measured["yardsticks"]) == set(YARDSTICKS) == {"bf16", "int8", "fp8 e4m3", "fp8 e5m2", "int4"}
-    assert measured["dense"]["ttft_ms"] > 0
-    for figures in measured["methods"].values():
-        assert set(figures) == {"kl", "top1", "same", "computed", "translated", "ttft_ms", "questions", "ci95"}
-        low, high = figures["ci95"]["kl"]
-        assert low <= figures["kl"] <= high
-
-
 def test_kv_that_is_not_rounded_gives_dense_logits(loaded: Loaded) -> None:
     """So that a yardstick measures its rounding and nothing of the way there."""
-    team = DenseTeam(TEAM, loaded, SIZES)
+    team = DenseTeam(MATH, loaded, SIZES)
     with team.engine:
         one = team.answer((0, asked(1)[0]))
     for agent, result in enumerate(one.results):
@@ -97,7 +93,7 @@ def test_roundings_by_hand() -> None:
 
 
 def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
-    team, served = DenseTeam(TEAM, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES)
+    team, served = DenseTeam(MATH, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES)
     with team.engine, served.engine:
         answers = [team.answer((number, one)) for number, one in enumerate(asked(8), -5)]
         served.teach(answers[:5])
@@ -112,7 +108,7 @@ def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
 
 def test_too_few_questions_are_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"takes 8, and there are 7"):
-        measure(TEAM, asked(7), {}, FidelitySettings(questions=3, taught=5, model=Path("nowhere")))
+        measure(MATH, asked(7), {}, FidelitySettings(questions=3, taught=5, model=Path("nowhere")))
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.integers(1, 4))
@@ -139,12 +135,6 @@ def test_methods_take_settings_of_their_own() -> None:
             method_named(wrong)
 
 
-def test_the_command_refuses_before_it_loads_anything() -> None:
-    for wrong in (["--methods", "magic"], ["--task", "poetry"], ["--model", "nowhere"], ["--questions", "100000"]):
-        done = CliRunner().invoke(app, ["bench", "fidelity", "--model", "nano", *wrong])
-        assert done.exit_code == 2, done.output
-
-
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     file = tmp_path / "fidelity.json"
     sizes = ["--questions", "1", "--taught", "1", "--task", "reading", "--methods", "kedge", "--json", str(file)]
@@ -152,3 +142,40 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "fp8 e4m3" in done.output and "kedge" in done.output
     assert json.loads(file.read_text())["methods"]["kedge"]["questions"] == 1
+
+
+# a real model --------------------------------------------------------------------------------------------------------
+
+BANDS = {
+    "dense": (0.0, 1e-6),
+    "exact": (0.0, 1e-6),
+    "bf16": (0.0, 1e-4),
+    "fp8 e4m3": (0.0003, 0.006),
+    "int4": (0.01, 0.15),
+    "kedge": (0.005, 0.08),
+    "token": (0.0003, 0.02),
+}
+"""Least and most KL to dense prefill, in nats a token. Anchors after five samples are nearer than moved values."""
+
+
+def real_kl(smollm2: RealModel, methods: tuple[str, ...], **sizes: int) -> dict[str, float]:
+    """Return the KL of `methods` and of the yardsticks on `reading`."""
+    engine: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": "256 blocks"}
+    settings = FidelitySettings(smollm2.path, timed=0, at_once=4, engine=engine, **sizes)
+    found = measure(*real.load("reading"), {name: SERVED[name] for name in methods}, settings)
+    return {name: one["kl"] for name, one in (found["yardsticks"] | found["methods"]).items()}
+
+
+def outside(kl: dict[str, float]) -> dict[str, float]:
+    """Return what is not in its band."""
+    return {name: kl[name] for name, (low, high) in BANDS.items() if name in kl and not low <= kl[name] <= high}
+
+
+@pytest.mark.slow
+def test_methods_and_yardsticks_are_in_their_bands(smollm2: RealModel) -> None:
+    kl = real_kl(smollm2, ("dense", "exact", "kedge", "token"), questions=4, taught=5, tokens=16)
+    assert outside(kl) == {} and kl["token"] < kl["kedge"]
+
+
+def test_one_question_is_in_the_bands(smollm2: RealModel) -> None:
+    assert outside(real_kl(smollm2, ("exact", "kedge"), questions=1, taught=0, tokens=8)) == {}

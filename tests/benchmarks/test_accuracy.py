@@ -33,7 +33,7 @@ def test_a_number_of_agents_that_a_team_does_not_have_is_refused(agents: int) ->
 
 def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    command = ["bench", "accuracy", "--model", "nano", "--task", "reading-picks", "--questions", "1"]
+    command = ["bench", "accuracy", "--model", "nano", "--task", "reading", "--questions", "1"]
     ran = CliRunner().invoke(app, [*command, "--methods", "exact,kvcomm", "--json", str(file)])
     assert ran.exit_code == 0, ran.output
     rows = json.loads(file.read_text())["rows"]

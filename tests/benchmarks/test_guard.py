@@ -23,30 +23,26 @@ from benchmarks.guard import (
     GuardLane,
     MakeWrite,
     Served,
-    WrongBase,
-    WrongWrites,
     at_another_base,
-    by_agent,
-    flip_bytes,
     from_corrupt_base,
     poison_anchors,
     swap_heads,
     with_swapped_heads,
+    write_wrongly,
 )
 from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
-from kedge.anchors.translator import Translation
+from kedge.anchors.translator import Translation, translate_into
 from kedge.bench.shapes import Loaded, load_model
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import GenerationFailed, PlanError
-from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.settings import EngineSettings
-from kedge.types import AgentId
+from kedge.types import AgentId, GenerateRequest
 from kedge.workloads.miniature import MATH, questions
 
 FINAL, QUESTIONS = AgentId("final"), 5
@@ -103,48 +99,11 @@ def test_heads_are_swapped_in_all_tables_of_the_agent_and_back(lane: GuardLane) 
     assert all(torch.equal(rows, before[key]) for key, rows in lane.engine.query(stored).items())
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_so_many_anchors_are_poisoned(lane: GuardLane, count: int) -> None:
-    before = lane.engine.query(stored)
-    changed, own = changed_by(lane, partial(poison_anchors, agent=FINAL, count=count))
-    assert changed <= own and 0 < len(changed) <= 2 * count, "the tables of so many sites at most"
-    after = lane.engine.query(stored)
-    poisoned = 0
-    for key in changed:
-        rows = (before[key] != after[key]).any(1).nonzero().flatten()
-        poisoned += 1 + int((rows.diff() > 1).sum())
-        largest = before[key].abs().max()
-        assert len(rows) < len(before[key]) and after[key][rows].abs().max() > 2 * largest > 0
-    assert poisoned <= 2 * count
-
-
-def test_what_is_not_there_cannot_be_damaged(lane: GuardLane) -> None:
+def test_anchors_of_the_agent_alone_are_poisoned(lane: GuardLane) -> None:
+    changed, own = changed_by(lane, partial(poison_anchors, agent=FINAL, count=3))
+    assert changed <= own and 0 < len(changed) <= 2 * 3, "the tables of so many sites at most"
     with pytest.raises(PlanError, match="nobody"):
         lane.engine.query(partial(poison_anchors, agent=AgentId("nobody")))
-
-
-def test_flipped_bytes_are_of_all_parts_of_a_number() -> None:
-    numbers = torch.ones(4096, dtype=torch.float16)
-    flip_bytes(numbers)
-    wrong = numbers[numbers != 1]
-    assert (wrong.abs() > 1.5).any() and ((wrong > 0.9) & (wrong < 1.5)).any(), "exponents and mantissas"
-
-
-def test_of_a_wrong_base_position_0_is_right_and_none_behind_it(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = torch.stack(runner.rotary.tables)
-
-    def tables() -> torch.Tensor:
-        module = WrongBase(runner.rotary)
-        return torch.stack(Rotary(module, runner.max_positions, runner.device).tables)
-
-    wrong = tables()
-    assert torch.equal(wrong[:, 0], right[:, 0])
-    assert torch.allclose(wrong[:, :, 0], right[:, :, 0], atol=1e-3), "the first frequency is 1 at any base"
-    assert not torch.allclose(wrong[:, 1:100, 1:], right[:, 1:100, 1:], atol=1e-2)
-    monkeypatch.setattr(guard, "TIMES_BASE", 1.0)
-    assert torch.allclose(tables()[:, :512], right[:, :512], atol=1e-3)
 
 
 def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment, KVSegment]:
@@ -156,10 +115,10 @@ def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment
     base = KVSegment(torch.randn(shape, generator=made), torch.randn(shape, generator=made))
     kept = KVSegment(base.keys.clone(), base.values.clone())
     none = empty_table(base)
-    plan: Any = SimpleNamespace(translations=(Translation(START, base, no_offsets(base, none), none),))
-    fault = WrongWrites(make, AgentId("final"))
-    request: Any = SimpleNamespace(agent=AgentId(agent))
-    assert fault(runner, storage).assemble(request, table, plan) is plan
+    parts: Any = SimpleNamespace(runner=runner, storage=storage, write=lambda _, *it: translate_into(storage)(*it))
+    write_wrongly(parts, make, AgentId("final"))
+    request = GenerateRequest((), agent=AgentId(agent))
+    parts.write(request, table, [Translation(START, base, no_offsets(base, none), none)])
     assert torch.equal(base.keys, kept.keys) and torch.equal(base.values, kept.values), "others read it as well"
     slots = table.slots[START : START + WRITTEN]
     return base, KVSegment(storage.keys[:, slots], storage.values[:, slots])
@@ -197,22 +156,19 @@ def calls(*translated: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "off_after"),
+    ("before", "after", "is_off", "off_after"),
     [
-        ((0, 5), [0] * QUIET, 0),
-        ((5,), [5, 0, 5, *[0] * QUIET], 3),
-        ((5,), [5, *[0] * (QUIET - 1)], None),
-        ((0, 0), [0] * QUIET, None),
+        ((0, 5), [0] * QUIET, False, 0),
+        ((5,), [5, 0, 5, *[0] * QUIET], False, 3),
+        ((5,), [5, *[0] * (QUIET - 1)], False, None),
+        ((0, 0), [0] * QUIET, False, None),
+        ((5,), [5, 0], True, 2),
     ],
 )
 def test_an_agent_is_off_once_nothing_is_translated_for_long_if_it_ever_was(
-    before: tuple[int, ...], after: list[int], off_after: int | None
+    before: tuple[int, ...], after: list[int], is_off: bool, off_after: int | None
 ) -> None:
-    assert Served(calls(*before), calls(*after)).off_after() == off_after
-
-
-def test_a_guard_that_withholds_ends_it_at_once() -> None:
-    assert Served(calls(5), calls(5, 0), is_off=True).off_after() == 2
+    assert Served(calls(*before), calls(*after), is_off=is_off).off_after() == off_after
 
 
 def test_a_request_that_a_fault_makes_fail_is_a_changed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +192,6 @@ def test_answers_are_short_and_no_question_comes_before_and_after_a_fault() -> N
     assert drifted and not drifted & later
 
 
-def test_an_alarm_of_an_agent_counts_once() -> None:
-    records = [{"agent": "a", "suspicions": 2}, {"agent": "a", "suspicions": 1}, {"agent": "b", "suspicions": 1}]
-    assert by_agent(records, "suspicions") == 3
-
-
 def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "guard.json"
@@ -256,7 +207,7 @@ def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert saved["clean"].keys() == {"calls", "translated", "checks", "false_alarms", "ever_off"}
 
 
-@pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess"), ("--part", "all")])
+@pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess")])
 def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value: str) -> None:
     done = CliRunner().invoke(app, ["bench", "guard", "--model", "nano", option, value])
     assert done.exit_code == 2 and f"'{value}': must be one of" in " ".join(done.output.split())

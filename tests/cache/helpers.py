@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
 from kedge.policies.eviction import EvictionPolicy
@@ -18,8 +18,8 @@ NS = Namespace(TenantId("tenant"))
 class FakeCopier:
     """Ends copies when told to, in any order, well or badly. Contents move when a copy ends; a bad one leaves dirt."""
 
-    device: dict[int, object] = field(default_factory=dict)
-    host: dict[int, object] = field(default_factory=dict)
+    device: dict[int, Any] = field(default_factory=dict)
+    host: dict[int, Any] = field(default_factory=dict)
     submitted: list[Copy] = field(default_factory=list)
     history: list[Copy] = field(default_factory=list)
     hurried: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class FakeCopier:
         copy = self.submitted.pop(at)
         to, source = (self.device, self.host) if copy.direction is Direction.LOAD else (self.host, self.device)
         for a, b in zip(copy.sources, copy.targets, strict=True):
-            to[b] = source.get(a) if ok else "dirt"
+            to[b] = source.get(a) if ok else (None, "dirt")
         self._ended.append(Copied(copy.copy_id, ok, seconds))
         return copy
 
@@ -51,7 +51,9 @@ class FakeCopier:
 
 
 class World:
-    """A cache whose blocks hold what was written into them. Tokens are the characters of a text."""
+    """A cache whose blocks hold what was written into them: the prompt up to their end, or as far as it was copied.
+    Tokens are the characters of a text.
+    """
 
     def __init__(
         self,
@@ -62,12 +64,15 @@ class World:
         block_bytes: int = 1,
         copy_jobs: int = COPY_JOBS,
         prefetch_window: float = PREFETCH_WINDOW,
+        *,
+        copies_beginnings: bool = False,
         **settings: object,
     ) -> None:
-        self.copier = FakeCopier()
+        self.copier, self.made = FakeCopier(), list[tuple[int, int, int]]()
         tiers = TierSettings(host_memory=f"{host_blocks} blocks", **settings)
         policy = policy or steps_to_execution()
-        self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes)
+        copy = self.copy_beginning if copies_beginnings else None
+        self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes, copy)
         self.cache.tiers.transfers.jobs = copy_jobs
         self.cache.prefetcher.window = prefetch_window
         self.tree = self.cache._tree
@@ -75,20 +80,37 @@ class World:
 
     # requests -------------------------------------------------------------------------------------------------
 
-    def admit(self, text: str, more: int = 0, request: RequestId | None = None, ns: Namespace = NS) -> Lease:
+    def admit(
+        self,
+        text: str,
+        more: int = 0,
+        request: RequestId | None = None,
+        ns: Namespace = NS,
+        limit: int | None = None,
+        steps: float | None = None,
+    ) -> Lease:
         """Admits a request that may reuse all of its text, and checks that what it hits is what it asked for."""
-        request = request or self.new_request()
-        tokens = text.encode()
-        lease = self.cache.admit(request, ns, tokens, len(tokens), len(tokens) + more)
-        for i, block in enumerate(lease.blocks[: lease.exact_tokens // self.cache.block_size]):
-            assert self.copier.device[block] == self.content(ns, text, i), "another prompt's KV"
+        request, tokens, size = request or self.new_request(), text.encode(), self.cache.block_size
+        limit = len(tokens) if limit is None else limit
+        lease = self.cache.admit(request, ns, tokens, limit, len(tokens) + more, steps)
+        assert lease.exact_tokens <= max(0, limit)
+        for start, block in zip(range(0, lease.exact_tokens, size), lease.blocks, strict=False):
+            stop = min(start + size, lease.exact_tokens)
+            whose, held = self.copier.device[block]
+            assert (whose, held[:stop]) == (ns, text[:stop]), "another prompt's KV"
         assert sum(len(span) for span in lease.spans) == lease.exact_tokens
         self.compute(lease, text, ns)
         return lease
 
+    def copy_beginning(self, source: int, target: int, tokens: int) -> None:
+        self.made.append((source, target, tokens))
+        ns, held = self.copier.device[source]
+        start = (len(held) - 1) // self.cache.block_size * self.cache.block_size
+        self.copier.device[target] = ns, held[: start + tokens]
+
     def compute(self, lease: Lease, text: str, ns: Namespace = NS) -> None:
         """Writes what the hit left out."""
-        for i in range(lease.exact_tokens // self.cache.block_size, len(text) // self.cache.block_size):
+        for i in range(lease.exact_tokens // self.cache.block_size, -(-len(text) // self.cache.block_size)):
             self.copier.device[lease.blocks[i]] = self.content(ns, text, i)
 
     def content(self, ns: Namespace, text: str, block: int) -> object:
@@ -108,6 +130,15 @@ class World:
         self.check()
         return lease.exact_tokens
 
+    def on_host_only(self, **fixed: str) -> None:
+        """Serves every agent's fixed prompt, until all are on the host only; everybody is far away."""
+        self.forecast(**dict.fromkeys(fixed, 50.0))
+        for agent, text in fixed.items():
+            self.serve(text, agent, len(text))
+            self.settle()
+        self.evict(self.cache.stats().cached_blocks)
+        assert not self.on_device(*fixed.values()) and self.cached(*fixed.values()) == list(fixed.values())
+
     # the workflow ---------------------------------------------------------------------------------------------
 
     def forecast(self, **steps: float | None) -> None:
@@ -126,7 +157,7 @@ class World:
     # looking --------------------------------------------------------------------------------------------------
 
     def on_device(self, *texts: str) -> list[str]:
-        return [text for text in texts if self.cache.match(NS, text.encode()).tokens_count == len(text)]
+        return [text for text in texts if self.tokens(text)[0] == len(text)]
 
     def cached(self, *texts: str) -> list[str]:
         """Those that one of the tiers holds whole."""
@@ -152,9 +183,6 @@ class World:
 
     def outcomes(self, purpose: str) -> dict[str, int]:
         return {name: count for name, count in self.cache.stats().transfers[purpose].items() if count}
-
-    def directions(self) -> Sequence[str]:
-        return [copy.direction.value for copy in self.copier.history]
 
     def check(self) -> None:
         self.cache.check_integrity()

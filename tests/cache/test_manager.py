@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kedge.cache import CacheManager, lru, steps_to_execution
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy
+from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, TenantId
 
 NS, OTHER = Namespace(TenantId("tenant")), Namespace(TenantId("other"))
@@ -45,7 +46,7 @@ def test_out_of_blocks_changes_nothing() -> None:
         cache.extend(B, 7)
     assert cache.stats() == before
     assert len(cache.extend(B, 6).blocks) == 6
-    assert cache.match(NS, b"abc").tokens_count == 0
+    assert cache.match(NS, b"abc") == []
     cache.check_integrity()
 
 
@@ -78,6 +79,10 @@ def test_misuse_is_refused() -> None:
         CacheManager(8, block_size=0)
     with pytest.raises(ConfigError, match="num_blocks=0"):
         CacheManager(0)
+    with pytest.raises(ConfigError, match="block_bytes=0"):
+        CacheManager(4, block_bytes=0)
+    with pytest.raises(ConfigError, match="host_blocks=4"):
+        CacheManager(4, tiers=TierSettings(host_memory="4 blocks"))
 
 
 Prefix = tuple[Namespace, bytes]
@@ -158,9 +163,8 @@ class CacheComparison(RuleBasedStateMachine):
         if self.twin.admit(request, name, tokens, limit, len(tokens) + more):
             lease = self.cache.admit(request, name, tokens, limit, len(tokens) + more)
             assert lease.exact_tokens == len(self.twin.leases[request]["shared"])
-            assert lease.blocks[: lease.exact_tokens // self.size] == (
-                self.cache.match(name, tokens[: lease.exact_tokens]).blocks
-            )
+            shared = self.cache.match(name, tokens[: lease.exact_tokens])
+            assert list(lease.blocks[: lease.exact_tokens // self.size]) == shared
         else:
             with pytest.raises(OutOfBlocks):
                 self.cache.admit(request, name, tokens, limit, len(tokens) + more)
@@ -217,7 +221,7 @@ class CacheComparison(RuleBasedStateMachine):
         self.cache.check_integrity()
         self.seen |= self.twin.used.keys()
         for name, tokens in self.seen:
-            assert self.cache.match(name, tokens).tokens_count == self.twin.match(name, tokens)
+            assert self.size * len(self.cache.match(name, tokens)) == self.twin.match(name, tokens)
         stats = self.cache.stats()
         assert stats.cached_blocks == len(self.twin.used)
         assert stats.leased_blocks == sum(lease["own"] for lease in self.twin.leases.values())

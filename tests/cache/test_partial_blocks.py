@@ -1,7 +1,4 @@
-"""Beginnings of cached blocks: whose they are, which is taken, what they cost others, and what they say.
-
-A pretended memory has a word in every place of every block: the prefix that ends there.
-"""
+"""Beginnings of cached blocks: whose they are, which is taken, what they cost others, and what they say."""
 
 from __future__ import annotations
 
@@ -13,76 +10,38 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kedge.cache import CacheManager, Lease
+from kedge.cache import CacheManager, Lease, lru
 from kedge.errors import OutOfBlocks
-from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
-from tests.cache.helpers import FakeCopier
+from tests.cache.helpers import NS, World
 
 SIZE = 4
-NS, OTHER = Namespace(TenantId("tenant")), Namespace(TenantId("other"))
+OTHER = Namespace(TenantId("other"))
 FIRST = "HEADerone"
 """A head of six tokens, `HEADer`, which fills one block and half of another, and a value"""
 
 
-class Memory:
-    """A cache with blocks of four tokens, and what its device blocks hold, token by token."""
+class Memory(World):
+    """A cache with blocks of four tokens, whose beginnings are copied."""
 
     def __init__(self, num_blocks: int = 16, host_blocks: int = 0, **tiers: Any) -> None:
-        self.copier, self.made, self.fails = FakeCopier(), list[tuple[int, int, int]](), False
-        settings = TierSettings(host_memory=f"{host_blocks} blocks", **tiers)
-        copier = self.copier if host_blocks else None
-        self.cache = CacheManager(num_blocks, SIZE, tiers=settings, copier=copier, copy_beginning=self.copy_beginning)
-        self.count = 0
+        super().__init__(num_blocks, host_blocks, SIZE, lru, copies_beginnings=True, **tiers)
 
-    @property
-    def device(self) -> dict[int, Any]:
-        """The content of the device's blocks."""
-        return self.copier.device
-
-    def copy_beginning(self, source: int, target: int, tokens: int) -> None:
-        if self.fails:
-            raise MemoryError("no copy")
-        self.made.append((source, target, tokens))
-        self.device[target] = self.device[source][:tokens]
-
-    def admit(self, text: str, limit: int | None = None, more: int = 0, ns: Namespace = NS, **how: Any) -> Lease:
-        """Admit a request, check what it is told to reuse, and compute the rest of its prompt."""
-        self.count += 1
-        limit = len(text) - 1 if limit is None else limit
-        lease = self.cache.admit(RequestId(f"r{self.count}"), ns, text.encode(), limit, len(text) + more, **how)
-        self.cache.check_integrity()
-        assert lease.exact_tokens <= max(0, limit)
-        assert sum(map(len, lease.spans)) == lease.exact_tokens
-        held = [word for block in lease.blocks for word in self.device.get(block, ())][: lease.exact_tokens]
-        assert held == words(ns, text)[: lease.exact_tokens], "another prompt's KV"
-        for at, block in enumerate(lease.blocks):
-            if (at + 1) * SIZE > lease.exact_tokens:
-                self.device[block] = words(ns, text)[at * SIZE : (at + 1) * SIZE]
-        return lease
-
-    def serve(
-        self, text: str, limit: int | None = None, ns: Namespace = NS, exact: int | None = None, fixed: int = 0
-    ) -> Lease:
+    def request(self, text: str, limit: int | None = None, exact: int | None = None, fixed: int = 0) -> Lease:
         """Serve a request of which the first `exact` tokens are so: all, where none is translated."""
-        lease = self.admit(text, limit, ns=ns)
+        lease = self.admit(text, limit=len(text) - 1 if limit is None else limit)
         self.cache.finish(lease.request_id, text[:exact].encode(), fixed)
-        self.cache.check_integrity()
+        self.check()
         return lease
 
     def fill(self) -> None:
         """Evict all that no lease holds."""
         stats = self.cache.stats()
         blocks = stats.free_blocks + stats.cached_blocks
-        lease = self.admit("x" * blocks * SIZE, 0)
-        self.cache.abort(lease.request_id)
+        self.cache.abort(self.admit("x" * blocks * SIZE, limit=0).request_id)
 
     def cached(self, text: str) -> int:
-        return self.cache.match(NS, text.encode()).tokens_count
-
-
-def words(ns: Namespace, text: str) -> list[object]:
-    return [(ns, text[: at + 1]) for at in range(len(text))]
+        return self.tokens(text)[0]
 
 
 def exact(leases: Sequence[Lease]) -> list[int]:
@@ -94,7 +53,7 @@ def exact(leases: Sequence[Lease]) -> list[int]:
 
 def test_a_head_that_ends_within_a_block_is_exact_from_the_second_prompt_on() -> None:
     memory = Memory()
-    assert exact([memory.serve(text) for text in (FIRST, "HEADertwo", "HEADerthree")]) == [0, 6, 7]
+    assert exact([memory.request(text) for text in (FIRST, "HEADertwo", "HEADerthree")]) == [0, 6, 7]
     stats = memory.cache.stats()
     assert (stats.hit_tokens, stats.copied_hit_tokens, stats.missed_tokens) == (13, 5, 9 + 3 + 4)
     assert memory.admit("HEADerfour").spans == (Span(0, 6, Source.DEVICE),)
@@ -102,8 +61,8 @@ def test_a_head_that_ends_within_a_block_is_exact_from_the_second_prompt_on() ->
 
 def test_no_more_is_copied_than_may_be_reused() -> None:
     memory = Memory()
-    memory.serve(FIRST)
-    assert exact([memory.serve(FIRST, limit) for limit in (-1, 0, 1, 4, 5, 7, 8)]) == [0, 0, 1, 4, 5, 7, 8]
+    memory.request(FIRST)
+    assert exact([memory.request(FIRST, limit) for limit in (-1, 0, 1, 4, 5, 7, 8)]) == [0, 0, 1, 4, 5, 7, 8]
     assert memory.cache.stats().copied_hit_tokens == 1 + 1 + 3
 
 
@@ -118,50 +77,37 @@ def test_a_cache_that_cannot_copy_reuses_whole_blocks() -> None:
 def test_the_longest_beginning_is_taken_and_of_equal_ones_the_one_used_last() -> None:
     memory = Memory(64)
     for text in ("HEADabcd", "HEADabxx", "HEADaxxx"):
-        memory.serve(text, 0)
-    blocks = {text: memory.cache.match(NS, text.encode()).blocks[1] for text in ("HEADabcd", "HEADabxx", "HEADaxxx")}
+        memory.request(text, 0)
+    blocks = {text: memory.cache.match(NS, text.encode())[1] for text in ("HEADabcd", "HEADabxx", "HEADaxxx")}
     for text, source, tokens in (
         ("HEADabcz", "HEADabcd", 3), ("HEADabzz", "HEADabcd", 2), ("HEADazzz", "HEADabcd", 1),
         ("HEADabxz", "HEADabxx", 3), ("HEADabzz", "HEADabxx", 2), ("HEADaxxz", "HEADaxxx", 3),
         ("HEADazzz", "HEADaxxx", 1),
     ):  # fmt: skip
-        memory.cache.abort(memory.admit(text, 8).request_id)
+        memory.cache.abort(memory.admit(text).request_id)
         assert (memory.made[-1][0], memory.made[-1][2]) == (blocks[source], tokens)
 
 
 def test_the_longest_of_thousands_is_found() -> None:
     memory = Memory(3000)
-    cache = memory.cache
     for at in range(2000):
         text = f"HEAD{at:04}"
-        lease = cache.admit(RequestId("a"), NS, text.encode(), 0, 8)
-        for block, place in zip(lease.blocks, (0, 4), strict=True):
-            memory.device[block] = words(NS, text)[place : place + SIZE]
-        cache.finish(RequestId("a"), text.encode())
-    assert memory.admit("HEAD1234more", 7).exact_tokens == 7
-    assert memory.made == [(cache.match(NS, b"HEAD1239").blocks[1], memory.made[0][1], 3)], "the last of ten"
+        memory.cache.finish(memory.admit(text, limit=0).request_id, text.encode())
+    assert memory.admit("HEAD1234more", limit=7).exact_tokens == 7
+    assert memory.made == [(memory.cache.match(NS, b"HEAD1239")[1], memory.made[0][1], 3)], "the last of ten"
 
 
 def test_a_block_that_is_not_on_the_device_is_passed_over() -> None:
     memory = Memory(16, host_blocks=64, backup_hits=0)
-    memory.serve("HEADabxx")
-    memory.serve("HEADabcd")
-    while memory.cache.pump() or memory.copier.submitted:
-        memory.copier.end_all()
+    memory.request("HEADabxx")
+    memory.request("HEADabcd")
+    memory.settle()
     assert memory.cache.stats().host_cached_blocks == 3
     memory.fill()
     assert memory.cached("HEADabcd") == 0
-    memory.serve("HEADaxxx")
+    memory.request("HEADaxxx")
     lease = memory.admit("HEADabcz")
     assert lease.spans == (Span(0, 5, Source.DEVICE),), "the longer ones are on the host only"
-
-
-@pytest.mark.parametrize("other", [OTHER, Namespace(TenantId("tenant"), "part")])
-def test_nothing_crosses_tenants_or_their_partitions(other: Namespace) -> None:
-    memory = Memory()
-    memory.serve(FIRST)
-    assert memory.serve("HEADertwo", ns=other).exact_tokens == 0
-    assert memory.made == []
 
 
 # what is kept ---------------------------------------------------------------------------------------------------------
@@ -169,7 +115,7 @@ def test_nothing_crosses_tenants_or_their_partitions(other: Namespace) -> None:
 
 def test_a_fixed_prompt_is_exact_though_all_behind_it_is_translated_from_the_first_prompt_on() -> None:
     memory = Memory()
-    leases = [memory.serve(f"HEADer{value}", exact=6, fixed=6) for value in ("one", "two", "three")]
+    leases = [memory.request(f"HEADer{value}", exact=6, fixed=6) for value in ("one", "two", "three")]
     assert exact(leases) == [0, 6, 6]
     stats = memory.cache.stats()
     assert (stats.cached_blocks, stats.leased_blocks) == (2, 0), "it is kept once"
@@ -178,26 +124,25 @@ def test_a_fixed_prompt_is_exact_though_all_behind_it_is_translated_from_the_fir
 
 def test_a_fixed_prompt_that_fills_its_blocks_or_was_cut_short_keeps_no_more_than_it_has() -> None:
     memory = Memory()
-    memory.serve("HEADone", exact=4, fixed=4)
-    memory.serve("HEADerone", exact=3, fixed=6)
+    memory.request("HEADone", exact=4, fixed=4)
+    memory.request("HEADerone", exact=3, fixed=6)
     assert memory.cache.stats().cached_blocks == 1
-    memory.serve("HEADerone", exact=5, fixed=6)
-    memory.serve("HEADertwo", exact=6, fixed=6)
+    memory.request("HEADerone", exact=5, fixed=6)
+    memory.request("HEADertwo", exact=6, fixed=6)
     assert (memory.cache.stats().cached_blocks, memory.admit("HEADerthree").exact_tokens) == (3, 6)
 
 
 def test_a_cached_block_that_begins_so_already_is_enough() -> None:
     memory = Memory()
-    memory.serve(FIRST)
-    memory.serve("HEADertwo", exact=6, fixed=6)
+    memory.request(FIRST)
+    memory.request("HEADertwo", exact=6, fixed=6)
     assert memory.cache.stats().cached_blocks == 2
 
 
 def test_what_is_kept_for_its_beginning_is_never_backed_up() -> None:
     memory = Memory(host_blocks=8, backup_hits=0)
-    memory.serve("HEADerone", exact=6, fixed=6)
-    while memory.cache.pump() or memory.copier.submitted:
-        memory.copier.end_all()
+    memory.request("HEADerone", exact=6, fixed=6)
+    memory.settle()
     assert (memory.cache.stats().cached_blocks, memory.cache.stats().host_cached_blocks) == (2, 1)
 
 
@@ -207,8 +152,8 @@ def test_what_is_kept_for_its_beginning_is_never_backed_up() -> None:
 def test_what_is_copied_from_stays_until_it_has_been() -> None:
     """Without being locked, the block that the request begins like would be the one that makes room for it."""
     memory = Memory(5)
-    memory.serve("HEADeron")
-    memory.serve("LATERtex")
+    memory.request("HEADeron")
+    memory.request("LATERtex")
     lease = memory.admit("HEADertwoxyz")
     assert lease.exact_tokens == 6 and memory.made[-1][0] not in lease.blocks
     assert (memory.cached("HEADeron"), memory.cached("LATERtex")) == (8, 4)
@@ -218,16 +163,16 @@ def test_what_is_copied_from_stays_until_it_has_been() -> None:
 
 def test_only_the_block_itself_counts_as_used() -> None:
     memory = Memory(8)
-    memory.serve("HEADeronelongtail")
-    memory.serve("LATERtex")
+    memory.request("HEADeronelongtail")
+    memory.request("LATERtex")
     memory.cache.abort(memory.admit("HEADertw").request_id)
-    memory.cache.abort(memory.admit("z" * 4 * SIZE, 0).request_id)
+    memory.cache.abort(memory.admit("z" * 4 * SIZE, limit=0).request_id)
     assert (memory.cached("HEADeronelongtail"), memory.cached("LATERtex")) == (8, 8), "the long tail went first"
 
 
 def test_without_other_room_the_block_goes_and_nothing_is_copied() -> None:
     memory = Memory(3)
-    memory.serve("HEADeron")
+    memory.request("HEADeron")
     lease = memory.admit("HEADertwoxyz")
     assert (lease.exact_tokens, len(lease.blocks), memory.made) == (4, 3, [])
 
@@ -236,7 +181,7 @@ def test_a_speculative_request_gives_up_the_beginning_before_its_room() -> None:
     """Of all that may be evicted for it, there is nothing but the block that it begins like."""
     memory = Memory(3)
     memory.cache.on_forecast({"agent": (9.0, 1.0)})
-    memory.serve("HEADeron")
+    memory.request("HEADeron")
     memory.cache.on_label(NS, "agent", b"HEADeron")
     assert memory.admit("HEADertwoxyz", steps=1.0).exact_tokens == 4
     assert memory.made == []
@@ -244,23 +189,27 @@ def test_a_speculative_request_gives_up_the_beginning_before_its_room() -> None:
 
 def test_no_backup_is_given_up_for_a_beginning() -> None:
     memory = Memory(4, host_blocks=8, backup_hits=1)
-    memory.serve("HEADeron")
-    memory.serve("TEXT")
-    memory.serve("TEXTs")
+    memory.request("HEADeron")
+    memory.request("TEXT")
+    memory.request("TEXTs")
     assert memory.cache.transferring, "what was hit is to be backed up"
     assert memory.admit("HEADertwoxyz").exact_tokens == 4
     assert memory.cache.stats().transfers["backup"]["cancelled"] == 0
 
 
-def test_a_copy_that_raises_leaves_nothing_behind() -> None:
+def test_a_copy_that_raises_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
-    memory.serve(FIRST)
-    memory.fails = True
-    with pytest.raises(MemoryError):
-        memory.admit("HEADertwo")
-    memory.cache.check_integrity()
+    memory.request(FIRST)
+
+    def failing(*_: int) -> None:
+        raise MemoryError("no copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.cache._partial, "_copy", failing)
+        with pytest.raises(MemoryError):
+            memory.admit("HEADertwo")
+    memory.check()
     assert (memory.cache.stats().leased_blocks, memory.cached(FIRST)) == (0, 8)
-    memory.fails = False
     assert memory.admit("HEADertwo").exact_tokens == 6
 
 
@@ -275,18 +224,18 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = Memory(9, host_blocks=6, backup_hits=1)
-        self.leases: dict[RequestId, tuple[str, Namespace]] = {}
+        self.leases: dict[RequestId, str] = {}
 
     @rule(text=TEXTS, tail=st.text("xy", max_size=6), limit=st.integers(0, 14), ns=st.sampled_from([NS, OTHER]))
     def begin(self, text: str, tail: str, limit: int, ns: Namespace) -> None:
         text += tail
-        whole = self.memory.cache.match(ns, text[:limit].encode()).tokens_count
+        whole = SIZE * len(self.memory.cache.match(ns, text[:limit].encode()))
         try:
-            lease = self.memory.admit(text, limit, ns=ns)
+            lease = self.memory.admit(text, limit=limit, ns=ns)
         except OutOfBlocks:
             return
         assert whole <= lease.exact_tokens < whole + SIZE
-        self.leases[lease.request_id] = text, ns
+        self.leases[lease.request_id] = text
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -297,15 +246,15 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def end(self, data: st.DataObject, how: str, exact: int, fixed: int) -> None:
         request = data.draw(st.sampled_from(sorted(self.leases)))
-        text, _ = self.leases[request]
+        text = self.leases[request][:exact].encode()
         if how != "commit_prefix":
             del self.leases[request]
         if how == "abort":
             self.memory.cache.abort(request)
         elif how == "finish":
-            self.memory.cache.finish(request, text[:exact].encode(), fixed)
+            self.memory.cache.finish(request, text, fixed)
         else:
-            self.memory.cache.commit_prefix(request, text[:exact].encode())
+            self.memory.cache.commit_prefix(request, text)
 
     @rule(ok=st.booleans())
     def copy(self, ok: bool) -> None:
@@ -329,7 +278,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.memory.cache.check_integrity()
+        self.memory.check()
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

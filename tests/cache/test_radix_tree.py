@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kedge.cache.node import DEVICE
-from kedge.cache.radix_tree import RadixTree, Removed
-from kedge.errors import InvalidToken, OutOfBlocks, PlanError
+from kedge.cache.radix_tree import RadixTree
+from kedge.errors import InvalidToken, PlanError
 from kedge.types import Namespace, TenantId
 
 NS, OTHER = Namespace(TenantId("tenant")), Namespace(TenantId("other"))
@@ -17,23 +16,6 @@ def tree_of(block_size: int, *entries: tuple[str, list[int]]) -> RadixTree:
     return tree
 
 
-def blocks_of(removed: list[Removed]) -> list[int]:
-    return [block for one in removed for block in one.blocks]
-
-
-def evict(tree: RadixTree, n: int) -> list[int]:
-    return blocks_of(tree.evict(DEVICE, n))
-
-
-def test_insert_tells_what_was_adopted() -> None:
-    tree = tree_of(1, ("abc", [0, 1, 2]))
-    assert tree.insert(NS, b"abxy", [0, 7, 8, 9])[1] == [8, 9]
-    assert tree.match(NS, b"abxy") == [0, 1, 8, 9]
-    assert tree.match(NS, b"abc") == [0, 1, 2]
-    assert tree.shares[DEVICE].size == 5
-    tree.check_integrity([])
-
-
 def test_a_partial_block_takes_no_block() -> None:
     tree = RadixTree(4)
     with pytest.raises(PlanError, match="7 tokens fill 1"):
@@ -41,24 +23,6 @@ def test_a_partial_block_takes_no_block() -> None:
     tree.insert(NS, b"abcdefg", [0])
     assert tree.match(NS, b"abcdefg") == [0]
     tree.insert(NS, b"xyz", [])
-    tree.check_integrity([])
-
-
-def test_splits_keep_locks_right() -> None:
-    tree = tree_of(1, ("abcd", [0, 1, 2, 3]))
-    long, _ = tree.lock(NS, b"abcd")
-    short, blocks = tree.lock(NS, b"abz")
-    assert blocks == [0, 1]
-    tree.check_integrity([long, short])
-    assert tree.shares[DEVICE].evictable == 0
-    tree.unlock(long)
-    assert tree.shares[DEVICE].evictable == 2
-    assert evict(tree, 2) == [2, 3]
-    with pytest.raises(OutOfBlocks, match="0 of 2"):
-        evict(tree, 1)
-    tree.unlock(short)
-    tree.check_integrity([])
-    assert sorted(evict(tree, 2)) == [0, 1]
     tree.check_integrity([])
 
 

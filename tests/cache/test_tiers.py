@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kedge.cache import CacheManager, Copied, lru
-from kedge.cache.node import HOST, State
-from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.settings import TierSettings
+from kedge.cache import Copied, Direction, lru
+from kedge.cache.copies import Purpose
+from kedge.cache.node import State, Transfer, TreeNode
+from kedge.cache.tiers import TransferQueue
+from kedge.errors import PlanError
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
-from tests.cache.helpers import NS, World
-from tests.cache.test_hazards import on_host_only
+from tests.cache.helpers import NS, FakeCopier, World
 
 
 def state(world: World, text: str) -> State:
@@ -37,33 +39,9 @@ def test_a_fixed_prompt_goes_through_all_states() -> None:
     assert world.tree.end(NS, b"AAA") is None
 
 
-def test_what_is_copied_is_never_a_victim() -> None:
-    world = World(4, host_blocks=4)
-    world.forecast(a=9)
-    world.serve("AAA", "a", 3)
-    world.cache.pump()
-    with pytest.raises(OutOfBlocks, match="0 of 3"):
-        world.evict(1)
-    world.settle()
-    world.evict(3)
-    world.demand("AAA")
-    with pytest.raises(OutOfBlocks, match="0 of 0"):
-        world.evict(2)
-
-
-def test_a_recompute_adopts_its_own_blocks() -> None:
-    world = World(8, host_blocks=4)
-    on_host_only(world, a="AAAA")
-    lease = world.admit("AAAAxy")
-    world.cache.finish(lease.request_id, b"AAAAxy")
-    world.check()
-    assert state(world, "AAAA") is State.BOTH
-    assert world.cache.match(NS, b"AAAAxy").blocks == lease.blocks
-
-
 def test_a_recompute_of_a_part_adopts_that_part() -> None:
     world = World(8, host_blocks=4)
-    on_host_only(world, a="AAAA")
+    world.on_host_only(a="AAAA")
     world.serve("AA")
     assert (world.tokens("AAAA"), world.cache.stats().host_cached_blocks) == ((2, 2), 4)
     world.serve("AAAxy")
@@ -138,7 +116,7 @@ def test_ancestors_are_backed_up_before_what_follows_them() -> None:
 
 def test_the_host_tier_gives_up_what_is_farthest_and_leaves_first() -> None:
     world = World(9, host_blocks=6)
-    on_host_only(world, far="FFF", near="NNN")
+    world.on_host_only(far="FFF", near="NNN")
     world.forecast(far=60, near=40, new=50)
     world.serve("XX", "new", 2)
     world.settle()
@@ -148,7 +126,7 @@ def test_the_host_tier_gives_up_what_is_farthest_and_leaves_first() -> None:
 
 def test_a_backup_never_drops_what_is_worth_more() -> None:
     world = World(9, host_blocks=3)
-    on_host_only(world, near="NNN")
+    world.on_host_only(near="NNN")
     world.forecast(near=1, new=50)
     world.settle()
     world.serve("XX", "new", 2)
@@ -158,29 +136,9 @@ def test_a_backup_never_drops_what_is_worth_more() -> None:
     assert world.tree.end(NS, b"XX").state is State.DEVICE
 
 
-def test_what_is_loading_is_pinned_on_the_host() -> None:
-    world = World(9, host_blocks=3)
-    on_host_only(world, a="AAA")
-    world.demand("AAA")
-    world.forecast(b=0)
-    world.serve("BB", "b", 2)
-    world.settle()
-    assert world.on_device("AAA", "BB") == ["AAA", "BB"]
-    assert world.tree.end(NS, b"AAA").blocks[HOST]
-
-
-def test_a_host_tier_of_size_zero_moves_nothing() -> None:
-    world = World(6, host_blocks=0, policy=lru)
-    world.forecast(a=1)
-    world.serve("AAA", "a", 3)
-    world.serve("AAA", "a", 3)
-    world.settle()
-    assert not world.copier.history and not world.cache.transferring
-
-
 def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
     world = World(8, host_blocks=8, copy_jobs=1)
-    on_host_only(world, a="AAA", b="BB")
+    world.on_host_only(a="AAA", b="BB")
     world.forecast(a=0, b=1)
     world.cache.pump()
     world.cache.clear()
@@ -194,7 +152,7 @@ def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
 
 def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
     world = World(4, host_blocks=8, block_bytes=100)
-    on_host_only(world, a="AAA")
+    world.on_host_only(a="AAA")
     world.forecast(b=7)
     world.serve("BB", "b", 2)
     world.serve("BBxx")
@@ -209,7 +167,7 @@ def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
 
 def test_loading_is_declined_where_computing_is_cheaper() -> None:
     world = World(8, host_blocks=8)
-    on_host_only(world, a="AAA")
+    world.on_host_only(a="AAA")
     world.cache.observe_compute(1000, 0.001)
     world.cache.tiers.cost.load.observe(1, 1.0)
     assert world.demand("AAA") == "ready"
@@ -218,7 +176,7 @@ def test_loading_is_declined_where_computing_is_cheaper() -> None:
 
 def test_loads_are_measured() -> None:
     world = World(8, host_blocks=8)
-    on_host_only(world, a="AAA")
+    world.on_host_only(a="AAA")
     world.demand("AAA")
     world.copier.end(seconds=0.3)
     world.cache.pump()
@@ -227,7 +185,7 @@ def test_loads_are_measured() -> None:
 
 def test_two_requests_wait_for_one_load() -> None:
     world = World(8, host_blocks=8)
-    on_host_only(world, a="AAA")
+    world.on_host_only(a="AAA")
     assert [world.demand("AAA", name) for name in "rs"] == ["loading", "loading"]
     assert len(world.copier.submitted) == 1
     world.settle()
@@ -239,23 +197,13 @@ def test_two_requests_wait_for_one_load() -> None:
 
 def test_a_status_tells_the_tiers_apart_and_changes_nothing() -> None:
     world = World(8, host_blocks=8)
-    on_host_only(world, a="AAA")
+    world.on_host_only(a="AAA")
     world.serve("AAx")
     status = world.cache.status(NS, b"AAAz")
     assert (status.readiness, status.device_tokens, status.host_tokens) == ("loadable", 2, 1)
     assert world.cache.status(Namespace(TenantId("x")), b"AAA").readiness == "ready"
     world.demand("AAA")
     assert world.cache.status(NS, b"AAA").readiness == "loading"
-
-
-def test_a_block_without_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="block_bytes=0"):
-        CacheManager(4, block_bytes=0)
-
-
-def test_a_host_tier_needs_a_copier() -> None:
-    with pytest.raises(ConfigError, match="host_blocks=4"):
-        CacheManager(4, tiers=TierSettings(host_memory="4 blocks"))
 
 
 def test_a_copy_that_ends_twice_is_a_bug() -> None:
@@ -283,3 +231,84 @@ def test_hits_of_a_cycle_are_those_of_the_formula(room: int, agents: int) -> Non
         hits[name] = sum(served[agents * (agents - 1) :]) / (len(served) - agents * (agents - 1))
     assert hits["lru"] == 0
     assert hits["steps"] == pytest.approx((room - 1) / (agents - 1), abs=0.02)
+
+
+# the queue of transfers -----------------------------------------------------------------------------------------------
+
+LOAD = Direction.LOAD
+
+
+def queue(jobs: int = 1) -> tuple[TransferQueue, FakeCopier]:
+    copier = FakeCopier()
+    return TransferQueue(copier, jobs), copier
+
+
+def enqueue(transfers: TransferQueue, purpose: Purpose, blocks: int = 1) -> Transfer:
+    numbers = list(range(blocks))
+    return transfers.enqueue(purpose, [TreeNode(NS, None, b"", blocks)], numbers, numbers)
+
+
+def order(copier: FakeCopier, transfers: TransferQueue) -> list[int]:
+    """Ids in the order in which they start, one at a time."""
+    transfers.start()
+    while copier.submitted:
+        copier.end()
+        transfers.drain()
+        transfers.start()
+    return [copy.copy_id for copy in copier.history]
+
+
+def test_demands_go_before_queued_prefetches_and_backups_have_a_way_of_their_own() -> None:
+    transfers, copier = queue()
+    first, second = enqueue(transfers, Purpose.PREFETCH), enqueue(transfers, Purpose.PREFETCH)
+    demand, later = enqueue(transfers, Purpose.DEMAND), enqueue(transfers, Purpose.DEMAND)
+    backup = enqueue(transfers, Purpose.BACKUP)
+    transfers.start()
+    assert [copy.copy_id for copy in copier.submitted] == [demand.copy.copy_id, backup.copy.copy_id]
+    rest = [one.copy.copy_id for one in (demand, backup, later, first, second)]
+    assert order(copier, transfers) == rest
+
+
+def test_promoting_what_has_started_hurries_its_copy() -> None:
+    transfers, copier = queue()
+    prefetch = enqueue(transfers, Purpose.PREFETCH)
+    transfers.start()
+    assert copier.hurried == []
+    transfers.promote(prefetch)
+    transfers.promote(prefetch)
+    assert prefetch.demanded and transfers.queued(LOAD) == [] and len(copier.submitted) == 1
+    assert copier.hurried == [prefetch.copy.copy_id]
+
+
+def test_prefetches_under_way_do_not_hold_up_a_demand() -> None:
+    transfers, copier = queue(jobs=2)
+    first = enqueue(transfers, Purpose.PREFETCH, 2)
+    transfers.start()
+    demands = [enqueue(transfers, Purpose.DEMAND) for _ in range(3)]
+    waiting = enqueue(transfers, Purpose.PREFETCH)
+    transfers.start()
+    ids = [one.copy.copy_id for one in (first, *demands[:2])]
+    assert [copy.copy_id for copy in copier.submitted] == ids
+    assert copier.hurried == ids[1:]
+    assert [*transfers.queued(LOAD)] == [demands[2], waiting]
+
+
+@given(st.lists(st.sampled_from(["prefetch", "demand", "promote", "start", "end"]), max_size=60))
+def test_nothing_is_lost_doubled_or_overtaken(operations: list[str]) -> None:
+    transfers, copier = queue(jobs=2)
+    made: list[Transfer] = []
+    for name in operations:
+        if name in ("prefetch", "demand"):
+            made.append(enqueue(transfers, Purpose(name)))
+        elif name == "promote" and transfers.queued(LOAD):
+            transfers.promote(transfers.queued(LOAD)[-1])
+        elif name == "start":
+            before = transfers.queued(LOAD)
+            transfers.start()
+            assert before[len(before) - len(transfers.queued(LOAD)) :] == transfers.queued(LOAD)
+        elif name == "end" and copier.submitted:
+            copier.end()
+            transfers.drain()
+        demanded = [one.demanded for one in transfers.queued(LOAD)]
+        assert demanded == sorted(demanded, reverse=True)
+    assert sorted(order(copier, transfers)) == [one.copy.copy_id for one in made]

@@ -1,7 +1,8 @@
-"""`kedge bench`: every measurement has a quick form, whatever else is given wins, and a checkout has more of them."""
+"""`kedge bench`: quick forms, what a checkout adds, and what measurements write and show on 80 columns."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,23 @@ import typer.main
 from typer.testing import CliRunner
 
 from kedge.bench.flows import with_given
-from kedge.bench.sessions.arrivals import QUICK, SessionBenchSettings
-from kedge.cli import checkout
-from kedge.cli.bench import bench
+from kedge.bench.sessions.arrivals import QUICK, SLICE
+from kedge.bench.sessions.measure import COLUMNS
+from kedge.cli import bench as command
+from kedge.cli.bench_tables import SESSION_COLUMNS
 from kedge.cli.main import app
 
-MEASUREMENTS = typer.main.get_command(bench).commands  # type: ignore[attr-defined]
+MEASUREMENTS = typer.main.get_command(command.bench).commands  # type: ignore[attr-defined]
+MOONCAKE = [
+    {"timestamp": 1000 * at, "input_length": 1200, "output_length": 7, "hash_ids": [0, at, 100]} for at in range(2, 9)
+]
 
 
 @pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let there be no checkout, as where Kedge was installed from a wheel."""
-    monkeypatch.setattr(checkout, "_root", lambda: None)
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "a" / "b" / "c" / "bench.py"))
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS)
@@ -31,52 +37,58 @@ def test_every_measurement_has_a_quick_form(name: str) -> None:
 
 def test_what_is_given_wins_over_quick() -> None:
     assert with_given(QUICK, requests=50, live=None) == replace(QUICK, requests=50)
-    assert with_given(SessionBenchSettings(), cap=9.0) == SessionBenchSettings(cap=9.0)
 
 
 def test_a_checkout_lists_its_benchmarks_too() -> None:
     shown = CliRunner().invoke(app, ["bench", "--help"]).output
-    assert all(f" {name} " in shown for name in (*MEASUREMENTS, *checkout.COMMANDS))
+    assert all(f" {name} " in shown for name in (*MEASUREMENTS, "ttft", "workflow", "guard", "accuracy"))
 
 
 @pytest.mark.usefixtures("outside")
-def test_outside_of_a_checkout_there_are_few_commands() -> None:
-    group = typer.main.get_command(app)
+def test_outside_of_a_checkout_there_are_few_commands(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["bench", "--help"]).output
-    assert all(f" {name} " in shown for name in MEASUREMENTS)
-    assert not any(f" {name} " in shown for name in checkout.COMMANDS)
-    assert len(group.commands) + len(MEASUREMENTS) <= 12  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("outside")
-@pytest.mark.parametrize(
-    ("asked", "key"),
-    [
-        (["workflow", "--quick"], "bench='workflow'"),
-        (["accuracy"], "bench='accuracy'"),
-        (["vllm", "--case", "team"], "case='team'"),
-        (["sessions", "--full"], "--full='sessions'"),
-    ],
-)
-def test_outside_of_a_checkout_a_benchmark_is_one_line(
-    asked: list[str], key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kedge.cli.bench.require_packages", lambda *_: None)
-    done = CliRunner().invoke(app, ["bench", *asked])
-    assert done.exit_code == 2
-    assert done.stderr == f"error: {key}: is in benchmarks/ of Kedge's repository: run it in a checkout\n"
-
-
-@pytest.mark.usefixtures("outside")
-def test_what_there_is_nowhere_is_a_usage_error() -> None:
-    assert "No such command" in CliRunner().invoke(app, ["bench", "chess"]).output
-
-
-def test_the_current_folder_may_be_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "a" / "b" / "c" / "checkout.py"))
-    monkeypatch.chdir(tmp_path)
-    assert not checkout.is_there()
+    assert all(f" {name} " in shown for name in MEASUREMENTS) and " ttft " not in shown
+    assert "No such command" in CliRunner().invoke(app, ["bench", "ttft"]).output
+    full = CliRunner().invoke(app, ["bench", "sessions", "--full"])
+    assert full.exit_code == 2 and "is in benchmarks/ of Kedge's repository" in " ".join(full.stderr.split())
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "cli.py").touch()
     (tmp_path / "src" / "kedge" / "cli").mkdir(parents=True)
-    assert checkout.is_there()
+    assert command.benchmarks("cli"), "the current folder may be the checkout"
+
+
+def test_load_writes_a_leaf_for_every_mode_and_shows_a_row_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "load.json"
+    sizes = "--case tiny --model-size tiny --clients 2 --seconds 1 --device cpu --kv-memory 512MiB"
+    done = CliRunner().invoke(app, ["bench", "load", *sizes.split(), "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    saved = json.loads(file.read_text())
+    modes = saved["cases"]["tiny"]["2"]
+    assert list(modes) == ["off", "exact", "translate"]
+    assert all(leaf["teams_per_min"] > 0 for leaf in modes.values())
+    assert saved["machine"]["kedge"]
+    assert (saved["settings"]["seconds"], saved["settings"]["kv_memory"]) == (1, "512MiB")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in done.stdout
+    assert any(line.split()[:2] == ["2", "translate"] for line in lines)
+
+
+def test_sessions_replays_several_traces_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    trace, file = tmp_path / "chat.jsonl", tmp_path / "sessions.json"
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in MOONCAKE))
+    sizes = "--live 2 --capacity 0.1 --capacity 0.5 --requests 60 --cap 60"
+    both = ["--trace", str(trace), "--trace", str(SLICE)]
+    done = CliRunner().invoke(app, ["bench", "sessions", *sizes.split(), *both, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "claude_code_slice, 2 live" in done.stdout
+    saved = json.loads(file.read_text())
+    assert saved["settings"] == {"live": [2], "capacities": [0.1, 0.5], "cap": 60.0, "requests": 60, "seed": 0}
+    found = {name: list(trace["open"]) for name, trace in saved["traces"].items()}
+    assert found == {"chat": ["recorded"], "claude_code_slice": ["2"]}
+    cells = saved["traces"]["claude_code_slice"]["open"]["2"]
+    assert list(cells) == ["0.1", "0.5"] and all(list(cell) == list(COLUMNS) for cell in cells.values())
+    assert set(COLUMNS) <= set(SESSION_COLUMNS)

@@ -56,10 +56,10 @@ class Opened:
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Opened]:
     monkeypatch.chdir(tmp_path)
     Path("flow.yaml").write_text(FLOW, encoding="utf-8")
-    placeholder_text = Opened()
-    monkeypatch.setattr(command, "open_engine", placeholder_text)
-    yield placeholder_text
-    placeholder_text.engine.close()
+    stand_in = Opened()
+    monkeypatch.setattr(command, "open_engine", stand_in)
+    yield stand_in
+    stand_in.engine.close()
 
 
 def kedge(*args: str):  # noqa: ANN201
@@ -117,12 +117,6 @@ def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
     assert command.run_json(told)["agents"][0]["fidelity"] == (note and asdict(note))
 
 
-@pytest.mark.parametrize("mode", list(ReuseMode))
-def test_reuse_reaches_the_engine(opened: Opened, mode: ReuseMode) -> None:
-    assert kedge("flow.yaml", *QUESTION, "--reuse", mode.value).exit_code == 0
-    assert {request.reuse for request in opened.engine.requests} == {mode}
-
-
 def test_flags_win_over_the_settings_file(opened: Opened) -> None:
     Path("own.toml").write_text("[server]\nreuse = 'off'\n[engine]\nmodel = 'a'\ndevice = 'cuda'\n", encoding="utf-8")
     assert kedge("flow.yaml", *QUESTION, "--config", "own.toml", "--model", "b").exit_code == 0
@@ -141,7 +135,7 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
         (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': duplicate: the input is given twice"),
         (["flow.yaml", *QUESTION, "-i", "other=1"], "inputs='other'"),
         (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
-        (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json="),
+        (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json='no/where.json': its folder does not exist"),
         (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),
         (["none.yaml", *QUESTION], "path='none.yaml'"),
         (["flow.yaml", "--inputs", "none.jsonl"], "--inputs='none.jsonl': no such file"),
@@ -162,7 +156,8 @@ def many(*lines: str) -> str:
 
 
 def test_many_questions_run_on_one_engine(opened: Opened) -> None:
-    file = many(*(json.dumps({"user_question": f"number {at}?"}) for at in range(3)), "")
+    asked = [f"line\u2028number {at}?" for at in range(3)]
+    file = many(*(json.dumps({"user_question": one}, ensure_ascii=False) for one in asked), "")
     result = kedge("flow.yaml", "--inputs", file, "--json", "out.json")
     assert result.exit_code == 0, result.output
     assert len(opened.settings) == 1
@@ -174,18 +169,8 @@ def test_many_questions_run_on_one_engine(opened: Opened) -> None:
     assert [line.split()[0] for line in last.splitlines() if line.split()[:1] in (["first"], ["last"])] == [*ANSWERS]
     assert opened.engine.waited == 3
     data = json.loads(Path("out.json").read_text(encoding="utf-8"))
-    assert [one["inputs"]["user_question"] for one in data["questions"]] == ["number 0?", "number 1?", "number 2?"]
+    assert [one["inputs"]["user_question"] for one in data["questions"]] == asked
     assert [one["answer"] for one in data["questions"]] == ["the end"] * 3
-
-
-def test_an_input_of_all_questions_is_given_once(opened: Opened) -> None:
-    flow = FLOW.replace('"Q: {user_question}"', '"W: {user_word} Q: {user_question}"')
-    Path("flow.yaml").write_text(f"inputs: [user_question, user_word]{flow}", encoding="utf-8")
-    file = many('{"user_question": "a?"}', '{"user_question": "b?", "user_word": "other"}')
-    assert kedge("flow.yaml", "-i", "user_word=same", "--inputs", file).exit_code == 0
-    decode = opened.engine.tokenizer.decode
-    read = [[decode(segment.tokens) for segment in one.segments] for one in opened.engine.requests]
-    assert ["same" in read[0], "same" in read[2], "other" in read[2]] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -216,14 +201,12 @@ def test_what_was_answered_before_an_error_is_kept(opened: Opened, monkeypatch: 
         return submit(request)
 
     monkeypatch.setattr(opened.engine, "submit", failing)
-    file = many('{"user_question": "a"}', '{"user_question": "b"}')
-    result = kedge("flow.yaml", "--inputs", file, "--json", "out.json")
+    flow = FLOW.replace('"Q: {user_question}"', '"W: {user_word} Q: {user_question}"')
+    Path("flow.yaml").write_text(f"inputs: [user_question, user_word]{flow}", encoding="utf-8")
+    file = many('{"user_question": "a"}', '{"user_question": "b", "user_word": "other"}')
+    result = kedge("flow.yaml", "-i", "user_word=same", "--inputs", file, "--json", "out.json")
     assert result.exit_code == 2
+    read = [opened.engine.tokenizer.decode(one.tokens) for one in opened.engine.requests[::2]]
+    assert "W: same" in read[0], "an input of all questions is given once"
     assert "question 2 of 2" in result.stderr
     assert len(json.loads(Path("out.json").read_text(encoding="utf-8"))["questions"]) == 1
-
-
-def test_inputs_are_parsed_as_they_stand() -> None:
-    assert command.parse_inputs(["a=", "b=x = y"]) == {"a": "", "b": "x = y"}
-    with pytest.raises(RequestError):
-        command.parse_inputs(["a=1", "a=2"])

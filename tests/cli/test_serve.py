@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,18 +43,12 @@ def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
     assert (config.host, config.allowed_hosts) == ("127.0.0.1", ("kedge", "::1"))
 
 
-def test_tools_are_off_unless_asked_for(listened: list[tuple[Any, ...]]) -> None:
-    for flags in ((), ("--tools",), ("--no-tools",)):
-        kedge(*flags)
-    assert [config.tools for _, config, *_ in listened] == [False, True, False]
-
-
 def test_an_open_address_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
     result = kedge("--host", "0.0.0.0")
     assert "no API keys" in result.stderr
     assert "--allowed-host" in result.stderr
     assert listened[0][1].tool_call_parser is None
-    assert listened[0][1].model_name is None
+    assert (listened[0][1].model_name, listened[0][1].tools) == (None, False)
     flags = ("--tool-call-parser", "hermes", "--allowed-host", "kedge")
     assert not kedge("--host", "0.0.0.0", *flags, KEDGE_API_KEYS=f"a:{hashed('k')}").stderr
     assert listened[1][1].tool_call_parser == "hermes"
@@ -86,14 +79,6 @@ def test_bad_input_is_one_line(listened: list[tuple[Any, ...]], args: list[str],
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"error: {message}")
     assert not listened
-
-
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    result = kedge()
-    assert result.exit_code == 2
-    needs = "package='fastapi': kedge serve needs it, and it is not installed: pip install 'kedge[server]'"
-    assert result.stderr == f"error: {needs}\n"
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(

@@ -13,10 +13,9 @@ import typer.main
 from rich.console import Console, Group
 from typer.testing import CliRunner
 
-from kedge.bench.demo import AgentScore, Comparison, TeamScore
 from kedge.cli import bench_tables, demo, run
 from kedge.cli.main import app
-from kedge.cli.tables import table_of
+from kedge.cli.output import table_of
 from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 
@@ -79,12 +78,12 @@ def run_result(agent: str, translated: int) -> RunResult:
     return RunResult(RunId("run"), (AgentResult(AgentId(agent), 2, completion),), 1.0)
 
 
-def comparison() -> Comparison:
-    agents = ("solver", "analyst", "programmer", "inspector", "mathematician")
-    scores = {AgentId(name): AgentScore(AgentId(name), [1234.5, 2345.6], 2, 1, 1000, 3000, 4000) for name in agents}
-    return Comparison(TeamScore(scores), TeamScore(scores))
-
-
+DEMO = {
+    "agent": "mathematician",
+    **dict.fromkeys(("ttft_dense_ms", "ttft_dense_p90_ms", "ttft_translated_ms", "ttft_translated_p90_ms"), 1234.5),
+    **{"accuracy_dense": 1.0, "accuracy_translated": 1.0, "reuse_rate": 1.0},
+    "tokens": {"exact": 1000, "translated": 3000, "computed": 4000},
+}
 RATES = dict.fromkeys(bench_tables.SESSION_COLUMNS, 0.1234)
 SESSIONS = {
     "traces": {"mooncake_conversation": {"open": {"48": {"0.05": RATES, "1": RATES}}, "ceiling": {"48": 0.9876}}}
@@ -94,26 +93,16 @@ SESSIONS = {
 def tables() -> Iterator[tuple[str, Any]]:
     """Every table that the commands make, with results that are stored or as large as any."""
     yield "run", run.receipts(run_result("agent of long name", 10_000))
-    yield "demo", demo.score_table(comparison())
+    yield "demo", demo.score_table([DEMO])
     for table in bench_tables.sessions(SESSIONS):
         yield "bench sessions", table
-    for name, clients in stored("vllm-load.json")["load"].items():
-        yield f"bench vllm, load, {name}", bench_tables.load(name, 120.0, clients, "engine")
-    for file in ("load-32m-long.json",):
-        data = stored(file)
-        for case, clients in data["cases"].items():
-            yield f"bench load, {case}", bench_tables.load(case, data["settings"]["seconds"], clients)
     widest = {"teams_per_min": 123.4, "ttft_p50_ms": 1234.5, "ttft_p99_ms": 1234.5, "latency_p50_s": 12.3}
-    widest |= {
-        "latency_p99_s": 12.3,
-        "translated_share": 0.44,
-        "computed_share": 0.38,
-        "kl": 0.0005,
-        "proof_share": 0.22,
-    }
-    yield "bench load, a real model", bench_tables.load("warm", 60.0, {"32": {"translate": {**widest, "errors": 0}}})
+    widest |= {"latency_p99_s": 12.3, "translated_share": 0.44, "computed_share": 0.38, "kl": 0.0005}
+    widest |= {"proof_share": 0.22, "errors": 0}
+    yield "bench load", bench_tables.load("warm", 60.0, {"32": {"translate": widest}})
+    yield "bench fidelity", bench_tables.fidelity(stored("fidelity-served-reading.json"))
     for case in stored("vllm-cycle.json")["cases"]:
-        yield "bench vllm, cycle", next(bench_tables.vllm_flow({"control": None, **case}))
+        yield "bench vllm, cycle", next(bench_tables.vllm_flow(case))
 
 
 TABLES = list(tables())
@@ -144,11 +133,3 @@ def test_only_a_name_without_room_is_folded() -> None:
     text = shown(table_of("long", ("agent", "ms"), [["x" * 100, "1234.5"]]))
     assert " 1234.5 " in text.replace("\n", " ")
     assert (text.count("x"), "…" in text) == (100, False)
-
-
-def test_a_progress_bar_is_shown_in_one_piece() -> None:
-    what, note = "dense prefill", "accuracy 100%, reuse 100%"
-    progress = demo.progress_bar(Console(width=WIDTH, file=io.StringIO()))
-    progress.add_task(what, total=1000, completed=999, note=note)
-    text = shown(progress.get_renderable())
-    assert what in text and note in text and "999/1000" in text

@@ -10,9 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.discovery import Discovery, Found, discovery, token_bytes
+from kedge.discovery.bounds import MAX_BYTES, MAX_LOOKED_AT
+from kedge.discovery.found_agents import FoundAgent
+from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.templates import PromptTemplate, Slot
 from kedge.structures.bounded import ENTRIES
 from kedge.structures.prefixes import chain_of
-from kedge.types import RequestId, SampleId, Tokens, ValueKind
+from kedge.types import AgentId, RequestId, SampleId, Tokens, ValueKind, WorkflowId
 from tests.discovery.teams import judge, solver, words
 
 
@@ -107,15 +111,6 @@ def test_the_next_turn_of_a_session_is_left_alone() -> None:
     assert team.ask((*prompt, *words("answer", 30), *words("next", 40))) is None
 
 
-def test_prompts_that_begin_alike_and_go_on_in_no_common_way_have_no_values() -> None:
-    found = Discovery()
-    team = Team(found)
-    for number in range(20):
-        asked = team.ask((*words("head", 48), *words(("all", number), 50)))
-    assert asked and [one.is_placeholder for one in asked.segments] == [False, True]
-    assert asked.shared == 0
-
-
 def test_agents_that_have_a_long_beginning_in_common_are_told_apart() -> None:
     found = Discovery()
     team, agents = Team(found), dict[str, set[str]]()
@@ -126,19 +121,6 @@ def test_agents_that_have_a_long_beginning_in_common_are_told_apart() -> None:
                 agents.setdefault(role, set()).add(asked.agent)
                 assert [len(one.tokens) for one in asked.segments] == [300, 40, 6]
     assert len(agents) == 3 and len(set.union(*agents.values())) == 3
-
-
-def test_values_that_begin_alike_make_no_copies_of_an_agent() -> None:
-    found = Discovery()
-    team, seen = Team(found), set[str]()
-    frames = [words(("frame", number), 40) for number in range(4)]
-    for number in range(48):
-        question = (*frames[number // 12], *words(("q", number), 30))
-        asked = team.ask((*words("role", 770), *question, *words("now", 6)))
-        if asked and number >= 24:
-            seen.add(asked.agent)
-            assert whole(asked)[:770] == words("role", 770)
-    assert asked and len(found.agents) == len(seen) == 1 and found.agents[asked.agent].calls > 24
 
 
 def test_what_several_agents_begin_with_is_no_agent_once_they_are_known() -> None:
@@ -164,7 +146,7 @@ def test_an_agent_keeps_its_name_and_its_answers_when_copies_turn_out_to_be_it()
     assert all(answers[-20:]) and len(found.agents) == 2
 
 
-def test_sessions_are_counted_with_their_turns() -> None:
+def test_turns_of_sessions_are_counted() -> None:
     found = Discovery()
     team = Team(found)
     for session in range(3):
@@ -172,7 +154,7 @@ def test_sessions_are_counted_with_their_turns() -> None:
         for turn in range(session + 1):
             team.ask(history)
             history = (*history, *words((session, turn), 20))
-    assert found.totals.sessions == 2
+    assert found.totals.turns == 3
 
 
 def test_examples_without_a_template_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +181,7 @@ def test_an_unknown_request_or_one_that_ended_is_no_error() -> None:
     assert found.arrive(RequestId("a"), words("a", 40), 1) is None
     assert found.ended(RequestId("a"), (), 2) is None
     assert found.ended(RequestId("a"), words("answer", 20), 3) is None
-    assert len(found.texts) == 0
+    assert len(found.texts._texts) == 0
     assert found.arrive(RequestId("short"), (1, 2), 4) is None
 
 
@@ -209,7 +191,7 @@ def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.Mon
     team = Team(found)
     for number in range(ENTRIES + 88):
         team.ask(words(("prompt", number), 100), words(("answer", number), 50))
-    assert len(found.texts) <= ENTRIES and found._examples._nbytes <= 40_000
+    assert len(found.texts._texts) <= ENTRIES and found._examples._nbytes <= 40_000
     assert found._examples._nbytes == sum(len(one.prompt) for one in found._examples._askers)
     assert not found.agents
 
@@ -250,3 +232,45 @@ def test_tokens_are_found_where_they_begin_and_not_in_the_middle_of_bytes() -> N
     assert token_bytes.find(data, token_bytes.pack([1])) == -1
     assert token_bytes.find(data, token_bytes.pack([256]), 2) == 3
     assert token_bytes.find_once(data, token_bytes.pack([256])) == -1
+
+
+def test_eighty_agents_that_take_turns() -> None:
+    discovery, clock = Discovery(), 0
+    for turn in range(5):
+        for agent in range(80):
+            clock += 1
+            prompt = (*(1000 * (agent + 1) + at for at in range(512)), *range(clock * 40, clock * 40 + 32))
+            discovery.arrive(RequestId(f"{turn}.{agent}"), prompt, float(clock))
+    assert len(discovery.agents) == 80
+
+
+# templates that are learned once more ---------------------------------------------------------------------------------
+
+
+def test_what_all_answers_begin_with_becomes_a_part_of_them_once_they_are_known() -> None:
+    """The first two answers are too short to be looked for."""
+    team, opening, read = Team(Discovery()), words("all answers begin with this", 3), list[Tokens]()
+    for number in range(11):
+        question, answer = words(("q", number), 60), (*opening, *words(("a", number), 3 if number < 2 else 25))
+        solved = team.ask(team.solver(question), answer)
+        judged = team.ask(team.judge(question, answer), words(("verdict", number), 9))
+        read += [judged.segments[3].tokens] if judged else []
+    assert read[0] == words(("a", 2), 25) and read[-1] == answer
+    assert solved and judged and solved.produces is not None and judged.segments[3].sample == solved.produces
+
+
+def test_a_review_is_due_whenever_calls_have_doubled() -> None:
+    assert [calls for calls in range(40) if discovery._is_due(calls)] == [3, 4, 5, 6, 8, 9, 10, 16, 17, 18, 32, 33, 34]
+
+
+@pytest.mark.parametrize(
+    ("label", "size", "is_kept"), [("x.0", 8, 1), ("answer.y", 8, 0), ("x.0", MAX_BYTES // MAX_LOOKED_AT // 4, 0)]
+)
+def test_short_prompts_with_answers_that_the_template_lacks_are_reviewed(label: str, size: int, is_kept: int) -> None:
+    texts, said = KnownTexts(), words("said", 20)
+    texts.put(KnownText(token_bytes.pack(said), (lambda: "answer.y",), SampleId(ValueKind.AGENT, "y", 0, "0")))
+    template = PromptTemplate(token_bytes.pack(words("head", 16)), (Slot(label, b""),))
+    agent = FoundAgent(AgentId("x"), WorkflowId("t"), 0, 16, [template], [AgentId("x")], calls=4)
+    reviews = discovery.TemplateReviews(texts)
+    assert reviews.take(agent, token_bytes.pack((*words("head", 16), *words("new", size), *said))) is None
+    assert len(reviews._examples) == is_kept

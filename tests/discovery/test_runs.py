@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.discovery import runs as runs_module
-from kedge.discovery.bounds import MAX_OF_ONE
-from kedge.discovery.runs import END, FoundRun, FoundRuns, Successors
-from kedge.types import AgentId, RunId
+from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS, MAX_OF_ONE
+from kedge.discovery.runs import END, FoundRun, FoundRuns, Successors, TextsOfRuns
+from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
 from kedge.workflow.steps import NextRun
 
 
@@ -35,12 +35,6 @@ def test_a_circle_is_one_flow_with_known_steps() -> None:
     assert found.forecast(run)[agent("a1")] == NextRun(1.0, 1.0)
 
 
-def test_what_was_seen_once_is_not_expected() -> None:
-    found = FoundRuns()
-    run = circle(found, 5, 1)
-    assert found.forecast(run) == {}
-
-
 def test_interleaved_flows_are_told_apart_by_who_follows_whom() -> None:
     found, rng, flows = FoundRuns(), Random(0), 16
     turns, last, now, right = [0] * flows, [RunId("")] * flows, 0.0, 0
@@ -62,15 +56,6 @@ def test_interleaved_flows_are_told_apart_by_who_follows_whom() -> None:
     expected = [found.successors.likely(agent(f"{flow}/{at}")) for flow in range(flows) for at in range(5)]
     true = [agent(f"{flow}/{(at + 1) % 5}") for flow in range(flows) for at in range(5)]
     assert sum(max(one, key=one.__getitem__, default=None) == who for one, who in zip(expected, true, strict=True)) > 76
-
-
-def test_a_call_belongs_to_the_run_that_it_reads_from() -> None:
-    found = FoundRuns()
-    one, two = found.arrive(agent("a"), 0), found.arrive(agent("a"), 0)
-    found.ended(one, 1)
-    found.ended(two, 2)
-    assert found.arrive(agent("b"), 3, one.id) is one
-    assert found.arrive(agent("b"), 3, RunId("forgotten")).id not in (one.id, two.id)
 
 
 def test_a_run_that_reads_nothing_is_another_one_that_takes_over_a_flow_until_that_is_read_from() -> None:
@@ -137,3 +122,88 @@ def test_memory_is_bounded_and_probabilities_add_up(calls: list[tuple[int, int]]
             assert abs(known.total - sum(known.weights.values())) < 1e-9
         assert all(0 < one.probability <= 1 + 1e-9 for one in found.forecast(run).values())
     assert len(found) <= runs_module.MAX_AGENTS
+
+
+A, B, C = map(AgentId, "abc")
+ONE, TWO = RunId("one"), RunId("two")
+
+
+def answer(name: str) -> Segment:
+    return Segment((1,) * 20, "answer", SampleId(ValueKind.AGENT, name))
+
+
+def value(name: str, kind: str = "question", size: int = 20) -> Segment:
+    return Segment((1,) * size, kind, SampleId(ValueKind.INPUT, kind, 0, name))
+
+
+def sample(segment: Segment) -> SampleId:
+    assert segment.sample
+    return segment.sample
+
+
+def texts(forgotten: set[RunId] | None = None) -> TextsOfRuns:
+    return TextsOfRuns(lambda run: run not in (forgotten or ()))
+
+
+def knowing(found: TextsOfRuns, kind: str = "question") -> TextsOfRuns:
+    """With values enough of a kind that are each of one run."""
+    for number in range(EXAMPLES):
+        found.read(C, RunId(f"other {number}"), [value(f"other {number}", kind)])
+    return found
+
+
+def test_the_last_answer_counts_and_then_those_that_are_quoted() -> None:
+    found = texts()
+    found.answered(sample(answer("x")), ONE, None)
+    found.answered(sample(answer("y")), TWO, None)
+    assert found.find(A, [answer("x"), value("q"), answer("y")]) == TWO
+    assert found.find(A, [value("q")], [sample(answer("x")), sample(answer("y"))]) == ONE
+    assert found.find(A, [value("q"), answer("z")]) is None
+
+
+def test_an_answer_of_two_runs_tells_nothing_until_the_first_is_forgotten() -> None:
+    forgotten = set[RunId]()
+    found = texts(forgotten)
+    found.answered(sample(answer("x")), ONE, None)
+    found.answered(sample(answer("again")), ONE, sample(answer("x")))
+    assert found.find(A, [answer("again")]) == ONE
+    found.answered(sample(answer("y")), TWO, sample(answer("again")))
+    assert found.find(A, [answer("y")]) is None
+    found.answered(sample(answer("z")), TWO, sample(answer("x")))
+    assert found.find(A, [answer("z")]) is None
+    forgotten.add(ONE)
+    found.answered(sample(answer("v")), TWO, sample(answer("x")))
+    assert found.find(A, [answer("v")]) == TWO
+
+
+def test_a_value_tells_agents_that_have_not_read_it_once_its_kind_is_known() -> None:
+    found = texts()
+    found.read(A, ONE, [value("q")])
+    assert found.find(B, [value("q")]) is None
+    knowing(found)
+    assert found.find(B, [value("q")]) == ONE and found.find(A, [value("q")]) is None
+    found.read(A, ONE, [value("short", size=LEAST_TOKENS - 1)])
+    assert found.find(B, [value("short", size=LEAST_TOKENS - 1)]) is None
+    found.read(A, TWO, [value("p")])
+    assert found.find(B, [value("q"), value("p")]) is None, "they are of two runs"
+    found.read(A, TWO, [value("q")])
+    assert found.find(B, [value("q")]) is None, "two runs have it"
+
+
+def test_a_value_with_too_many_readers_tells_nothing() -> None:
+    found = knowing(texts())
+    for number in range(MAX_OF_ONE):
+        assert found.find(B, [value("q")]) == (ONE if number else None)
+        found.read(AgentId(str(number)), ONE, [value("q")])
+    found.read(AgentId("one more"), ONE, [value("q")])
+    assert found.find(B, [value("q")]) is None
+
+
+def test_a_value_of_a_forgotten_run_is_of_the_next_one() -> None:
+    forgotten = set[RunId]()
+    found = knowing(texts(forgotten))
+    found.read(A, ONE, [value("q")])
+    forgotten.add(ONE)
+    assert found.find(B, [value("q")]) is None
+    found.read(A, TWO, [value("q")])
+    assert found.find(B, [value("q")]) == TWO

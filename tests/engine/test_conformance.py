@@ -1,15 +1,19 @@
-"""The shipped fake passes the suite that every engine must pass."""
+"""Every engine passes the suite that all must pass: the echo, the embedded one, and both in a process of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-pytest.register_assert_rewrite("tests.engine.conformance")
-
-from kedge.engine.echo import EchoEngine  # noqa: E402
-from tests.engine.conformance import EngineConformance  # noqa: E402
+from kedge.engine.echo import EchoEngine
+from kedge.engine.local.build import EngineParts
+from kedge.engine.local.engine import LocalEngine
+from kedge.engine.process.engine import ProcessEngine
+from kedge.settings import ThrottledTiers
+from tests.engine.conformance import EngineConformance
+from tests.engine.local.conftest import engine_of, tiny_model
 
 
 class TestEchoEngine(EngineConformance):
@@ -25,3 +29,79 @@ class TestEchoEngine(EngineConformance):
         engine.cache.check_integrity()
         assert engine.cache.stats().leased_blocks == 0
         assert not engine.in_flight
+
+
+class LocalConformance(EngineConformance):
+    """The suite with a small engine, and a look at what is left once nothing runs."""
+
+    small_capacity = 16 * 16
+
+    def small_engine(self, engine: LocalEngine) -> LocalEngine:
+        config = engine.config.model_copy(update={"kv_memory": "16 blocks", "block_size": 16})
+        return LocalEngine.from_runner(engine.runner, engine.tokenizer, config)
+
+    def check_at_rest(self, engine: LocalEngine) -> None:
+        engine.wait_idle(self.timeout_s)
+        engine.query(EngineParts.check_integrity)
+        assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+class TestLocalEngine(LocalConformance):
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[LocalEngine]:
+        with engine_of(tiny_model("llama")) as engine:
+            yield engine
+
+
+class TestLocalEngineWithAHostTier(LocalConformance):
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[LocalEngine]:
+        tiers = ThrottledTiers(host_memory="64 blocks", backup_hits=0, throttle=1e-4)
+        with engine_of(tiny_model("llama"), kv_memory="70 blocks", tiers=tiers) as engine:
+            yield engine
+
+
+class TestLocalEngineInSmallChunks(LocalConformance):
+    long_tokens = 300
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[LocalEngine]:
+        small = {"max_batch_tokens": 7, "max_running": 3, "block_size": 4, "kv_memory": "400 blocks"}
+        with engine_of(tiny_model("qwen3"), **small) as engine:
+            yield engine
+
+
+def echo(capacity: int | None = None) -> ProcessEngine:
+    options = {} if capacity is None else {"capacity": capacity}
+    return ProcessEngine(partial(EchoEngine, delay_s=2e-4, **options))
+
+
+class TestEchoEngineInAProcess(EngineConformance):
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[ProcessEngine]:
+        with echo() as engine:
+            yield engine
+
+    def small_engine(self, engine: ProcessEngine) -> ProcessEngine:  # noqa: ARG002
+        return echo(self.small_capacity)
+
+
+def tiny_engine(num_blocks: int = 256) -> LocalEngine:
+    return engine_of(tiny_model("llama"), kv_memory=f"{num_blocks} blocks", block_size=16)
+
+
+@pytest.mark.slow
+class TestLocalEngineInAProcess(EngineConformance):
+    small_capacity = 16 * 16
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[ProcessEngine]:
+        with ProcessEngine(tiny_engine) as engine:
+            yield engine
+
+    def small_engine(self, engine: ProcessEngine) -> ProcessEngine:  # noqa: ARG002
+        return ProcessEngine(partial(tiny_engine, num_blocks=16))
+
+    def check_at_rest(self, engine: ProcessEngine) -> None:
+        engine.wait_idle(self.timeout_s)
+        assert engine.inspect()["cache"]["leased_blocks"] == 0

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 
@@ -9,22 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
-from kedge.errors import PromptTooLong, RequestError
 from kedge.types import (
-    AgentId,
     FinishReason,
     GenerateRequest,
     Miss,
     Namespace,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
     Source,
     Span,
-    TenantId,
-    TokenDelta,
 )
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
@@ -40,7 +34,7 @@ def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.E
     encode = ByteTokenizer().encode
     samples = (Segment(encode(part), f"x{n}", SampleId.parse(f"x{n}@0")) for n, part in enumerate(filled))
     segments = (Segment(encode(text), "p0"), *samples)
-    return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=AgentId(agent))
+    return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=agent)
 
 
 def test_tokenizer() -> None:
@@ -71,12 +65,8 @@ def test_ignore_eos_goes_on_to_the_limit(engine: EchoEngine) -> None:
     assert (done.text, done.tokens, done.finish_reason) == ("abab", (97, 98, 257, 97, 98), FinishReason.LENGTH)
 
 
-def test_a_cut_character_is_shown_as_such(engine: EchoEngine) -> None:
-    assert engine.submit(ask("é", max_tokens=1)).result(60).text == "\ufffd"
-
-
 def test_script_by_agent_and_requests_are_recorded() -> None:
-    with EchoEngine({AgentId("solver"): "42", AgentId("mute"): ""}) as engine:
+    with EchoEngine({"solver": "42", "mute": ""}) as engine:
         requests = [ask("six times seven", agent=agent) for agent in ("solver", "mute", "else")]
         texts = [engine.submit(request).result(60).text for request in requests]
     assert texts == ["42", "", "six times seven"]
@@ -115,46 +105,10 @@ def test_an_answer_becomes_a_reusable_prefix(engine: EchoEngine) -> None:
     assert engine.submit(ask("abcabcX")).result(60).receipt.exact == 5, "the last token drawn has no KV"
 
 
-def test_parts_sum_to_the_time_to_first_token(engine: EchoEngine) -> None:
-    done = engine.submit(ask("abc")).result(60)
-    assert sum(done.receipt.parts_ms.values()) == pytest.approx(done.ttft_ms)
-
-
-def test_requests_wait_for_room_in_order() -> None:
-    with EchoEngine(delay_s=1e-3, capacity=20) as engine:
-        streams = [engine.submit(ask(text, max_tokens=8)) for text in ("aaaaaaaaaa", "bbbbbbbbbb", "c")]
-        heard: queue.SimpleQueue[tuple[int, TokenDelta]] = queue.SimpleQueue()
-        for number, stream in enumerate(streams):
-            stream.listen(lambda delta, number=number: heard.put((number, delta)))
-        order, texts = [], {}
-        while len(texts) < len(streams):
-            number, delta = heard.get(timeout=60)
-            order.append(number)
-            if delta.completion:
-                texts[number] = delta.completion.text
-        assert texts == {0: "a" * 8, 1: "b" * 8, 2: "c"}
-        assert order == sorted(order), "one after the other"
-        assert engine.cache.stats().leased_blocks == 0
-        engine.cache.check_integrity()
-
-
-def test_bad_requests_are_refused() -> None:
-    with EchoEngine(max_prompt=4, capacity=10) as engine:
-        for error, request in (
-            (PromptTooLong, ask("abcde", max_tokens=1)),
-            (PromptTooLong, ask("abcd", max_tokens=7)),
-            (RequestError, ask("abcd", max_tokens=-1)),
-            (RequestError, ask("abcd", max_tokens=1, stop=("",))),
-        ):
-            with pytest.raises(error):
-                engine.submit(request)
-        assert engine.requests == []
-        assert engine.submit(ask("abcd", max_tokens=6)).result(60).text == "abcd"
-
-
 def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
-    key = AgentKey(Namespace(TenantId("t")), "c", RunId("r"), AgentId("a"))
+    key = AgentKey(Namespace("t"), "c", "r", "a")
     engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
     engine.forecast({key: None})
     assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]
     assert engine.submit(ask("abc")).result(60).text == "abc"
+    assert not engine.inspect() and not engine.inspect_tenants(lambda _: True, []), "there is nothing to look into"

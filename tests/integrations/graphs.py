@@ -59,33 +59,12 @@ def review(team: Team) -> Graph:
     return builder.compile()
 
 
-def routed(team: Team) -> Graph:
-    """A choice among branches of different lengths that meet again."""
-    builder = team.graph("router", "law", "law_check", "tax", "chat", "closing")
-    builder.add_edge(START, "router")
-    builder.add_conditional_edges("router", team.draw("law", "tax", "chat"), ["law", "tax", "chat"])
-    for pair in (("law", "law_check"), ("law_check", "closing"), ("tax", "closing"), ("chat", "closing")):
-        builder.add_edge(*pair)
-    return builder.compile()
-
-
 def parallel(team: Team) -> Graph:
     """Branches at once, of different lengths, and a join that waits for all of them."""
     builder = team.graph("splitter", "left", "left_again", "right", "merger")
     for pair in ((START, "splitter"), ("splitter", "left"), ("splitter", "right"), ("left", "left_again")):
         builder.add_edge(*pair)
     builder.add_edge(["left_again", "right"], "merger")
-    return builder.compile()
-
-
-def supervised(team: Team) -> Graph:
-    """A hub that calls one worker after the other until it has enough."""
-    workers = ("reader", "coder", "tester")
-    builder = team.graph("boss", *workers)
-    builder.add_edge(START, "boss")
-    builder.add_conditional_edges("boss", team.draw(*workers, END), [*workers, END])
-    for worker in workers:
-        builder.add_edge(worker, "boss")
     return builder.compile()
 
 
@@ -149,6 +128,6 @@ def swarm(team: Team) -> Graph:
     return builder.compile()
 
 
-GRAPHS = (review, routed, parallel, supervised, nested, commanded, mapped, uneven, swarm)
+GRAPHS = (review, parallel, nested, commanded, mapped, uneven, swarm)
 QUIET = {"search"}
 """Nodes that call no model, and so are no agents of the server."""

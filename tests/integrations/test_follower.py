@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 
 from kedge.integrations.edges import END, START, StepEdge, step_graph
 from kedge.integrations.follower import Follower
@@ -21,17 +18,6 @@ def steps(follower: Follower) -> dict[str, float | None]:
     return found
 
 
-def test_a_run_goes_round_and_out() -> None:
-    follower = Follower("loop", LOOP)
-    assert steps(follower) == {"a": 0, "b": 1, "c": 2}
-    with follower.calling("a") as hints:
-        assert hints["steps"] == {"a": 0, "b": 1, "c": 2} and hints["agent"] == "a"
-    with follower.calling("b"):
-        assert steps(follower) == {"a": 1, "b": 0, "c": 1}
-    with follower.calling("a"):
-        assert steps(follower) == {"a": 0, "b": 1, "c": 2}
-
-
 def test_an_agent_that_runs_twice_at_once_is_done_with_the_second() -> None:
     follower = Follower("loop", LOOP)
     with follower.calling("a"):
@@ -39,14 +25,6 @@ def test_an_agent_that_runs_twice_at_once_is_done_with_the_second() -> None:
             pass
         assert steps(follower)["a"] == 0 and steps(follower)["b"] == 1
     assert steps(follower)["b"] == 0
-
-
-def test_what_never_comes_is_null() -> None:
-    follower = Follower("loop", LOOP)
-    for agent in "abc":
-        with follower.calling(agent):
-            pass
-    assert json.loads(json.dumps(follower.hints()))["steps"]["c"] is None
 
 
 def test_unknown_agents_change_nothing() -> None:
@@ -57,13 +35,6 @@ def test_unknown_agents_change_nothing() -> None:
     with follower.calling("") as hints:
         assert "agent" not in hints
     assert steps(follower) == before
-
-
-def test_a_failed_call_ends_too() -> None:
-    follower = Follower("loop", LOOP)
-    with pytest.raises(LookupError), follower.calling("a"):
-        raise LookupError
-    assert steps(follower)["b"] == 0
 
 
 def test_without_a_graph_hints_have_no_forecast() -> None:

@@ -18,7 +18,6 @@ from langgraph.types import Command, interrupt
 
 from kedge.hints import Hints
 from kedge.integrations.langgraph import ChatOpenAI, attach, step_graph
-from kedge.workflow.forecast import Ignored
 from kedge.workflow.step_graph import Node
 from tests.integrations.conftest import ReceivedHints
 from tests.integrations.graphs import GRAPHS, QUIET, Graph, State, Team, nested, parallel, review, uneven
@@ -44,36 +43,13 @@ def team(received: ReceivedHints) -> Team:
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_call_has_its_run_its_agent_and_a_forecast(team: Team, received: ReceivedHints) -> None:
-    attach(parallel(team), "merging").invoke(NOTHING)
-    first, *_, last = received.calls
-    assert (first.workflow, first.agent) == ("merging", "splitter")
-    assert first.steps == {"splitter": 0, "left": 1, "right": 1, "left_again": 2, "merger": 3}
-    assert (last.agent, last.steps) == ("merger", {**dict.fromkeys(first.steps, inf), "merger": 0})
-    assert len({hints.run for hints in received.calls}) == 1 and first.run
-    seqs = [hints.seq or 0 for hints in received.calls]
-    assert len({*seqs}) == 5 and (seqs[0], seqs[-1]) == (min(seqs), max(seqs))
-
-
 def test_the_run_is_the_thread_and_goes_on(team: Team, received: ReceivedHints) -> None:
-    refused = received.served.workflows.client_runs.board.ignored
-    before = refused[Ignored.ENDED]
     graph = attach(review(team))
     for _ in range(2):
         graph.invoke(NOTHING, {"configurable": {"thread_id": "t-1"}})
         wait_until(lambda: received.all[-1].steps == {})
     assert {hints.run for hints in received.all} == {"t-1"}
     assert not any(hints.final for hints in received.all)
-    assert refused[Ignored.ENDED] == before
-
-
-def test_a_run_without_a_thread_is_ended(team: Team, received: ReceivedHints) -> None:
-    graph = attach(parallel(team))
-    graph.invoke(NOTHING)
-    graph.invoke(NOTHING)
-    wait_until(lambda: sum(hints.final for hints in received.all) == 2)
-    runs = {hints.run for hints in received.all}
-    assert {hints.run for hints in received.all if hints.final} == runs and len(runs) == 2
 
 
 def test_a_node_that_calls_no_model_sends_hints_of_its_own(team: Team, received: ReceivedHints) -> None:
@@ -216,45 +192,18 @@ def test_outside_of_graphs_nothing_is_sent(received: ReceivedHints) -> None:
     assert received.all == [Hints()]
 
 
-def test_hints_of_the_application_itself_win(received: ReceivedHints) -> None:
-    llm = model(received, extra_body={"kedge": {"reuse": "off", "agent": "own"}, "session_id": "s"})
-    attach(Team(llm).graph("node").add_edge(START, "node").compile()).invoke(NOTHING)
-    (hints,) = received.calls
-    assert (hints.agent, hints.reuse, hints.session, hints.steps) == ("own", "off", "s", {"node": 0})
-
-
-def test_an_unreachable_server_fails_the_calls_only(received: ReceivedHints) -> None:
-    gone = ChatOpenAI(model="none", base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
-
-    def speak(_: State) -> dict[str, list[str]]:
-        with pytest.raises(Exception, match="Connection error"):
-            gone.invoke("hello")
-        return {"answers": ["went on"]}
-
-    builder = Team(gone).graph(quiet=["next"]).add_node("first", speak).add_edge(START, "first")
-    assert attach(builder.add_edge("first", "next").compile()).invoke(NOTHING)["answers"] == ["went on"]
-    assert not received.all
-
-
 # forecasts ------------------------------------------------------------------------------------------------------------
 
 
-def right(calls: list[Hints]) -> Iterator[tuple[bool, int, int]]:
-    """Yield, for each call after which another agent calls, whether that agent was among those with the lowest steps,
-    how many those were, and how many agents were not running.
-
-    Agents that run already, with 0 steps, are not expected any more and do not count; one of them that calls all the
-    same was reported as running.
+def right(calls: list[Hints]) -> Iterator[bool]:
+    """Yield, for each call after which another agent calls, whether that agent was among those with the lowest steps.
+    Those that run already, with 0 steps, are not expected any more and do not count.
     """
     for now, then in pairwise(calls):
         if now.agent != then.agent:
             steps = now.steps or {}
-            waiting = [one for agent, one in steps.items() if one > 0 and agent not in QUIET]
-            yield (
-                steps[then.agent] <= min(waiting) and steps[then.agent] < inf,
-                waiting.count(min(waiting)),
-                len(waiting),
-            )
+            soonest = min(one for agent, one in steps.items() if one > 0 and agent not in QUIET)
+            yield steps[then.agent] <= soonest and steps[then.agent] < inf
 
 
 @pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
@@ -263,17 +212,13 @@ def test_the_next_agent_is_among_those_with_the_lowest_steps(
 ) -> None:
     team = Team(model(received))
     graph = attach(build(team))
-    found: list[tuple[bool, int, int]] = []
+    found: list[bool] = []
     for seed in range(RUNS):
         team.random.seed(seed)
         received.all.clear()
         graph.invoke(NOTHING, {"recursion_limit": 100})
         found += right(received.calls)
-    share = sum(hit for hit, _, _ in found) / len(found)
-    print(f"\n{build.__name__}: {share:.1%} of {len(found)}", end="")
-    print(f", {sum(n for _, n, _ in found) / sum(all for _, _, all in found):.0%} of the waiting agents named")
-    assert len(found) >= RUNS
-    assert share >= LEAST.get(build, 0.95)
+    assert len(found) >= RUNS and sum(found) >= LEAST.get(build, 0.95) * len(found)
 
 
 # its edges ------------------------------------------------------------------------------------------------------------
@@ -288,10 +233,6 @@ def test_branches_loops_and_their_odds(team: Team) -> None:
     assert found["planner"] == Node("planner", after=["__start__"], loops=["reviewer"])
     assert found["reviewer"].then == {"planner": 0.5, "publisher": 0.5}
     assert found["publisher"].after == ({"reviewer"},)
-
-
-def test_a_join_waits_for_all(team: Team) -> None:
-    assert nodes(parallel(team))["merger"].after == ({"left_again", "right"},)
 
 
 def test_subgraphs_are_drawn_through(team: Team) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kv.triton_device import DEVICE
+from tests.kv.triton_device import DEVICE, on_gpu, seconds
 
+attention_kernel = pytest.importorskip("kedge.kv.attention_kernel", reason="Triton is not installed")
+attend = attention_kernel.attend
 BLOCK, BLOCKS = 16, 24
 # The interpreter multiplies no bfloat16 matrices.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2} | ({torch.bfloat16: 2e-2} if DEVICE.type == "cuda" else {})
@@ -24,9 +30,16 @@ SCALE = 0.3
 
 
 def expected(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None, cap: float | None, sinks: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One row: query [heads, dim] over the slots of its context."""
+    sinks = torch.full((len(query), 1), -torch.inf, device=query.device) if sinks is None else sinks[:, None]
     if window:
         slots = slots[-window:]
     group = len(query) // keys.shape[1]
@@ -42,8 +55,6 @@ def expected(
 def test_every_row_sees_its_own_context(
     shape: tuple[int, int, int], window: int | None, cap: float | None, beside_sinks: bool, dtype: torch.dtype
 ) -> None:
-    from kedge.kv.attention_kernel import attend
-
     torch.manual_seed(0)
     heads, kv_heads, dim = shape
     keys, values = torch.randn(2, BLOCK * BLOCKS, kv_heads, dim, device=DEVICE).to(dtype)
@@ -61,8 +72,7 @@ def test_every_row_sees_its_own_context(
     assert out.dtype == dtype
     for row, length in enumerate(lengths):
         slots = (blocks[row, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
-        absent = torch.full((heads, 1), -torch.inf, device=DEVICE)
-        wanted = expected(query[row], keys, values, slots, window, cap, absent if sinks is None else sinks[:, None])
+        wanted = expected(query[row], keys, values, slots, window, cap, sinks)
         torch.testing.assert_close(out[row].double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -79,8 +89,6 @@ PIECES = {
 def test_rows_of_a_sequence_share_its_context(
     pieces: list[tuple[int, list[int]]], kv_heads: int, window: int | None, cap: float | None, beside_sinks: bool
 ) -> None:
-    from kedge.kv.attention_kernel import attend
-
     torch.manual_seed(0)
     heads, dim = 6, 16
     keys, values = torch.randn(2, BLOCK * BLOCKS, kv_heads, dim, device=DEVICE)
@@ -92,8 +100,97 @@ def test_rows_of_a_sequence_share_its_context(
 
     out = attend(query, keys, values, blocks, owners, positions + 1, BLOCK, SCALE, window, cap, sinks, together=True)
 
-    absent = torch.full((heads, 1), -torch.inf, device=DEVICE)
     for row, (owner, position) in enumerate(rows):
         slots = (blocks[owner, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[: position + 1]
-        wanted = expected(query[row], keys, values, slots, window, cap, absent if sinks is None else sinks[:, None])
+        wanted = expected(query[row], keys, values, slots, window, cap, sinks)
         torch.testing.assert_close(out[row].double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    attention_kernel.can_build.cache_clear()
+    yield
+    attention_kernel.can_build.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_where_no_kernel_can_be_built_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert attention_kernel.can_build(DEVICE)
+    attention_kernel.can_build.cache_clear()
+    tries: list[object] = []
+
+    class Failing:
+        def __getitem__(self, grid: object) -> Any:
+            tries.append(grid)
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(attention_kernel, "_fill", Failing())
+    with caplog.at_level(logging.WARNING):
+        assert not attention_kernel.can_build(DEVICE) and not attention_kernel.can_build(DEVICE)
+    assert len(tries) == 1 and "Failed to find C compiler" in caplog.text
+
+
+# at the sizes of an 8B model ------------------------------------------------------------------------------------------
+
+LARGE = {"8B": (32, 8, 128), "seven in a group": (28, 4, 128), "each its own": (16, 16, 64), "of 64": (32, 8, 64)}
+LARGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def contexts(rows: int, sequences: int, longest: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scattered blocks [sequences, width], and each row's sequence and length, the longest and a single token among
+    them.
+    """
+    width = -(-longest // BLOCK)
+    table = torch.stack([torch.randperm(blocks, device=DEVICE)[:width] for _ in range(sequences)]).int()
+    lengths = torch.randint(1, longest + 1, (rows,), device=DEVICE).int()
+    lengths[0], lengths[-1] = longest, 1 if rows > 1 else longest
+    return table, (torch.arange(rows, device=DEVICE) * sequences // rows).int(), lengths
+
+
+def attended(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, owners: Tensor, lengths: Tensor, window: int | None
+) -> Tensor:
+    """[rows, heads, dim] in float64, row by row."""
+    rows = []
+    for one, blocks, length in zip(query, table[owners].long(), lengths.tolist(), strict=True):
+        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
+        rows.append(expected(one, keys, values, slots, window))
+    return torch.stack(rows)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", LARGE_TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (7, 7), (64, 64), (64, 3), (200, 2)])
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
+def test_attention_over_long_contexts(
+    shape: tuple[int, int, int], rows: int, sequences: int, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, dim = shape
+    keys, values = torch.randn(2, 600 * BLOCK, kv_heads, dim, device=DEVICE).to(dtype)
+    query = torch.randn(heads, rows, dim, device=DEVICE).to(dtype).transpose(0, 1)
+    where = contexts(rows, sequences, 8192, 600)
+    together = sequences < rows
+    got = attend(query, keys, values, *where, BLOCK, SCALE, window, None, None, together=together)
+    wanted = attended(query, keys, values, *where, window)
+    torch.testing.assert_close(got.double(), wanted, atol=LARGE_TOLERANCE[dtype], rtol=LARGE_TOLERANCE[dtype])
+
+
+@on_gpu
+def test_attention_in_a_pool_of_more_numbers_than_31_bits_count(record_property: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    blocks = 2**31 // (BLOCK * 8 * 128) + 600
+    keys, values = (torch.randn(blocks * BLOCK, 8, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    query = torch.randn(64, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+    table, owners, lengths = contexts(64, 64, 8192, 600)
+    table += blocks - 600
+    got = attend(query, keys, values, table, owners, lengths, BLOCK, SCALE, None, None, None)
+    wanted = attended(query, keys, values, table, owners, lengths, None)
+    torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
+
+    lengths.fill_(8192)
+    spent = seconds(lambda: attend(query, keys, values, table, owners, lengths, BLOCK, SCALE, None, None, None))
+    record_property("attention_gb_per_s", round(64 * 8192 * 8 * 128 * 2 * 2 / spent / 1e9, 1))

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.cache import Copied, Copier, Copy, Direction
-from kedge.kv.copy import Clock, PoolCopier, Pools, block_runs, host_pools
+from kedge.cache import Copied, Copy, Direction
+from kedge.kv.copy import PoolCopier, Pools, block_runs, host_pools
 from kedge.kv.rotary import Rotary
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
@@ -30,33 +30,31 @@ def filled(dtype: torch.dtype = torch.float32) -> Pools:
     return pools
 
 
-class VirtualClock(Clock):
-    """Time that passes by waiting only."""
+class VirtualTime(threading.Event):
+    """The clock of a copier, and the event that it waits for: time that passes by waiting only."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    def __init__(self, patch: pytest.MonkeyPatch, copier: PoolCopier) -> None:
+        super().__init__()
+        self._now, self.gate, self.copier = 0.0, threading.Event(), copier
+        patch.setattr("kedge.kv.copy.time", self)
+        copier._closed = self
 
-    def now(self) -> float:
+    def perf_counter(self) -> float:
         return self._now
 
-    def wait(self, seconds: float, closed: threading.Event) -> None:  # noqa: ARG002
-        self._now += seconds
+    def wait(self, timeout: float | None = None) -> bool:
+        self._now += timeout or 0.0
+        return False
 
 
-class Hurrying(VirtualClock):
+class Hurrying(VirtualTime):
     """The last of three copies is hurried after the first piece of the first one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.copier: PoolCopier | None = None
-
-    def wait(self, seconds: float, closed: threading.Event) -> None:
-        if self.copier:
-            assert self.gate.wait(60), "all three should be queued by now"
-            self.copier.hurry(2)
-            self.copier.hurry(7)
-        super().wait(seconds, closed)
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self.gate.wait(60), "all three should be queued by now"
+        self.copier.hurry(2)
+        self.copier.hurry(7)
+        return super().wait(timeout)
 
 
 class Reports:
@@ -123,21 +121,10 @@ def test_runs_are_the_pairs_joined(sources: list[int], targets: list[int]) -> No
     assert all(end != run[:2] for end, run in zip(ends, runs[1:], strict=False))
 
 
-def test_it_is_a_copier_and_reports_each_copy_once() -> None:
-    reports = Reports()
-    copier: Copier = PoolCopier(filled(), SIZE, on_copied=reports)
-    for number in range(20):
-        copier.submit(Copy(number, Direction.LOAD, (number % BLOCKS,), (number % BLOCKS,)))
-    assert isinstance(copier, PoolCopier)
-    reports.wait(20)
-    assert sorted(one.copy_id for one in copier.drain()) == list(range(20))
-    assert copier.drain() == []
-    copier.close()
-
-
-def test_submit_does_not_wait_and_loads_go_before_offloads() -> None:
+def test_submit_does_not_wait_and_loads_go_before_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = Reports(closed=True)
-    copier = PoolCopier(filled(), SIZE, throttle=0.05, on_copied=reports, clock=VirtualClock())
+    copier = PoolCopier(filled(), SIZE, throttle=0.05, on_copied=reports)
+    VirtualTime(monkeypatch, copier)
     copier.submit(Copy(0, Direction.OFFLOAD, (1, 2), (3, 4)))
     reports.wait(1)  # from now on its thread does nothing
     copier.submit(Copy(1, Direction.OFFLOAD, (1, 2), (3, 4)))
@@ -155,9 +142,8 @@ def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: py
     pools = filled()
     expected = naive(*pools[0], Copy(0, Direction.LOAD, tuple(range(6)), tuple(range(6))))
     reports = Reports()
-    clock = Hurrying()
-    copier = PoolCopier(pools, SIZE, throttle=0.03, on_copied=reports, clock=clock)
-    clock.copier = copier
+    copier = PoolCopier(pools, SIZE, throttle=0.03, on_copied=reports)
+    clock = Hurrying(monkeypatch, copier)
     for number, blocks in enumerate([(0, 1, 2), (3, 4), (5,)]):
         copier.submit(Copy(number, Direction.LOAD, blocks, blocks))
     clock.gate.set()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.errors import PlanError
 from kedge.kv.rotary import Pairing, Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
@@ -46,36 +47,26 @@ def test_a_segment_written_elsewhere_is_read_back_unrotated_with_its_offsets() -
         torch.testing.assert_close(got[1:], base[1:] + offset, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
 @pytest.mark.parametrize("blocks", [[6, 1, 2, 4], [3, 4, 5, 6]], ids=["scattered", "one run"])
 def test_the_sum_is_exact_in_the_dtype_of_the_base_whatever_that_of_the_offsets(
-    dtype: torch.dtype, blocks: list[int]
+    dtype: torch.dtype | None, blocks: list[int]
 ) -> None:
+    """None: there are no offsets."""
     storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
     base = KVSegment(torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16))
     of_rows = torch.randn(10, 2, 2, 2, 16).to(dtype)  # token by token, as a blend has them
     offsets = KVSegment(*of_rows.permute(2, 1, 0, 3, 4))
     table = SlotTable.of(blocks, 4)
-    storage.write(table, 3, base, offsets)
+    storage.write(table, 3, base, offsets if dtype else None)
     keys, values = base.keys.clone(), base.values.clone()
-    keys[1:] += offsets.keys.float()
-    values[1:] += offsets.values.float()
+    if dtype:
+        keys[1:] += offsets.keys.float()
+        values[1:] += offsets.values.float()
     ROTARY.rotate(keys, slice(3, 13), out=(rotated := torch.empty_like(keys)))
     slots = table.slots[3:13]
     assert torch.equal(storage.keys[:, slots], rotated)
     assert torch.equal(storage.values[:, slots], values)
-
-
-@pytest.mark.parametrize("blocks", [[6, 1, 2, 4], [3, 4, 5, 6]], ids=["scattered", "one run"])
-def test_what_has_no_offsets_is_written_as_with_offsets_of_zero(blocks: list[int]) -> None:
-    base = KVSegment(torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16))
-    zeros = KVSegment(torch.zeros(2, 10, 2, 16), torch.zeros(2, 10, 2, 16))
-    table, written = SlotTable.of(blocks, 4), []
-    for offsets in (zeros, None):
-        storage = PagedStorage(SPEC, 8, 4, torch.device("cpu"), ROTARY)
-        storage.write(table, 3, base, offsets)
-        written.append((storage.keys[:, table.slots[3:13]], storage.values[:, table.slots[3:13]]))
-    assert all(torch.equal(with_zeros, without) for with_zeros, without in zip(*written, strict=True))
 
 
 LATENT = KVSpec(layers=3, kv_heads=1, head_dim=20, rotary_dim=16, dtype=torch.float32, latent=24)
@@ -119,3 +110,31 @@ def test_rows_are_translated_and_read_as_keys_and_values_are(blocks: list[int]) 
     assert torch.equal(rows.values[:, table.slots[3:13]], plain.values[:, table.slots[3:13]])
     assert torch.equal(rows.read(table, 3, 13).keys, plain.read(table, 3, 13).keys)
     torch.testing.assert_close(rows.read(table, 3, 13).keys[1:], base.keys[1:] + offsets.keys, atol=1e-5, rtol=1e-4)
+
+
+# segments -------------------------------------------------------------------------------------------------------------
+
+
+def kv(tokens: int) -> KVSegment:
+    return KVSegment(torch.randn(3, tokens, 2, 4), torch.randn(3, tokens, 2, 4))
+
+
+def test_slices_are_views() -> None:
+    whole = kv(7)
+    parts = [whole.slice(0, 2), whole.slice(2, 2), whole.slice(2)]
+    assert [p.tokens for p in parts] == [2, 0, 5]
+    assert parts[0].keys.data_ptr() == whole.keys.data_ptr() and torch.equal(parts[2].values, whole.values[:, 2:])
+
+
+def test_owned_copies_views_only() -> None:
+    whole = kv(7)
+    assert whole.owned().keys is whole.keys
+    part = whole.slice(1, 2)
+    assert part.owned().keys.untyped_storage().nbytes() == part.keys.nbytes
+    assert torch.equal(part.owned().values, part.values)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(3, 6, 2, 4), torch.zeros(3, 7, 2, 4).half()])
+def test_keys_and_values_must_match(values: torch.Tensor) -> None:
+    with pytest.raises(PlanError, match="kv="):
+        KVSegment(torch.zeros(3, 7, 2, 4), values)

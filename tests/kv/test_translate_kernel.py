@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from kedge.kv.rotary import Rotary
 from kedge.kv.segment import KVSegment
 from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage, SlotTable
-from tests.kv.triton_device import DEVICE, Turns, error, slots_of
+from tests.kv.triton_device import DEVICE, Turns, error, on_gpu, seconds, slots_of
 
 BLOCK, BLOCKS = 4, 16
 ULPS = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
@@ -41,12 +43,14 @@ def case(
     rotary_dim: int = 16,
     k: int = 4,
     anchors: int = 3,
+    length: int = 10,
+    blocks: int = BLOCKS,
     seed: int = 0,
 ) -> Case:
-    """A translation over scattered blocks, from a table of some anchors of 10 tokens."""
+    """A translation over scattered blocks, from a table of some anchors of so many tokens."""
     random = torch.Generator().manual_seed(seed)
     spec = KVSpec(layers, kv_heads, head_dim, rotary_dim, dtype)
-    storage = PagedStorage(spec, BLOCKS, BLOCK, DEVICE, Rotary(Turns(rotary_dim), 64, DEVICE))
+    storage = PagedStorage(spec, blocks, BLOCK, DEVICE, Rotary(Turns(rotary_dim), blocks * BLOCK, DEVICE))
     storage.keys.fill_(-7)
     storage.values.fill_(-7)
     # A part of longer base KV: its layers are further apart than its tokens say.
@@ -56,11 +60,11 @@ def case(
     half = torch.float16 if dtype == torch.float32 else dtype
     table = OffsetTable(width, half, DEVICE)
     for anchor in range(anchors):
-        table.put(AnchorId(anchor), torch.randn(10, width, generator=random).to(DEVICE))
-    rows = torch.randint(0, max(1, 10 * anchors), (tokens, k), generator=random)
+        table.put(AnchorId(anchor), torch.randn(length, width, generator=random).to(DEVICE))
+    rows = torch.randint(0, max(1, length * anchors), (tokens, k), generator=random)
     weights = torch.rand(tokens, k, generator=random).softmax(1)
     item = Translation(start, base, Blend(rows.to(DEVICE), weights.to(DEVICE), table.version), table)
-    return Case(storage, SlotTable.of(torch.randperm(BLOCKS, generator=random).tolist(), BLOCK), item)
+    return Case(storage, SlotTable.of(torch.randperm(blocks, generator=random).tolist(), BLOCK), item)
 
 
 def expected(one: Case) -> tuple[Tensor, Tensor]:
@@ -134,12 +138,6 @@ def test_no_other_slot_is_touched() -> None:
     assert (one.storage.values[:, others] == -7).all()
 
 
-def test_nothing_to_write() -> None:
-    one = case(tokens=0)
-    in_one_pass(slots_of(one.storage), one.table, [one.item])
-    assert (one.storage.keys == -7).all()
-
-
 def test_a_blend_out_of_date_is_refused() -> None:
     one = case()
     one.item.table.drop(AnchorId(0))
@@ -150,3 +148,19 @@ def test_a_blend_out_of_date_is_refused() -> None:
 def test_a_gpu_translates_in_one_pass_and_a_cpu_in_chunks() -> None:
     chosen = in_one_pass if DEVICE.type == "cuda" else in_chunks
     assert translate_into(case().storage).func is chosen  # type: ignore[attr-defined]
+
+
+@on_gpu
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)])
+def test_translation_of_a_long_segment(dtype: torch.dtype, most: float, record_property: Callable[..., None]) -> None:
+    shape = {"layers": 32, "kv_heads": 8, "head_dim": 128, "rotary_dim": 128, "k": 8}
+    one = case(dtype, tokens=700, start=1234, anchors=10, length=700, blocks=520, **shape)
+    in_one_pass(slots_of(one.storage), one.table, [one.item])
+    for got, wanted in zip(written(one), expected(one), strict=True):
+        assert error(got, wanted) < most
+
+    offsets = one.item.blend.rows.unique().numel() * one.item.table.arena[0].nbytes
+    moved, kernel = 2 * one.item.base.nbytes + offsets, partial(in_one_pass, slots_of(one.storage))
+    for name, translate in (("kernel", kernel), ("twin", partial(in_chunks, one.storage))):
+        spent = seconds(lambda translate=translate: translate(one.table, [one.item]))  # type: ignore[misc]
+        record_property(f"{name}_{dtype}_gb_per_s", round(moved / spent / 1e9, 1))

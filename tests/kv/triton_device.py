@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ if DEVICE.type == "cpu":
         pytest.skip("Triton was imported before it was told to interpret", allow_module_level=True)
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
+on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no GPU")
+"""For tests at the sizes of an 8B model, which tell how fast bytes are moved"""
 
 
 class Turns(torch.nn.Module):
@@ -45,3 +48,16 @@ def slots_of(storage: PagedStorage) -> KernelSlots:
         slots = storage.kernel_slots
     assert slots is not None
     return slots
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The best of 20 runs, by the GPU's clock."""
+    times = []
+    for _ in range(20):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        work()
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3)
+    return min(times)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,39 +21,137 @@ from transformers import (
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
 import kedge.models
 from kedge.cli import preflight
 from kedge.cli.main import app
-from kedge.engine.common import converted, dtypes, model_folder
-from kedge.engine.common.model_folder import model_path
+from kedge.engine.common import converted, model_folder
+from kedge.engine.common.model_folder import model_path, pick_dtype
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
 from kedge.models import SMOLLM2, find_model
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
-from tests.gguf_files import TOKENS, Family, tiny_model, write_gguf
+from tests.engine.local.conftest import SHAPE
+
+TOKENS = [*bytes_to_unicode().values(), "ab", "<s>", "</s>", "<end>"]
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}<s>"
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of GGUF: how its weights differ from Transformers', and which values go by what names."""
+
+    architecture: str
+    config: PretrainedConfig
+    values: Mapping[str, Any] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    is_permuted: bool = False
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def tiny_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model with weights so large that its tokens vary, and biases and norms that matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        spread = 0.3 if parameter.dim() == 1 else 0.12
+        parameter.data = torch.randn_like(parameter) * spread + (1 if "norm" in name and "offset" not in name else 0)
+    return model
+
+
+def write_gguf(
+    path: Path,
+    family: Family,
+    model: PreTrainedModel,
+    *,
+    template: str | None = TEMPLATE,
+    tokens: bool = True,
+    quantized: bool = False,
+    omit: str = "",
+    bare: bool = False,
+) -> Path:
+    """Write a model as a GGUF file: in float32, or in 8-bit blocks if `quantized`.
+
+    `omit` is a tensor to leave out, and `bare` leaves out all.
+    """
+    import gguf
+
+    writer, config = gguf.GGUFWriter(path, family.architecture), family.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for name, value in family.values.items():
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(f"{family.architecture}.{name}" if not name.startswith("tokenizer") else name, value)
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([1] * 257 + [3] * 3)
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(257)
+        writer.add_eos_token_id(258)
+        if template is not None:
+            writer.add_chat_template(template)
+    tensors = {} if bare else gguf_tensors(family, model)
+    for name, tensor in {**tensors, **family.tensors}.items():
+        if name != omit:
+            values = tensor.float().numpy()
+            if quantized and values.ndim == 2:
+                values = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+                writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            else:
+                writer.add_tensor(name, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_tensors(family: Family, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a model's tensors by their names in GGUF, as they are stored there."""
+    import gguf
+
+    config = family.config
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names, stored = gguf.get_tensor_name_map(architecture, config.num_hidden_layers), {}
+    for own, parameter in model.named_parameters():
+        base, _, kind = own.rpartition(".")
+        name, tensor = f"{names.get_name(base)}.{kind}", parameter.data
+        if "norm" in own:
+            tensor = tensor + family.norm_offset
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        if family.is_permuted and (count := heads.get(base.rpartition(".")[2])):
+            half = tensor.shape[0] // count // 2
+            tensor = tensor.reshape(count, 2, half, -1).swapaxes(1, 2).reshape(tensor.shape)
+        stored[name] = tensor
+    return stored
+
 
 pytest.importorskip("gguf", reason="extra kedge[gguf] is not installed")
 pytest.importorskip("accelerate", reason="extra kedge[gguf] is not installed")
 BASE: dict[str, Any] = {
-    "vocab_size": len(TOKENS),
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 257,
-    "eos_token_id": 258,
-    "pad_token_id": None,
-}
+    **SHAPE, "vocab_size": len(TOKENS), "num_hidden_layers": 4, "max_position_embeddings": 128, "bos_token_id": 257,
+    "eos_token_id": 258, "pad_token_id": None,
+}  # fmt: skip
 LLAMA = Family("llama", LlamaConfig(**BASE, head_dim=16, tie_word_embeddings=True), is_permuted=True)
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -151,8 +250,7 @@ def test_the_engine_answers_as_the_model_that_the_file_was_written_from(family: 
 def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
     is_faster: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (model_folder, dtypes):
-        monkeypatch.setattr(module, "bfloat16_is_faster", lambda: is_faster)
+    monkeypatch.setattr(model_folder, "bfloat16_is_faster", lambda: is_faster)
     chosen = "bfloat16" if is_faster else "float32"
     with LocalEngine(file, EngineSettings(kv_memory="64 blocks")) as engine:
         assert engine.inspect()["dtype"] == chosen
@@ -166,14 +264,14 @@ def test_quantized_weights_are_kept_in_the_dtype_that_this_cpu_is_faster_in(
 def test_folders_keep_float32_and_take_16_bits_as_they_are_only_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert dtypes.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
+    assert model_folder.bfloat16_is_faster.__wrapped__(size=64, repeats=1) in (True, False)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for is_faster, taken in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(dtypes, "bfloat16_is_faster", lambda is_faster=is_faster: is_faster)
-        assert {dtypes.pick_dtype("auto", cpu, one) for one in (torch.bfloat16, torch.float16)} == {taken}
-        assert dtypes.pick_dtype("auto", cpu, torch.float32) == dtypes.pick_dtype("auto", cpu) == torch.float32
-        assert dtypes.pick_dtype("float16", cpu, torch.float32) == torch.float16
-        assert dtypes.pick_dtype("auto", gpu, torch.float16) == "auto"
+        monkeypatch.setattr(model_folder, "bfloat16_is_faster", lambda is_faster=is_faster: is_faster)
+        assert {pick_dtype("auto", cpu, one) for one in (torch.bfloat16, torch.float16)} == {taken}
+        assert pick_dtype("auto", cpu, torch.float32) == pick_dtype("auto", cpu) == torch.float32
+        assert pick_dtype("float16", cpu, torch.float32) == torch.float16
+        assert pick_dtype("auto", gpu, torch.float16) == "auto"
 
 
 def test_a_file_is_converted_once_and_then_needs_no_package(
@@ -200,24 +298,8 @@ def test_a_changed_file_is_converted_again(file: Path) -> None:
     assert model_path(file, "float32") != first
 
 
-def test_the_least_recently_used_copies_go_but_none_just_used(file: Path, cache: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(bytes(100))
-
-    for age, name in enumerate(["newer", "older", "left.partial-1"]):
-        (cache / name).mkdir(parents=True)
-        write(cache / name)
-        os.utime(cache / name, (0, 100 - age))
-    used = converted.make_copy(file, "float32", write)
-    assert not (cache / "left.partial-1").exists()
-    file.write_bytes(b"other")
-    second = converted.make_copy(file, "float32", write, max_bytes=320)
-    assert {one for one in cache.iterdir() if one.is_dir()} == {used, second, cache / "newer"}
-    third = converted.make_copy(file, "bfloat16", write, max_bytes=1)
-    assert {one for one in cache.iterdir() if one.is_dir()} == {used, second, third}
-
-
-def test_two_at_once_convert_once(file: Path) -> None:
+def test_two_at_once_convert_once_and_remove_what_was_left_half_done(file: Path, cache: Path) -> None:
+    (cache / "left.partial-1").mkdir(parents=True)
     written: list[Path] = []
 
     def write(folder: Path) -> None:
@@ -227,6 +309,7 @@ def test_two_at_once_convert_once(file: Path) -> None:
     with ThreadPoolExecutor(4) as executor:
         folders = set(executor.map(lambda _: converted.make_copy(file, "float32", write), range(8)))
     assert len(written) == len(folders) == 1
+    assert not (cache / "left.partial-1").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,17 +324,15 @@ def test_a_cache_that_cannot_be_written_is_named(file: Path, cache: Path, monkey
         model_path(file, "float32")
 
 
-@pytest.mark.parametrize("share", [0, 0.0002, 0.02, 0.2, 0.5, 0.999])
-def test_a_cut_file_is_corrupt(share: float, file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(CorruptWeights, match=rf"{file}.*is no GGUF file, or is cut"):
-        model_path(file)
-
-
-@pytest.mark.parametrize("content", [b"text", b"GGUF" + bytes(64), b"GGUF\x03\0\0\0" + b"\xff" * 64])
-def test_what_is_no_gguf_is_corrupt(content: bytes, file: Path) -> None:
-    file.write_bytes(content)
+@pytest.mark.parametrize(
+    "content",
+    [b"text", b"GGUF" + bytes(64), b"GGUF\x03\0\0\0" + b"\xff" * 64, *(0, 0.0002, 0.02, 0.2, 0.5, 0.999)],
+    ids=lambda one: repr(one)[:12],
+)
+def test_what_is_no_gguf_or_is_cut_is_corrupt(content: bytes | float, file: Path) -> None:
+    """Given by its bytes, or by the share of a whole file that is there."""
+    whole = file.read_bytes()
+    file.write_bytes(content if isinstance(content, bytes) else whole[: int(len(whole) * content)])
     with pytest.raises(CorruptWeights, match=f"{file}.*is no GGUF file, or is cut"):
         model_path(file)
 

@@ -3,19 +3,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import pytest
+
 from kedge.policies.eviction import EvictionPolicy, belady, distance, steps_to_execution
+from kedge.policies.prefetch import CostModel, UnitCost, is_within, may_replace
 
 
 @dataclass(eq=False)
 class Leaf:
     last_access: int
-    size: int = 1
-    namespace: tuple[str, str] = ("t", "m")
     step: float | None = None
     varying: bool = False
-
-    def prefix(self) -> bytes:
-        return b""
 
 
 def order(policy: EvictionPolicy, *leaves: Leaf) -> list[int]:
@@ -40,3 +38,46 @@ def test_belady_evicts_what_is_used_again_last() -> None:
     uses = {1: 30.0, 2: math.inf, 3: 10.0, 4: 20.0}
     policy = belady(lambda node: uses[node.last_access])
     assert order(policy, *map(Leaf, uses)) == [2, 1, 4, 3]
+
+
+# what may be evicted for what, and what a load has to beat ------------------------------------------------------------
+
+
+def test_what_nobody_can_tell_is_never_within() -> None:
+    assert [is_within(step, math.inf) for step in (None, math.inf, 5.0)] == [False, False, True]
+
+
+def test_victims_are_suffixes_or_strictly_farther() -> None:
+    assert may_replace(Leaf(0), 7, virtual_step=8) and not may_replace(Leaf(0), 8, virtual_step=8)
+    assert may_replace(Leaf(0, varying=True), 100, virtual_step=8)
+    assert [may_replace(Leaf(0, step=3.0), step, 8) for step in (2, 3, 4)] == [True, False, False]
+
+
+def test_what_is_needed_gives_way_only_to_what_is_likelier_needed_than_not() -> None:
+    needed, plain, suffix = Leaf(0, step=5.0), Leaf(0), Leaf(0, varying=True)
+    assert may_replace(needed, 1, 8, probability=0.6) and not may_replace(needed, 1, 8, probability=0.5)
+    assert not may_replace(plain, 1, 8, probability=0.5), "traffic without labels may come again"
+    assert may_replace(suffix, 1, 8, probability=0.1)
+
+
+def test_an_estimate_follows_what_is_observed_and_learns_nothing_from_nothing() -> None:
+    estimate = UnitCost()
+    for units, seconds in ((0, 1.0), (5, 0.0), (5, -1.0)):
+        estimate.observe(units, seconds)
+        assert estimate.seconds_per_unit is None
+    estimate.observe(10, 1.0)
+    assert estimate.seconds_per_unit == 0.1
+    for _ in range(50):
+        estimate.observe(10, 3.0)
+    assert estimate.seconds_per_unit == pytest.approx(0.3, rel=1e-3)
+
+
+def test_a_load_pays_while_it_beats_computing_with_all_that_is_ahead() -> None:
+    cost = CostModel()
+    assert cost.load_pays(1, 16)
+    cost.load.observe(10, 1.0)
+    assert cost.load_pays(1000, 16), "computing has never been measured"
+    cost.compute.observe(100, 1.0)
+    assert cost.load_pays(blocks=4, tokens=64)
+    assert not cost.load_pays(blocks=4, tokens=64, blocks_ahead=3)
+    assert not cost.load_pays(blocks=4, tokens=40), "as much is not less"

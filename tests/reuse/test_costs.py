@@ -112,14 +112,10 @@ def test_what_a_pass_costs_and_what_more_work_adds_to_it() -> None:
     assert costs.added_seconds(100, 2) == pytest.approx(1e-2 + 6e-4, rel=1e-3)
 
 
-def test_translation_pays_from_where_it_takes_less_time_than_computing() -> None:
-    costs = known_costs()
-    assert [tokens for tokens in range(1, 40) if costs.translation_pays(tokens, tokens)] == list(range(12, 40))
-
-
-def test_translation_pays_by_the_tokens_that_need_not_be_computed_then() -> None:
+def test_translation_pays_from_where_it_takes_less_time_than_computing_what_is_spared() -> None:
     """40 tokens take 1.4 ms to translate, as long as 14 take to compute."""
     costs = known_costs()
+    assert [tokens for tokens in range(1, 40) if costs.translation_pays(tokens, tokens)] == list(range(12, 40))
     assert [spared for spared in range(41) if costs.translation_pays(40, spared)] == list(range(15, 41))
 
 
@@ -172,16 +168,11 @@ def test_as_many_tokens_as_fit_into_the_seconds() -> None:
     assert costs.tokens_within(1.0, 300) == 300
     assert costs.tokens_within(1.0, 0) == 0
     assert costs.tokens_within(-1.0, 300) == 0
-
-
-@pytest.mark.parametrize(("seconds", "fit"), [(-1e-3, 0), (0.0, 300), (1.0, 300)])
-def test_tokens_that_cost_nothing_all_fit_as_long_as_there_is_time(seconds: float, fit: int) -> None:
-    """A machine on which a pass takes the same however long it is."""
-    costs = EngineCosts()
+    costs = EngineCosts()  # of a machine on which a pass takes the same however long it is
     for _, tokens, sequences in passes(64):
         costs.observe_pass(int(tokens), int(sequences), 1e-2 - 1e-6 * tokens)
     assert costs.added_seconds(300, 0) == 0.0
-    assert costs.tokens_within(seconds, 300) == fit
+    assert [costs.tokens_within(seconds, 300) for seconds in (-1e-3, 0.0, 1.0)] == [0, 300, 300]
 
 
 def test_after_measuring_the_first_observation_is_bounded_too() -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
-from kedge.reuse.lanes import MAX_REFUSALS, LaneBudget, WaitingPrompt, fits, fitted, grant, lane_tokens
+from kedge.reuse.lanes import LaneBudget, WaitingPrompt, fits, fitted, grant, lane_tokens
 from tests.reuse.test_holes import SIZE, layouts, positions
 
 FOUR: Holes = (range(40, 60), range(95, 97), range(150, 151), range(290, 300))
@@ -44,7 +45,7 @@ def test_what_is_fitted_fits_and_contains_the_holes(holes: Holes, budget: LaneBu
 
 
 WAITING = st.lists(
-    st.tuples(st.one_of(st.just(()), layouts()), st.integers(1, 60), st.integers(0, MAX_REFUSALS)), max_size=6
+    st.tuples(st.one_of(st.just(()), layouts()), st.integers(1, 60), st.integers(0, PATIENCE)), max_size=6
 ).map(
     lambda listed: [
         WaitingPrompt(f"r{at}", tokens, holes, refusals) for at, (holes, tokens, refusals) in enumerate(listed)
@@ -78,7 +79,7 @@ def test_lanes_take_only_what_running_and_earlier_requests_leave() -> None:
     assert grant([holed], LaneBudget(64, 8), demand=41) == {}, "it waits rather than being cut"
     assert grant([plain, holed], LaneBudget(64, 8), demand=20) == {"h": FOUR}
     assert grant([plain, holed], LaneBudget(64, 8), demand=21) == {}
-    late = WaitingPrompt("h", 300, FOUR, MAX_REFUSALS)
+    late = WaitingPrompt("h", 300, FOUR, PATIENCE)
     assert grant([late], LaneBudget(64, 8), demand=41) == {"h": (range(40, 60), range(95, 97), range(150, 300))}
 
 

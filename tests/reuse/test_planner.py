@@ -15,21 +15,10 @@ from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, WITHHELD, P
 from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
 
-NOBODY = cast(Any, None)
-"""Neither anchors nor base KV are asked where nothing can be translated."""
 UNWATCHED = GuardOrders()
 ALWAYS = EngineCosts(by_cost=False)
 """Translation always pays."""
 LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
-
-
-def plan_of(reuse: ReuseMode, refusal: str | None = None, leased: tuple[Span, ...] = LEASED) -> tuple[Span, ...]:
-    segments = (Segment((1, 2, 3, 4, 5), "p0"), Segment((6, 7, 8, 9), "x", SampleId.parse("x@0")))
-    return (
-        Planner(NOBODY, NOBODY, PlannerConstants(), refusal, ALWAYS)
-        .plan(GenerateRequest(segments, reuse=reuse), leased)
-        .spans
-    )
 
 
 class Known:
@@ -202,11 +191,6 @@ class Cost(EngineCosts):
         return readers * (tokens - self._tokens) > base_tokens and self.translation_pays(tokens, tokens)
 
 
-def computed_of(weak: list[int], weak_prefix: list[int], cost: EngineCosts = ALWAYS, **policy: int) -> list[int]:
-    """What is computed of p0 (5 tokens), x (8 tokens), p1 (6 tokens)."""
-    return plan_with(weak, weak_prefix, cost, **policy).computed
-
-
 def plan_with(
     weak: list[int], weak_prefix: list[int], cost: EngineCosts = ALWAYS, guard: GuardOrders = UNWATCHED, **policy: int
 ) -> ReusePlan:
@@ -224,16 +208,16 @@ def plan_of_x(known: Known, guard: GuardOrders, cost: EngineCosts = ALWAYS, **po
 
 
 def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -> None:
-    assert computed_of([], []) == [18]
-    assert computed_of([1, 7], []) == [6, 12, 18]
-    assert computed_of([], [0, 3]) == [13, 16, 18]
-    assert computed_of([1], [3], recompute_head=1) == [5, 6, 13, 16, 18]
+    assert plan_with([], []).computed == [18]
+    assert plan_with([1, 7], []).computed == [6, 12, 18]
+    assert plan_with([], [0, 3]).computed == [13, 16, 18]
+    assert plan_with([1], [3], recompute_head=1).computed == [5, 6, 13, 16, 18]
 
 
 def test_weak_tokens_are_sentinels_at_no_cost() -> None:
     plan = plan_with([1, 7], [3], guard=GuardOrders(sentinels=2))
     assert sorted(plan.sentinels) == [Sentinel(6, True), Sentinel(12, True)]
-    assert plan.computed == computed_of([1, 7], [3])
+    assert plan.computed == plan_with([1, 7], [3]).computed
     assert plan_with([1, 7], [3], guard=GuardOrders(watched=frozenset("x"))).sentinels == ()
 
 
@@ -246,16 +230,18 @@ def test_translated_tokens_are_drawn_as_sentinels_of_watched_values_only() -> No
 
 def test_a_segment_of_which_too_little_is_spared_is_computed() -> None:
     most = list(range(7))
-    assert computed_of(most, [], Cost(0)) == [*range(5, 12), 18], "one token is spared"
-    assert computed_of([], [0, 1, 2, 3], Cost(2)) == list(range(13, 19)), "the template behind it: two are"
-    assert computed_of([], [0, 1, 2], Cost(2)) == [13, 14, 15, 18]
-    assert computed_of(most, [], Cost(1)) == list(range(5, 19)), "nothing behind a value that is computed either"
+    assert plan_with(most, [], Cost(0)).computed == [*range(5, 12), 18], "one token is spared"
+    assert plan_with([], [0, 1, 2, 3], Cost(2)).computed == list(range(13, 19)), "the template behind it: two are"
+    assert plan_with([], [0, 1, 2], Cost(2)).computed == [13, 14, 15, 18]
+    assert plan_with(most, [], Cost(1)).computed == list(range(5, 19)), "nothing behind a value that is computed either"
 
 
-def test_exact_tokens_keep_their_source() -> None:
-    assert plan_of(ReuseMode.EXACT) == (*LEASED, Span(6, 9, Source.COMPUTED))
-    assert plan_of(ReuseMode.TRANSLATE, "no rotation") == (*LEASED, Span(6, 9, Source.COMPUTED))
-
-
-def test_without_a_hit_all_is_computed() -> None:
-    assert plan_of(ReuseMode.OFF, leased=()) == (Span(0, 9, Source.COMPUTED),)
+@pytest.mark.parametrize(
+    ("reuse", "refusal"), [(ReuseMode.OFF, None), (ReuseMode.EXACT, None), (ReuseMode.TRANSLATE, "no rotation")]
+)
+def test_exact_tokens_keep_their_source_and_all_others_are_computed(reuse: ReuseMode, refusal: str | None) -> None:
+    nobody: Any = None  # is asked where nothing can be translated
+    planner = Planner(nobody, nobody, PlannerConstants(), refusal, ALWAYS)
+    request = GenerateRequest((Segment((1,) * 5, "p0"), Segment((2,) * 4, "x", SampleId.parse("x@0"))), reuse=reuse)
+    assert planner.plan(request, LEASED).spans == (*LEASED, Span(6, 9, Source.COMPUTED))
+    assert planner.plan(request, ()).spans == (Span(0, 9, Source.COMPUTED),)

@@ -16,8 +16,9 @@ from kedge.guard import GuardOrders
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.runtime import MAX_VALUES, REFRESH, Runtime
+from kedge.reuse.runtime import MAX_VALUES, REFRESH, UNKNOWN, Readers, Runtime
 from kedge.settings import AnchorSettings, PlannerConstants
+from kedge.structures.bounded import ENTRIES
 from kedge.types import (
     AgentId,
     GenerateRequest,
@@ -60,7 +61,7 @@ def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateReques
     )
 
 
-class Readers(Above):
+class ForReaders(Above):
     """Costs by which base KV is worth computing from so many readers on."""
 
     def __init__(self, readers: float) -> None:
@@ -93,21 +94,17 @@ class Taught:
         return [self.runtime.wants_harvest(request(seed), plan) for seed in range(times)]
 
 
-@pytest.mark.parametrize("values", [0, 1, CAPACITY - 1])
-def test_an_agent_that_has_seen_few_values_learns_from_every_dense_prompt(values: int) -> None:
-    assert Taught(values).wants(3 * REFRESH) == [True] * 3 * REFRESH
+@pytest.mark.parametrize(("values", "teaches"), [(0, False), (1, False), (CAPACITY - 1, False), (CAPACITY, True)])
+def test_a_dense_prompt_is_learned_from_while_few_values_were_seen_or_where_it_is_dense_to_teach(
+    values: int, teaches: bool
+) -> None:
+    assert Taught(values).wants(3 * REFRESH, teaches=teaches) == [True] * 3 * REFRESH
 
 
 @pytest.mark.parametrize("values", [CAPACITY, 3 * CAPACITY])
 def test_an_agent_that_has_seen_enough_learns_from_one_dense_prompt_in_so_many(values: int) -> None:
     """So that its offsets follow what changes."""
-    wanted = Taught(values).wants(5 * REFRESH)
-    assert wanted.count(True) == 5
-    assert [at % REFRESH for at, is_wanted in enumerate(wanted) if is_wanted] == [REFRESH - 1] * 5
-
-
-def test_a_prompt_that_is_dense_in_order_to_teach_is_always_learned_from() -> None:
-    assert Taught(CAPACITY).wants(2 * REFRESH, teaches=True) == [True] * 2 * REFRESH
+    assert Taught(values).wants(5 * REFRESH) == 5 * [*[False] * (REFRESH - 1), True]
 
 
 def test_what_an_agent_has_seen_says_nothing_of_another_one_with_the_same_value() -> None:
@@ -141,7 +138,7 @@ def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above:
 
 
 def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholder() -> None:
-    runtime = Taught(CAPACITY, Readers(3)).runtime
+    runtime = Taught(CAPACITY, ForReaders(3)).runtime
     assert runtime.needs(request(1)) == [] and runtime.prerequisites(request(1), 0) == [], "two are assumed"
     runtime.needs(request(1))
     assert len(runtime.needs(request(1))) == 1, "the third reader"
@@ -208,13 +205,6 @@ def test_base_kv_that_only_one_agent_reads_is_not_kept() -> None:
     assert not leaves_base(runtime, in_place(3 * MAX_VALUES))
 
 
-def test_another_base_context_is_another_template() -> None:
-    """Offsets that were measured against other base KV are not used."""
-    first = in_place(1, agent="other")
-    question = replace(first.segments[1], base_context=(7, 7, 7))
-    assert template_key(first) != template_key(replace(first, segments=(first.segments[0], question)))
-
-
 # template text behind values ------------------------------------------------------------------------------------------
 
 TEXT = tuple(range(200, 209))
@@ -262,16 +252,17 @@ def test_a_prompt_that_moves_only_the_value_leaves_the_text_behind_it() -> None:
 
 def test_text_that_is_left_after_a_prompt_was_drafted_is_moved_if_it_is_looked_for_again() -> None:
     stage, other = ReadTwice(), linked(1, "other", TEXT[::-1])
-    drafts = [stage.runtime.draft(other, ()) for _ in range(2)]
+    drafts = [stage.runtime.planner.draft(other, ()) for _ in range(2)]
     for draft in drafts:
-        assert len(stage.runtime.grow(draft, other, 3)) == 1
+        assert len(stage.runtime.planner.grow(draft, other, 3)) == 1
     stage.bases.put_shared_text(other.run_key, (*other.segments[1].tokens, *TEXT[::-1]), random_kv(len(TEXT), 9), "")
     added = [
-        stage.runtime.grow(draft, other, 4, again=again) for draft, again in zip(drafts, (False, True), strict=True)
+        stage.runtime.planner.grow(draft, other, 4, again=again)
+        for draft, again in zip(drafts, (False, True), strict=True)
     ]
     assert [[(one.start, one.tokens) for one in found] for found in added] == [[], [(2 + SIZE, len(TEXT))]]
-    assert stage.runtime.grow(drafts[1], other, 4, again=True) == (), "all is drafted"
-    plans = [stage.runtime.seal(draft, other) for draft in drafts]
+    assert stage.runtime.planner.grow(drafts[1], other, 4, again=True) == [], "all is drafted"
+    plans = [stage.runtime.planner.seal(draft, other) for draft in drafts]
     assert [len(plan.computed) for plan in plans] == [2 + len(TEXT) + 6, 2 + 6]
 
 
@@ -307,11 +298,11 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
     for agent in ("first", "second"):
         stage.runtime.keep_base(prompts[agent], kv[agent].slice)
     for here in layout(prompts["first"])[2:5]:
-        assert stage.runtime._planner.sample_of_reader(prompts["first"], here) is None
+        assert stage.runtime.planner.sample_of_reader(prompts["first"], here) is None
     for agent, reader in (("second", "first"), ("third", "second")):
         asked, its = prompts[agent], prompts[reader]
         for here, there in zip(layout(asked)[2:5], layout(its)[2:5], strict=True):
-            found = stage.runtime._planner.sample_of_reader(asked, here)
+            found = stage.runtime.planner.sample_of_reader(asked, here)
             assert found is not None and torch.equal(found.base.keys, kv[reader].slice(there.start, there.stop).keys)
             assert found.pool.placeholder.endswith(f"<{template_key(its)}")
     key = template_key(prompts["third"])
@@ -330,8 +321,8 @@ def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> Non
     assert [one.blend.adds for one in plan.translations] == [False]
     stage.runtime.keep_base(asked, random_kv(asked.prompt_tokens, 1).slice, plan)
     other = with_answer("other")
-    assert stage.runtime._planner.sample_of_reader(other, layout(other)[3]) is None
-    assert stage.runtime._planner.sample_of_reader(other, layout(other)[2]) is not None
+    assert stage.runtime.planner.sample_of_reader(other, layout(other)[3]) is None
+    assert stage.runtime.planner.sample_of_reader(other, layout(other)[2]) is not None
 
 
 def test_where_nothing_is_moved_no_text_is_kept() -> None:
@@ -408,3 +399,65 @@ def test_without_base_kv_of_the_template_moved_answers_teach_nothing() -> None:
 
 def test_an_agent_that_has_read_enough_answers_learns_no_more_from_them() -> None:
     assert [plan.teaches for plan in Moving(CAPACITY).plans][-2:] == [False, False]
+
+
+# how many readers the next value of a placeholder is expected to have ------------------------------------------------
+
+
+def placeholder(name: str = "question", tenant: str = "tenant", flow: str = "flow") -> PoolKey:
+    return PoolKey(Namespace(TenantId(tenant)), WorkflowId(flow), name)
+
+
+def read_all(readers: Readers, values: range, times: int, of: PoolKey | None = None) -> None:
+    """Let every value be read so often."""
+    for value in values:
+        for _ in range(times):
+            readers.read(of or placeholder(), (value,))
+
+
+def test_two_readers_or_the_most_so_far_are_assumed_until_something_is_known() -> None:
+    readers = Readers()
+    assert readers.expected(placeholder()) == UNKNOWN
+    read_all(readers, range(MAX_VALUES), 1)
+    assert readers.expected(placeholder()) == UNKNOWN, "all of them may have more readers yet"
+    read_all(readers, range(2), 2)
+    assert readers.expected(placeholder()) == 3, "while no count is final it is the highest one"
+
+
+def test_a_count_is_not_final_while_its_value_is_read_on() -> None:
+    """Neither order nor what lies between matters."""
+    readers = Readers()
+    for value in range(MAX_VALUES * 3):
+        readers.read(placeholder(), (value,))
+        readers.read(placeholder(), (-1,))
+    assert readers.expected(placeholder()) == pytest.approx(1.0), "the one with many readers still has some"
+    read_all(readers, range(-2 * MAX_VALUES, -MAX_VALUES), 1)
+    assert readers.expected(placeholder()) > 2.0, "and none since"
+
+
+def test_placeholders_are_counted_apart() -> None:
+    readers = Readers()
+    others = [placeholder("hint"), placeholder(tenant="another"), placeholder(flow="another")]
+    for times, of in enumerate(others, start=3):
+        read_all(readers, range(MAX_VALUES + 10), times, of)
+    assert [readers.expected(of) for of in others] == pytest.approx([3.0, 4.0, 5.0])
+    assert readers.expected(placeholder()) == UNKNOWN
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 6), (6, 1)])
+def test_a_change_is_followed(before: int, after: int) -> None:
+    readers = Readers()
+    read_all(readers, range(MAX_VALUES + 200), before)
+    read_all(readers, range(-MAX_VALUES - 300, 0), after)
+    assert readers.expected(placeholder()) == pytest.approx(after, abs=0.1)
+
+
+def test_the_placeholder_that_was_read_longest_ago_is_forgotten_first() -> None:
+    readers, kept = Readers(), placeholder("kept")
+    for of in (placeholder(), kept):
+        read_all(readers, range(MAX_VALUES + 10), 4, of)
+    for at in range(ENTRIES - 1):
+        readers.read(placeholder(f"another-{at}"), (1,))
+        readers.read(kept, (0,))
+    assert readers.expected(placeholder()) == UNKNOWN
+    assert readers.expected(kept) == pytest.approx(4.0)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from kedge.engine.echo import EchoEngine
+from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
+from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
 from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
-    FinishReason,
     GenerateRequest,
     Namespace,
     ReuseMode,
@@ -20,11 +20,13 @@ from kedge.types import (
     RunKey,
     SampleId,
     TenantId,
+    Tokens,
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey
-from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.steps import UNKNOWN
+from kedge.workflow.template import Value
 
 ASK = {"user_question": "why?"}
 
@@ -152,13 +154,6 @@ def test_independent_agents_are_submitted_together() -> None:
     first_answer = next(i for i, event in enumerate(seen) if event.kind is EventKind.ANSWERED)
     assert started == ["a", "b", "c", "d"]
     assert [event.agent for event in seen[:first_answer] if event.kind is EventKind.SUBMITTED] == ["a", "b", "c"]
-
-
-def test_results_are_in_the_order_of_the_workflow() -> None:
-    workflow = flow(agent("slow"), agent("fast"), agent("end", "agent_slow_current", "agent_fast_current"))
-    with EchoEngine({"slow": "s" * 40, "fast": "f", "end": "e"}, delay_s=0.001) as engine:
-        result = run(engine, workflow, ASK)
-    assert [said.agent for said in result.results] == ["slow", "fast", "end"]
 
 
 def test_history_and_loops_over_turns(engine: Engine) -> None:
@@ -306,13 +301,6 @@ def test_an_event_handler_that_raises_ends_the_run() -> None:
         assert not engine.cancel(engine.requests[0].request_id)
 
 
-def test_answers_that_end_by_length_go_on() -> None:
-    with EchoEngine({"a": "abcdef"}) as engine:
-        result = run(engine, flow(agent("a", max_tokens=3), agent("b", "agent_a_current")), ASK)
-    assert result.of("a").completion.finish_reason is FinishReason.LENGTH
-    assert result.text == "abc"
-
-
 def test_the_engine_is_told_the_prompts_that_come_next_as_far_as_they_are_known(engine: Engine) -> None:
     """Of whoever waits for nobody but those that run; not of those further away."""
     workflow = flow(
@@ -338,3 +326,63 @@ def test_who_waits_for_several_is_told_more_with_every_answer() -> None:
         run(engine, workflow, ASK)
         known = [[text for _, text, _ in filled(engine, request)] for request in engine.prepared]
     assert known == [["why?", "", ""], ["why?", "f", ""]]
+
+
+# the requests of steps -----------------------------------------------------------------------------------------------
+
+TOKENIZER = ByteTokenizer()
+FLOW = Workflow(
+    "flow",
+    (
+        Agent("a", "sys", "Q {user_question} B {agent_b_current}", tool=lambda answer, inputs: answer),  # noqa: ARG005
+        Agent("b", "sys", "Q {user_question} A {agent_a_current} T {condition_a_current}", max_tokens=7),
+    ),
+    turns=2,
+    loops=(("b", "a"),),
+)
+RUN = RunKey(Namespace(TenantId("t")), "c", RunId("r"))
+QUESTION = SampleId(ValueKind.INPUT, "user_question")
+A0, B0, T0 = Step("a", 0).sample(), Step("b", 0).sample(), Step("a", 0).sample(ValueKind.CONDITION)
+
+
+def memory(**values: str) -> dict[SampleId, Remembered]:
+    samples = {"question": QUESTION, "a": A0, "b": B0, "tool": T0}
+    tokens = {samples[name]: TOKENIZER.encode(text) if text else () for name, text in values.items()}
+    return {sample: Remembered.of(Value(found, sample)) for sample, found in tokens.items()}
+
+
+def values(step: Step, *memories: dict[SampleId, Remembered]) -> list[tuple[str, str, Tokens]]:
+    request = RunPrompts(RUN, FLOW, compiled(FLOW, TOKENIZER), memories).request(step, ReuseMode.EXACT)
+    return [(str(one.sample), TOKENIZER.decode(one.tokens)) for one in request.segments if one.is_placeholder]
+
+
+def test_what_is_not_known_yet_waits_for_its_sample() -> None:
+    step = Step("b", 0)
+    assert values(step, memory(question="why?")) == [
+        ("input_user_question@0", "why?"),
+        ("agent_a@0", ""),
+        ("condition_a@0", ""),
+    ]
+    assert values(step, memory(question="why?", a="so", tool="")) == [
+        ("input_user_question@0", "why?"),
+        ("agent_a@0", "so"),
+    ], "a value that is known to be empty has no segment"
+
+
+def test_before_the_first_turn_there_is_nothing_and_later_the_turn_before_is_read() -> None:
+    assert values(Step("a", 0), memory(question="why?")) == [("input_user_question@0", "why?")]
+    assert values(Step("a", 1), memory(question="why?")) == [("input_user_question@0", "why?"), ("agent_b@0", "")]
+
+
+def test_the_first_memory_that_knows_a_sample_gives_its_value() -> None:
+    found = values(Step("b", 0), memory(a="bound", tool=""), memory(question="why?", a="answer"))
+    assert found == [("input_user_question@0", "why?"), ("agent_a@0", "bound")]
+
+
+def test_fixed_prompts_are_those_of_agents_that_have_one() -> None:
+    prompts = compiled(FLOW, TOKENIZER)
+    fixed = fixed_prompts(RUN, prompts)
+    assert fixed == {AgentKey(*RUN, agent): prompt.prefixes[0] for agent, prompt in prompts.items()}
+    bare = Workflow("bare", (Agent("a", "", "{user_question}"),))
+    alone = compiled(bare, ByteTokenizer())
+    assert set(fixed_prompts(RUN, alone)) == ({AgentKey(*RUN, "a")} if alone["a"].prefixes[0] else set())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.import_graph import ImportGraph, circular, floors
+from scripts.rooms import BEGIN, END, drawing, drawn
 
 FILES = {
     "__init__.py": "",
@@ -39,10 +40,6 @@ def test_a_name_leads_to_its_module(graph: ImportGraph) -> None:
     assert graph.imported(("house", "engine", "run")) == {("house", "cache"), ("house", "ground")}
 
 
-def test_packages_need_no_init_file(graph: ImportGraph) -> None:
-    assert graph.packages == (("house",), ("house", "cache"), ("house", "engine"))
-
-
 def test_floors_are_the_longest_paths_down(graph: ImportGraph) -> None:
     arrows = graph.siblings(("house",))
     assert arrows == {"ground": frozenset(), "cache": frozenset({"ground"}), "engine": frozenset({"cache", "ground"})}
@@ -54,3 +51,34 @@ def test_a_circle_is_found_and_shares_a_floor(graph: ImportGraph) -> None:
     arrows = graph.siblings(("house", "cache"))
     assert circular(arrows) == {("tree", "nodes"), ("nodes", "tree")}
     assert floors(arrows) == {"tree": 1, "nodes": 1}
+
+
+# the drawing of the rooms ---------------------------------------------------------------------------------------------
+
+ROOMS = {
+    "__init__.py": "",
+    "cli/__init__.py": '"""The command. It has\nmany options."""\nfrom house import anchors, cache\n',
+    "cli/run.py": "",
+    "cache.py": '"""Where KV lives: blocks,\nand a tree."""\n',
+    "anchors.py": "",
+}
+DRAWN = """\
+ 2  cli/        The command
+ 1  anchors.py
+    cache.py    Where KV lives: blocks, and a tree
+"""
+
+
+def test_a_drawing(tmp_path: Path) -> None:
+    for name, text in ROOMS.items():
+        file = tmp_path / "house" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert drawing(ImportGraph(tmp_path / "house"), ("house",)) == DRAWN
+
+
+def test_only_what_is_between_the_markers_changes() -> None:
+    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert drawn(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    with pytest.raises(ValueError, match="needs the lines"):
+        drawn("no markers", "new")

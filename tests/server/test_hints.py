@@ -11,9 +11,11 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.server.tenancy import KeyRing, hashed, load_keys
 from kedge.settings import LimitSettings
-from kedge.types import Namespace, RunId, RunKey, TenantId, TurnHints
+from kedge.types import TenantId, TurnHints
+from tests.coding_clients import events, with_other_ids
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import Served, serving
+from tests.server.talking import MODEL, Talking
 
 
 def test_a_client_is_told_what_was_understood(http: httpx.Client, served: Served) -> None:
@@ -68,6 +70,13 @@ def test_an_answer_says_what_became_of_each_action(http: httpx.Client, served: S
     )
 
 
+@pytest.mark.parametrize("case", with_other_ids(MODEL))
+def test_of_several_ids_of_a_coding_client_one_is_the_session(told: Talking, case: str) -> None:
+    path, body, headers, session = with_other_ids(MODEL)[case]
+    events(f"{told.served.url}{path}", body, headers)
+    assert (told.request().turn.session, told.request().run) == (session, session) and told.request().is_plain
+
+
 Outcomes = dict[tuple[str, str], str]
 
 
@@ -120,6 +129,10 @@ HOSTILE: dict[str, Any] = {
 def test_values_that_are_not_accepted_are_named_and_change_nothing(http: httpx.Client) -> None:
     assert set(advised(http, {"kedge": HOSTILE}).values()) == {"rejected"}
     assert {name for name, _ in advised(http, {"kedge": HOSTILE})} == HOSTILE.keys()
+    reasons = {
+        one["action_id"]: one["reason"] for one in http.post("/v1/hints", json={"kedge": HOSTILE}).json()["actions"]
+    }
+    assert reasons["keep_for"] == "must be a number of seconds from 0 on" and "256 characters" in reasons["session"]
     many = {f"field {at}": 1 for at in range(5000)}
     assert len(advised(http, {"kedge": many})) < 30, "an answer is bounded"
     assert advised(http, {"kedge": [HOSTILE]}) == {}
@@ -191,27 +204,6 @@ def test_no_tenant_speaks_for_anothers_sessions() -> None:
         assert httpx.post(f"{running.url}/v1/hints", json=said).status_code == 401
 
 
-def test_expected_sessions_count_against_the_limit() -> None:
-    keys = KeyRing({}, LimitSettings(hints_per_minute=10))
-    with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
-        allowed = running.service.meter(keys.authenticate(None)).hints
-        allowed.clock = lambda: allowed.filled_at  # time stands still
-        advised(http, {"kedge": {"expects": {"a": 1, "b": 1}}})
-        assert allowed.level == 7
-
-
-def test_a_forecast_that_is_late_is_ignored(http: httpx.Client, served: Served) -> None:
-    for seq in (5, 5, -1):
-        said = {"run": "f", "client": "c", "seq": seq, "steps": {"a": 0, "b": 1}}
-        assert http.post("/v1/hints", json={"kedge": said}).status_code == 200
-    forecasts = {key.run_id: one for key, one in served.workflows.client_runs.board._runs.items()}
-    assert forecasts["f"].seq == 5
-    http.post("/v1/hints", json={"kedge": {"run": "f", "client": "c", "final": True}})
-    (run,) = served.workflows.client_runs.board._runs
-    assert run == RunKey(Namespace(TenantId("default")), "c", RunId("f"))
-    assert served.workflows.client_runs.board.forecast(run).next_runs == {}
-
-
 def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
     keys = KeyRing({}, LimitSettings(tokens_per_minute=1, hints_per_minute=10))
     with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
@@ -226,12 +218,3 @@ def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
         assert refused.headers["retry-after"] == "18"
         assert len(engine.forecasts) == 4, "what is refused changes nothing"
         assert http.post("/v1/completions", json={"prompt": "x", "kedge": {"run": "r"}}).status_code == 200
-
-
-def test_hints_are_limited_where_nobody_set_a_limit() -> None:
-    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
-        allowed = running.service.meter(KeyRing({}, LimitSettings()).authenticate(None)).hints
-        allowed.clock = lambda: allowed.filled_at  # time stands still
-        steps = {f"agent-{at}": at for at in range(4096)}
-        answers = [http.post("/v1/hints", json={"kedge": {"run": "r", "steps": steps}}).status_code for _ in range(5)]
-    assert answers == [200, 200, 200, 429, 429]

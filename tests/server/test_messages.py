@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from kedge.engine.echo import EchoEngine
+from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.errors import PromptTooLong
+from kedge.server.anthropic import MessagesBody
+from kedge.server.openai.protocol import ChatBody, CompletionBody
+from kedge.server.responses import ResponsesBody
+from kedge.server.workflows.routes import RunBody
 from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, YAML, serving
+from tests.tokenizers_of_families import FAMILIES, tokenizer_of
 
-CHAT, TEXT, HINTS = "/v1/chat/completions", "/v1/completions", "/v1/hints"
-FLOWS, RUNS = "/v1/workflows", "/v1/workflows/pair/runs"
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+FLOWS, RUNS, HINTS = "/v1/workflows", "/v1/workflows/pair/runs", "/v1/hints"
 HI = [{"role": "user", "content": "hi"}]
 ASK = {"user_question": "?"}
 PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
@@ -29,7 +36,6 @@ MODES = "'off', 'exact' or 'translate'"
 REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
 MODES = "must be one of off, exact, translate"
 SHORT_NAME = "must be a printable text of 1 to 256 characters"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 HALF = "must be valid Unicode, without lone surrogates"
 
 WRONG: list[tuple[str, object, str | None, str]] = [
@@ -160,3 +166,103 @@ def test_wrong_inputs_are_refused_before_a_run_begins(
     error = error_of(post(http, RUNS, {"inputs": inputs, "stream": stream}))
     assert (error["param"], error["message"]) == (param, message)
     assert http.get("/v1/runs").json()["data"] == []
+
+
+# large bodies ---------------------------------------------------------------------------------------------------------
+
+MANY = 50_000
+MANY_WRONG: list[tuple[Any, str, dict[str, Any]]] = [
+    (ChatBody, CHAT, {"messages": [1] * MANY}),
+    (ChatBody, CHAT, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+    (ChatBody, CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]}),
+    (ChatBody, CHAT, {"messages": HI, "tools": [1] * MANY}),
+    (ChatBody, CHAT, {"messages": HI, "stop": [1] * MANY}),
+    (ChatBody, CHAT, {"messages": HI, "documents": [1] * MANY}),
+    (CompletionBody, TEXT, {"prompt": [None] * MANY}),
+    (CompletionBody, TEXT, {"prompt": [[None] * MANY]}),
+    (MessagesBody, MESSAGES, {"messages": [1] * MANY}),
+    (MessagesBody, MESSAGES, {"messages": HI, "system": [1] * MANY}),
+    (MessagesBody, MESSAGES, {"messages": HI, "tools": [{}] * MANY}),
+    (MessagesBody, MESSAGES, {"messages": HI, "stop_sequences": [1] * MANY}),
+    (ResponsesBody, RESPONSES, {"input": [1] * MANY}),
+    (ResponsesBody, RESPONSES, {"input": "x", "tools": [1] * MANY}),
+    (RunBody, RUNS, {"inputs": {str(at): at for at in range(MANY)}}),
+    (RunBody, RUNS, {"inputs": {}, "reuse": {str(at): at for at in range(MANY)}}),
+]
+
+
+@pytest.mark.parametrize(("model", "path", "body"), MANY_WRONG)
+def test_a_wrong_list_ends_at_its_first_wrong_item(
+    http: httpx.Client, model: Any, path: str, body: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="validation error") as caught:
+        model.model_validate(body)
+    assert len(caught.value.errors()) <= 8  # one for each member of a union
+    answer = post(http, path, body)
+    assert answer.status_code == 400 and len(answer.text) < 1500, answer.text
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_a_long_body_is_read_in_another_thread(http: httpx.Client, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def loads(*given: Any, **more: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return kept(*given, **more)
+
+    kept = json.loads
+    monkeypatch.setattr("json.loads", loads)
+    error_of(post(http, CHAT, {"messages": [{**HI[0], "content": "x" * size}], "n": 0}))
+    assert any(name.startswith("kedge-work") for name in threads) == (size > 10)
+
+
+# length ---------------------------------------------------------------------------------------------------------------
+
+LONG = "a " * 200_000
+
+
+class OnlyShort:
+    """Takes part in tokenizing, and fails for long texts."""
+
+    @staticmethod
+    def split(text: str) -> list[str]:
+        assert len(text) < 1000
+        return [text]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": LONG}, "prompt"),
+        (TEXT, {"prompt": ["a", LONG]}, "prompt"),
+        (CHAT, {"messages": [{**HI[0], "content": LONG}]}, "messages"),
+        (CHAT, {"messages": HI * 100_000}, "messages"),
+        (MESSAGES, {"messages": [{**HI[0], "content": LONG}], "max_tokens": 5}, "messages"),
+        (MESSAGES, {"messages": HI, "system": LONG, "max_tokens": 5}, "messages"),
+        (RESPONSES, {"input": LONG}, "input"),
+        (CHAT, {"messages": [], "kedge": {"workflow": "pair", "agent": "first", "bindings": {"user_question": LONG}}},
+         "kedge.bindings"),
+        (RUNS, {"inputs": {"user_question": LONG}}, "inputs.user_question"),
+    ],
+)  # fmt: skip
+def test_what_is_far_too_long_is_not_tokenized(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "_special", OnlyShort)
+    answer = post(http, path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    if path != MESSAGES:
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_a_part_of_a_long_text_is_tokenized(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    tokenizer.most = 100
+    for text in (LONG, "x" * 100_000, "é∆" * 50_000, "<s>" * 50_000):
+        with pytest.raises(PromptTooLong) as caught:
+            tokenizer.measure(text)
+        whole = len(tokenizer.inner.encode(text, add_special_tokens=False))
+        assert caught.value.most == 100 and 0.5 * whole < caught.value.tokens < 2 * whole
+    for text in ("Hello there " * 20, " " * 150, "rains and rains"):
+        tokenizer.measure(text)

@@ -1,8 +1,7 @@
-"""How a server ends: what runs may finish, what does not is told, and nothing new is taken."""
+"""How a server ends, by itself or with its engine: what may finish, what does not is told, nothing new is taken."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +15,10 @@ from kedge.engine.echo import EchoEngine
 from kedge.server import app
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
-from kedge.settings import LimitSettings, ServerSettings
+from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, PATIENCE, YAML, serving, wait_until
 
+BOOM = RuntimeError("boom")
 LONG = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True}
 
 
@@ -71,17 +71,17 @@ def test_a_stream_that_ends_in_time_is_whole() -> None:
         ending(grace=5, delay_s=0.005) as running,
         running.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 100, "stream": True}) as answer,
     ):
-        events = [line for line in first_then(running, answer) if line]
+        events = [line for line in first_then(running.end, answer) if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert sum(len(json.loads(line[6:])["choices"][0]["text"]) for line in events[:-1]) == 50, "x and EOS by turns"
 
 
-def first_then(running: Ending, answer: httpx.Response) -> Iterator[str]:
-    """The lines of a stream, while its server is told to end after the first."""
+def first_then(act: Callable[[], None], answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream, of which the first is followed by an act."""
     for number, line in enumerate(answer.iter_lines()):
         if number == 0:
-            running.end()
+            act()
         yield line
 
 
@@ -90,7 +90,7 @@ def test_a_stream_that_goes_on_too_long_is_told_so() -> None:
         ending(grace=0.2, delay_s=0.01) as running,
         running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
     ):
-        events = [line for line in first_then(running, answer) if line]
+        events = [line for line in first_then(running.end, answer) if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["error"]["code"] == "engine_closed"
 
@@ -151,27 +151,50 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mo
         over.set()
 
 
+# an engine that ends by itself ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing() -> Iterator[tuple[Ending, EchoEngine]]:
+    """A server that ends because its engine does, within the block: there is a minute's grace that it must not take."""
+    with EchoEngine(delay_s=0.01) as engine:
+        running = Ending(engine, grace=60.0)
+        yield running, engine
+        assert running.joined()
+        assert not engine.in_flight
+        assert running.service.is_quiet
+
+
+def test_health_tells_an_engine_that_ended_by_itself_from_one_that_works() -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        assert [http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        engine.fail(BOOM)
+        assert [http.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
+        error = http.get("/health").json()["error"]
+    assert error["code"] == "engine_closed" and "boom" in error["message"]
+
+
+def test_a_server_whose_engine_fails_ends_and_its_streams_are_told() -> None:
+    with (
+        failing() as (running, engine),
+        running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
+    ):
+        events = [line for line in first_then(lambda: engine.fail(BOOM), answer) if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["error"]["code"] == "engine_closed"
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_flood_is_held_back(stream: bool) -> None:
-    """100 calls at once where 8 may be: each is answered or told when to come again, and no more than 8 run."""
-    most = 0
-
-    async def flood(url: str, engine: EchoEngine) -> list[httpx.Response]:
-        nonlocal most
-        body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": stream}
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=100)) as http:
-            calls = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(100)]
-            while not all(call.done() for call in calls):
-                most = max(most, len(engine.in_flight))
-                await asyncio.sleep(0.002)
-            return [call.result() for call in calls]
-
-    config = ServerSettings(limits=LimitSettings(requests_in_flight=8))
-    with EchoEngine(delay_s=0.01) as engine, serving(engine, config) as running:
-        answers = asyncio.run(flood(running.url, engine))
-        running.wait_quiet()
-        assert {answer.status_code for answer in answers} == {200, 429}
-        turned_away = [answer for answer in answers if answer.status_code == 429]
-        assert all(int(answer.headers["retry-after"]) >= 1 for answer in turned_away)
-        assert 0 < most <= 8
-        assert len(engine.requests) == 100 - len(turned_away)
+def test_a_run_that_an_engine_takes_with_it_has_failed(stream: bool) -> None:
+    with failing() as (running, engine):
+        running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
+        body = {"inputs": {"user_question": "x" * 2000}, "stream": stream}
+        caller = threading.Thread(target=running.http.post, args=("/v1/workflows/pair/runs",), kwargs={"json": body})
+        caller.start()
+        wait_until(lambda: bool(engine.in_flight))
+        engine.fail(BOOM)
+        caller.join(PATIENCE)
+    (run,) = next(iter(running.server._runs._of.values())).values()
+    assert run.status == "failed"
+    assert run.events[-1][1]["error"]["code"] == "engine_closed"
+    assert "boom" in run.events[-1][1]["error"]["message"]

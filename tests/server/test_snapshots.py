@@ -1,19 +1,22 @@
-"""`kedge serve --state`: the server keeps what was learned, and goes on without where it cannot."""
+"""`kedge serve --state`: the server keeps what was learned, and nothing else outlives its process."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import httpx
 import pytest
 
+from kedge.cli.serve import EXIT_ENGINE_ENDED
 from kedge.engine.common.state import saving
 from kedge.engine.common.state.files import MANIFEST
 from kedge.engine.echo import EchoEngine
@@ -21,12 +24,15 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError
 from kedge.server import app
 from kedge.server.app import create_app
-from kedge.settings import ServerSettings
+from kedge.server.tenancy import hashed, load_keys
+from kedge.settings import LimitSettings, ServerSettings
+from tests.engine.common.state.test_files import damage
 from tests.engine.common.state.test_snapshot import ask, engine, files_of
-from tests.engine.common.state_helpers import change, damage, record_files
-from tests.engine.local.conftest import tiny_model
+from tests.engine.local.conftest import tiny_model, tiny_tokenizer
+from tests.processes import children, is_alive, linux_only
 from tests.server.conftest import YAML, Served, serving, wait_until
-from tests.server.test_failure import process
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -64,57 +70,9 @@ def test_one_damaged_file_costs_a_server_one_pool(tmp_path: Path, caplog: pytest
         assert third.inspect()["anchors"]["pools"] == 1, "the snapshot at the end kept the sound rest"
 
 
-def test_a_server_starts_whatever_is_damaged(tmp_path: Path) -> None:
-    with engine() as first, served(first, tmp_path):
-        ask(first, 50)
-    for file in [*record_files(tmp_path), tmp_path / MANIFEST]:
-        damage(file, "random")
-    with engine() as second, served(second, tmp_path) as running:
-        assert second.inspect()["anchors"]["pools"] == 0
-        assert running.http().get("/ready").status_code == 200
-        ask(second, 50)
-    with engine() as third, served(third, tmp_path) as running:
-        assert third.inspect()["anchors"]["pools"] == 2
-        assert snapshots_of(running.http().get("/metrics").text, "damaged") == 0
-
-
-def test_state_of_another_model_is_refused_and_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with engine() as first, served(first, tmp_path):
-        ask(first, 50)
-    kept = {file.name for file in record_files(tmp_path)}
-    change(tmp_path / MANIFEST, identity="another model")
-    with engine() as second, served(second, tmp_path) as running:
-        assert second.inspect()["anchors"]["pools"] == 0
-        assert snapshots_of(running.http().get("/metrics").text, "refused") == 1
-    assert "the saved state is refused" in caplog.text
-    assert {file.name for file in record_files(tmp_path / "refused-1")} == kept
-
-
-def test_a_disk_that_fails_ends_no_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with engine() as built, served(built, tmp_path, 0.05) as running:
-        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        ask(built, 50)
-        wait_until(lambda: "No space left" in caplog.text)
-        monkeypatch.undo()
-        assert 'status="failed"' in running.http().get("/metrics").text
-        assert running.http().get("/ready").status_code == 200
-    with engine() as second, served(second, tmp_path):
-        assert second.inspect()["anchors"]["pools"] == 2, "the last snapshot was a good one again"
-
-
 def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EchoEngine has no state"):
         app.snapshots_of(EchoEngine(), tmp_path, lambda _: None)
-
-
-def test_a_folder_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with engine() as built:
-        snapshots = app.snapshots_of(built, tmp_path / "file" / "below", lambda _: None)
-        with pytest.raises(ConfigError, match=r"server\.state"):
-            snapshots.load()
 
 
 def test_a_folder_that_somebody_else_uses_is_a_wrong_setting(tmp_path: Path) -> None:
@@ -128,9 +86,6 @@ def test_a_folder_that_somebody_else_uses_is_a_wrong_setting(tmp_path: Path) -> 
 
 
 def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
-    from kedge.server.tenancy import hashed, load_keys
-    from kedge.settings import LimitSettings
-
     file = tmp_path / "keys.toml"
     file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
     with engine() as built:
@@ -138,12 +93,97 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
         limits = built.query(lambda parts: parts.learned[0].limits)
         assert limits == {"a": 1 << 20, "b": 7}
         block = built.runner.spec.bytes_per_token * 16
-        assert built.query(lambda parts: parts.cache.tiers.backups.limits) == {"a": (2 << 20) // block}
+        assert built.query(lambda parts: parts.cache.tiers.limits) == {"a": (2 << 20) // block}
     with pytest.raises(ConfigError, match="cannot bound"):
         create_app(EchoEngine(), keys=load_keys(None, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
 
 
 # real processes -------------------------------------------------------------------------------------------------------
+
+MORTAL = """
+from kedge.cli import serve
+from kedge.cli.main import app
+from kedge.engine.echo import EchoEngine
+from kedge.workflow.spec import TOOLS
+from kedge.workloads.sandbox import SandboxLimits, run_python
+
+class Mortal(EchoEngine):
+    def submit(self, request):
+        if "die" in self.tokenizer.decode(request.tokens):
+            self.fail(RuntimeError("boom"))
+        return super().submit(request)
+
+def hang(answer, inputs):
+    run_python("import time; time.sleep(1000)", SandboxLimits(seconds=1000))
+
+TOOLS["hang"] = "__main__:hang"
+serve.HANG_SECONDS = 3.0
+serve.open_engine = lambda settings, _: Mortal()
+app()"""
+HANGS = """
+name: hangs
+agents: [{id: a, user: "{user_question}", tool: hang, tool_seconds: 1000}]
+"""
+LIMIT = 300.0
+"""Seconds that a process may run"""
+
+
+class Process:
+    """`kedge serve`, run by some code, and its log."""
+
+    def __init__(self, code: str, *args: str, folder: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "KEDGE_API_KEYS": "",
+            "KEDGE_ENGINE__PLANNER__BY_COST": "false",  # what is learned here is not to depend on this machine
+            "KEDGE_ENGINE__PLANNER__MOVE": "never",  # of answers too, at the first question
+        }
+        code = f"from kedge.engine.common.state import saving; saving.SNAPSHOT_SECONDS = 0.2\n{code}"
+        command = [sys.executable, "-c", code, "serve", *args, "--port", "0", "--log-format", "json"]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
+        self.watchdog = Timer(LIMIT, self.popen.kill)  # its log ends then, so that no test waits for a line for ever
+        self.watchdog.start()
+        self.lines: list[str] = []
+        self.http = httpx.Client(base_url=re.search(r"http://\S+", self.until("running on http"))[0], timeout=60)
+
+    def until(self, text: str) -> str:
+        """Read the log up to a line with this text."""
+        assert self.popen.stderr
+        for line in self.popen.stderr:
+            self.lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"it ended without {text!r}: {self.lines}")
+
+
+@contextmanager
+def process(code: str, *args: str, folder: Path) -> Iterator[Process]:
+    running = Process(code, *args, folder=folder)
+    try:
+        yield running
+    finally:
+        running.watchdog.cancel()
+        running.popen.kill()
+        running.popen.communicate()
+
+
+@linux_only
+def test_neither_a_tool_nor_the_code_that_it_runs_keeps_the_process(tmp_path: Path) -> None:
+    with process(MORTAL, "--tools", folder=tmp_path) as running:
+        running.http.post("/v1/workflows", content=HANGS, headers=YAML).raise_for_status()
+        sleeps = {"inputs": {"user_question": "?"}}
+        events = running.http.post("/v1/workflows/hangs/runs", json=sleeps).json()["events"]
+        with running.http.stream("GET", events) as told:
+            assert any(line == "event: answered" for line in told.iter_lines())
+        wait_until(lambda: bool(children(running.popen.pid)))
+        codes = children(running.popen.pid)
+        assert running.http.post("/v1/completions", json={"prompt": "die"}).json()["error"]["code"] == "engine_closed"
+        assert running.http.get("/health").status_code == 503
+        assert "boom" in running.until("the engine ended by itself")
+        assert running.popen.wait(60) == EXIT_ENGINE_ENDED
+        wait_until(lambda: not any(map(is_alive, codes)))
+
 
 FLOW = """
 name: pair
@@ -156,17 +196,8 @@ agents:
 SERVE = "from kedge.cli.main import app; app()"
 
 
-def run_flow(http: httpx.Client, question: str) -> list[dict[str, object]]:
-    body = {"inputs": {"user_question": question}, "stream": True, "reuse": "translate"}
-    lines = http.post("/v1/workflows/pair/runs", json=body).text.splitlines()
-    done = json.loads(next(line for line in reversed(lines) if line.startswith("data: "))[6:])
-    return [agent["receipt"] for agent in done["agents"]]
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engine.local.conftest import tiny_tokenizer
-
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model("llama").save_pretrained(folder)
     tiny_tokenizer().inner.save_pretrained(folder)
@@ -180,7 +211,8 @@ def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path,
     with process(SERVE, *args, folder=tmp_path) as running:
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         for question in ("one and two", "three and four"):
-            run_flow(running.http, question)
+            body = {"inputs": {"user_question": question}, "stream": True, "reuse": "translate"}
+            assert "event: finished" in running.http.post("/v1/workflows/pair/runs", json=body).text
         running.until(r"saved 2 pools")
         running.popen.send_signal(signal.SIGKILL)
         assert running.popen.wait(60) == -signal.SIGKILL

@@ -77,48 +77,23 @@ def test_a_schema_is_followed_however_tokens_are_drawn(client: openai.OpenAI, se
     assert "\n" not in (answer.choices[0].message.content or "")
 
 
-def test_any_object_is_json(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=ASK, response_format={"type": "json_object"}, max_tokens=60, temperature=0
-    ).choices[0]
-    assert (answer.message.content or "").startswith("{")
-    if answer.finish_reason == "stop":
-        assert isinstance(json.loads(answer.message.content or ""), dict)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_call_is_forced(client: openai.OpenAI, seed: int, stream: bool) -> None:
-    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
-    call = _calls_of(client, stream, **asked)[0]
+    asked: Any = {"model": MODEL, "messages": ASK, "temperature": 1.5, "max_tokens": 300, "seed": seed}
+    asked |= {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    if stream:
+        chunks = client.chat.completions.create(**asked, stream=True)
+        (call,) = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    else:
+        answer = client.chat.completions.create(**asked).choices[0]
+        assert answer.finish_reason == "tool_calls" and not answer.message.content
+        call = answer.message.tool_calls[0].function
     assert call.name in NAMES
     if call.name == "order":
         Order.model_validate_json(call.arguments)
     else:
         assert json.loads(call.arguments) == {}
-
-
-def test_with_tools_and_a_format_it_is_either(client: openai.OpenAI) -> None:
-    kinds = set()
-    for seed in range(6):
-        answer = client.chat.completions.create(
-            model=MODEL, messages=ASK, tools=TOOLS, temperature=2, seed=seed, max_tokens=300, parallel_tool_calls=False,
-            response_format=form(PARAMETERS),
-        ).choices[0]  # fmt: skip
-        kinds.add(answer.finish_reason)
-        if answer.finish_reason == "stop":
-            Order.model_validate_json(answer.message.content or "")
-    assert kinds <= {"stop", "tool_calls"}
-
-
-def _calls_of(client: openai.OpenAI, stream: bool, **asked: Any) -> list[Any]:
-    asked = {"model": MODEL, "messages": ASK, "temperature": 1.5, "max_tokens": 300, **asked}
-    if not stream:
-        answer = client.chat.completions.create(**asked).choices[0]
-        assert answer.finish_reason == "tool_calls" and not answer.message.content
-        return [call.function for call in answer.message.tool_calls]
-    chunks = client.chat.completions.create(**asked, stream=True)
-    return [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
 
 
 def test_responses_follow_a_schema_and_call_tools(client: openai.OpenAI) -> None:
@@ -203,18 +178,10 @@ def test_the_server_goes_on_after_hostile_schemas(client: openai.OpenAI) -> None
     assert client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=5).choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "#"},
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        {"allOf": [{"$ref": "#"}]},
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"a": {"type": "string"}},
-         "required": ["a"]},
-    ],
-)  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_no_answer_fits_is_a_bad_request(running: Served, schema: Any, stream: bool) -> None:
+def test_a_schema_that_no_answer_fits_is_a_bad_request(running: Served, stream: bool) -> None:
+    both = {"properties": {"a": {"type": "integer"}}, "patternProperties": {"a": {"type": "string"}}}
+    schema = {"type": "object", **both, "required": ["a"]}
     body = {"messages": ASK, "response_format": form(schema), "max_tokens": 30, "stream": stream}
     with running.http() as http:
         answer = http.post("/v1/chat/completions", json=body)

@@ -6,14 +6,6 @@ from hypothesis import strategies as st
 from kedge.structures.bounded import BoundedDict
 
 
-def test_a_look_up_leaves_the_order_as_it_is() -> None:
-    entries: BoundedDict[str, int] = BoundedDict(2)
-    entries["a"], entries["b"] = 1, 2
-    assert entries.get("a") == entries["a"] == 1
-    entries["c"] = 3
-    assert list(entries) == ["b", "c"]
-
-
 def test_evicted_entries_are_reported() -> None:
     evicted: list[tuple[str, int]] = []
     entries: BoundedDict[str, int] = BoundedDict(1, lambda key, value: evicted.append((key, value)))

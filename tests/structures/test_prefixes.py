@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.structures.prefixes import common_length, common_prefix, leading_count
+from kedge.structures.prefixes import SortedKeys, common_length, common_prefix, leading_count
 
 SHORT = st.lists(st.integers(0, 1), max_size=12).map(tuple)
 
@@ -45,3 +45,29 @@ def test_leading_items_are_counted_with_any_guess(answer: int, start: int, stop:
 def test_several_sequences(sequences: list[tuple[int, ...]]) -> None:
     least = min((naive(sequences[0], other) for other in sequences), default=0)
     assert common_prefix(sequences) == (sequences[0][:least] if sequences else ())
+
+
+# sorted keys ----------------------------------------------------------------------------------------------------------
+
+
+KEYS = st.lists(st.sampled_from(b"ab"), min_size=1, max_size=6).map(bytes)
+
+
+@given(st.lists(st.tuples(KEYS, st.booleans())), KEYS, st.booleans(), st.integers(1, 5))
+def test_the_nearest_are_found_whatever_was_set_and_deleted(
+    changes: list[tuple[bytes, bool]], key: bytes, early: bool, half: int
+) -> None:
+    keys = SortedKeys[int]()
+    if early:  # from now on the order is kept, not made
+        assert keys.order == []
+    for value, (changed, is_set) in enumerate(changes):
+        if is_set:
+            keys[changed] = value
+        elif changed in keys:
+            del keys[changed]
+    assert keys.order == sorted(keys)
+    common = {value: common_length(other, key) for other, value in keys.items()}
+    found = keys.nearest(key, 2 * half)
+    assert len(found) <= 2 * half and all(common[value] == same for same, value in found)
+    most = sorted(common.values(), reverse=True)[:half]
+    assert sorted((same for same, _ in found), reverse=True)[: len(most)] == most

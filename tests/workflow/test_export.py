@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.workflow.export import LOOP, Edge, columns, export, lanes, mermaid, step_edges, workflow_edges
+from kedge.workflow.export import Edge, columns, export, lanes, mermaid, step_edges
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
 
@@ -47,11 +46,11 @@ BRANCH = StepGraph(
 
 
 class ReadBack(NamedTuple):
-    """What a text says of a graph; of an edge: start, end, whether it is a loop, its label and its colour."""
+    """What a text says of a graph; of an edge: start, end, whether it is a loop, and its label."""
 
     name: str
     nodes: list[str]
-    edges: list[tuple[str, str, bool, str, str]]
+    edges: list[tuple[str, str, bool, str]]
 
 
 def read_mermaid(text: str) -> ReadBack:
@@ -59,23 +58,14 @@ def read_mermaid(text: str) -> ReadBack:
     _, front, body = text.split("---\n", 2)
     nodes = {name: unescaped(label) for name, label in re.findall(r'^  (n\d+)\["(.*)"\]$', body, re.MULTILINE)}
     found = re.findall(r'^  (n\d+) (-->|-\.->)(?:\|"(.*)"\|)? (n\d+)$', body, re.MULTILINE)
-    colours = dict(coloured(body))
-    edges = [
-        (nodes[start], nodes[to], arrow == "-.->", label, colours[at])
-        for at, (start, arrow, label, to) in enumerate(found)
-    ]
-    assert len(body.splitlines()) == 1 + len(nodes) + len(edges) + len(set(colours.values()))
+    edges = [(nodes[start], nodes[to], arrow == "-.->", label) for start, arrow, label, to in found]
+    assert len(body.splitlines()) == 1 + len(nodes) + len(edges)
     return ReadBack(yaml.safe_load(front)["title"], list(nodes.values()), edges)
 
 
 def unescaped(label: str) -> str:
     assert not set(label) & set('"<>&`[]{}|\n')
     return re.sub(r"#(\d+);", lambda found: chr(int(found[1])), label)
-
-
-def coloured(body: str) -> Iterator[tuple[int, str]]:
-    for places, colour in re.findall(r"^  linkStyle ([\d,]+) stroke:(#\w{6})$", body, re.MULTILINE):
-        yield from ((int(at), colour) for at in places.split(","))
 
 
 def test_a_workflow_read_back() -> None:
@@ -112,13 +102,6 @@ def test_odds_are_those_of_the_choice() -> None:
     assert [edge.label for edge in step_edges(BRANCH)] == ["30%", "", "70%"]
 
 
-def test_alternatives_have_colours_and_loops_have_one() -> None:
-    labels = {edge.label: edge.colour for edge in step_edges(LOOPS) if edge.to == "expresser"}
-    assert len(set(labels.values())) == 2
-    assert {edge.colour for edge in step_edges(LOOPS) if edge.is_loop} == {LOOP}
-    assert LOOP not in labels.values()
-
-
 def test_columns_are_by_who_must_speak_before() -> None:
     assert columns(TEAM) == [["a"], ["b", "c"], ["d"]]
 
@@ -126,16 +109,6 @@ def test_columns_are_by_who_must_speak_before() -> None:
 def test_lanes_are_the_steps_before_the_run() -> None:
     nodes = (Node("late", after=["b"]), Node("a"), Node("b", after=["a"]), Node("x", after=["a", "b"]))
     assert [[node.id for node in lane] for lane in lanes(StepGraph("g", nodes))] == [["a"], ["b", "x"], ["late"]]
-
-
-def test_who_is_read_only_from_turns_before_is_a_loop() -> None:
-    loops = [(edge.start, edge.to) for edge in workflow_edges(TEAM) if edge.is_loop]
-    assert loops == [("d", "a"), ("d", "d")]
-
-
-def test_mermaid_shows_plain_names_as_they_are() -> None:
-    text = mermaid("g", [["agent_1@0", "two words", "über-prüfer", "_private", "1. first"]], ())
-    assert re.findall(r'\["(.*)"\]', text) == ["agent_1@0", "two words", "über-prüfer", "#95;private", "1#46; first"]
 
 
 NAMES = st.text(min_size=1) | st.text('"\\&#;<>[]|-_@`%\n\té中🙂', min_size=1)
@@ -163,5 +136,5 @@ def test_any_names_come_back(diagram: tuple[str, list[list[str]], list[Edge]]) -
     assert read_mermaid(mermaid(name, columns, edges)) == ReadBack(
         name,
         [node for column in columns for node in column],
-        [(edge.start, edge.to, edge.is_loop, edge.label, edge.colour) for edge in edges],
+        [(edge.start, edge.to, edge.is_loop, edge.label) for edge in edges],
     )

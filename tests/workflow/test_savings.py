@@ -43,11 +43,6 @@ def test_a_role_in_front_hides_the_question_from_a_prefix_cache() -> None:
     assert counts(a, b) == [(7, 2, 0, 2), (7, 2, 4, 6)]
 
 
-def test_a_shared_beginning_is_found_as_it_is_and_nothing_is_left_to_translate() -> None:
-    a, b = (Agent(name, blocks("x", 2), "{user_question}" + blocks(name, 1)) for name in "ab")
-    assert counts(a, b) == [(7, 2, 2, 2), (7, 6, 6, 6)]
-
-
 def test_an_answer_is_computed_by_its_first_reader_unless_it_is_translated() -> None:
     a = Agent("a", blocks("a", 1), "{user_question}")
     b, c = (Agent(name, blocks(name, 1), "{user_question}{agent_a_current}" + name) for name in "bc")
@@ -64,11 +59,6 @@ def test_an_agent_that_must_be_exact_translates_nothing() -> None:
 def test_a_later_turn_finds_the_prompt_of_the_turn_before_up_to_what_is_new() -> None:
     a = Agent("a", blocks("a", 1), "{user_question}" + blocks("y", 1) + "{agent_a_history_1}" + blocks("z", 1))
     assert counts(a, turns=2) == [(7, 1, 1, 1), (11, 6, 5, 10)]
-
-
-def test_an_answer_that_follows_the_same_prompt_again_is_found_where_it_was_written() -> None:
-    a = Agent("a", blocks("a", 1), "{user_question}{agent_a_history_1}")
-    assert counts(a, turns=2)[1] == (9, 8, 8, 8)
 
 
 def test_lengths_by_name_go_first_and_answers_end_at_max_tokens() -> None:

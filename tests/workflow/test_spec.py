@@ -115,21 +115,6 @@ def test_bad_specs_name_key_and_value(data: dict[str, object], key: str, value: 
     assert (caught.value.key, caught.value.value) == (f"flow.yaml: {key}", value)
 
 
-OUT_OF_RANGE = {
-    "temperature: .nan": "temperature=nan: must be from 0 to 100.0",
-    "seed: 9223372036854775808": "seed=9223372036854775808: must be an integer from -9223372036854775808",
-    "tool: python, tool_seconds: .inf": "tool_seconds=inf: must be more than 0 and at most",
-}
-
-
-@pytest.mark.parametrize(("said", "why"), OUT_OF_RANGE.items())
-def test_files_with_sampling_that_no_engine_could_do(tmp_path: Path, said: str, why: str) -> None:
-    path = write(tmp_path, f"name: n\nagents: [{{id: a, user: '{{user_question}}', {said}}}]")
-    with pytest.raises(WorkflowError, match=re.escape(f"agent a: {why}")) as caught:
-        load_flow(path)
-    assert caught.value.__notes__ == [f"in {path}"]
-
-
 BUDGETS = "\nfidelity: fast\nagents: [{id: a, user: x, fidelity: %s}, {id: b, user: x}]"
 
 
@@ -143,11 +128,10 @@ def test_a_budget_of_fidelity_is_an_agents_or_the_workflows(tmp_path: Path, said
 
 @pytest.mark.parametrize(("said", "shown"), [("best", "'best'"), ("0", "0"), ("on", "True")])
 def test_another_budget_of_fidelity_says_what_is_accepted(tmp_path: Path, said: str, shown: str) -> None:
-    why = f"agents.0.fidelity={shown}: Value error, must be one of strict, fp8, fast, any, or nats a token above 0"
-    with pytest.raises(SpecError, match=re.escape(why)):
-        load_workflow(write(tmp_path, "name: n" + BUDGETS % said))
-    with pytest.raises(SpecError, match=re.escape(why.replace("agents.0.", ""))):
-        load_workflow(write(tmp_path, f"name: n\nfidelity: {said}\nagents: [{{id: a, user: x}}]"))
+    why = f"fidelity={shown}: Value error, must be one of strict, fp8, fast, any, or nats a token above 0"
+    for text in (BUDGETS % said, BUDGETS.replace("fast", said) % "fp8"):
+        with pytest.raises(SpecError, match=re.escape(why)):
+            load_workflow(write(tmp_path, "name: n" + text))
 
 
 @pytest.mark.parametrize(
@@ -237,12 +221,6 @@ def test_a_step_graph_is_what_python_builds(tmp_path: Path) -> None:
     assert expected.nodes[6].odds == {"end": 0.5, "archive": 0.5}
 
 
-def test_a_step_graph_in_json(tmp_path: Path) -> None:
-    data = {"name": "g", "graph": {"a": {"loops": ["b"]}, "b": {"after": ["a"], "then": {"a": 1}}}}
-    expected = StepGraph("g", (Node("a", loops=["b"]), Node("b", after=["a"], then={"a": 1.0})))
-    assert load_flow(write(tmp_path, json.dumps(data), "g.json")) == expected
-
-
 def test_a_step_graph_cannot_be_run(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no prompts"):
         load_workflow(write(tmp_path, GRAPH))
@@ -255,6 +233,8 @@ def nodes(**fields: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("data", "key", "value"),
     [
+        (nodes(after=["x"]), "node b: after", "x"),
+        (nodes(then={"a": 1.5}), "node b: then.a", 1.5),
         (nodes(afer=["a"]), "graph.b.afer", "['a']"),
         (nodes(after="a"), "graph.b.after", "a"),
         (nodes(after=["a"], after_any=["a"]), "graph.b.after_any", "['a']"),
@@ -265,20 +245,8 @@ def nodes(**fields: object) -> dict[str, object]:
     ],
 )
 def test_bad_step_graph_files_name_key_and_value(data: dict[str, object], key: str, value: object) -> None:
-    with pytest.raises(SpecError) as caught:
-        build_step_graph(data, source="flow.yaml")
-    assert (caught.value.key, caught.value.value) == (f"flow.yaml: {key}", value)
-
-
-@pytest.mark.parametrize(
-    ("data", "key", "value"),
-    [
-        (nodes(after=["x"]), "node b: after", "x"),
-        (nodes(then={"a": 1.5}), "node b: then.a", 1.5),
-    ],
-)
-def test_wrong_step_graphs_name_node_and_value(data: dict[str, object], key: str, value: object) -> None:
     with pytest.raises(WorkflowError) as caught:
         build_step_graph(data, source="flow.yaml")
-    assert (caught.value.key, caught.value.value) == (key, value)
-    assert caught.value.__notes__ == ["in flow.yaml"]
+    is_wrong = key.startswith("node ")  # else it is none at all
+    assert (caught.value.key, caught.value.value) == (key if is_wrong else f"flow.yaml: {key}", value)
+    assert getattr(caught.value, "__notes__", None) == ["in flow.yaml"] or not is_wrong

@@ -132,29 +132,10 @@ def test_placeholder_in_the_system_message_and_literal_braces() -> None:
     ]
 
 
-def test_every_prefix_part_is_tokenized_by_itself() -> None:
-    tokenizer = Characters()
-    compile_agents([Prompt("a", "s", "one {x} two {y} three")], tokenizer)
-    assert {"[s|one ", " two ", " three]"} <= set(tokenizer.encoded)
-    assert "" not in tokenizer.encoded
-
-
-def test_empty_values_leave_no_segment() -> None:
-    agent = compile_agents([Prompt("a", "", "{x} and {y}")], Characters())["a"]
-    assert [segment.name for segment in agent.fill(values(x="", y="v"))] == ["p0", "p1", "y", "p2"]
-
-
 def test_missing_value_is_named() -> None:
     agent = compile_agents([Prompt("a", "", "{x}")], Characters())["a"]
     with pytest.raises(UnknownPlaceholder, match="agent a='x'"):
         agent.fill({})
-
-
-def test_values_stay_as_they_were_generated() -> None:
-    agent = compile_agents([Prompt("a", "", "{agent_b_current}")], Characters())["a"]
-    value = Value((7, -3, 99999), SampleId.parse("agent_b@4"))
-    segment = agent.fill({Placeholder(ValueKind.AGENT, "b"): value})[1]
-    assert (segment.tokens, segment.sample) == value
 
 
 def base_context(segments: tuple[Segment, ...], name: str) -> str:

@@ -11,29 +11,41 @@ from pathlib import Path
 
 import pytest
 
-from kedge.errors import ConfigError
 from kedge.workloads import sandbox
 from kedge.workloads.sandbox import SandboxLimits, SandboxResult, answer_as_python, run_python
 from tests.processes import is_alive, linux_only
 
 SHORT = SandboxLimits(seconds=0.6)
+MAIN = "import json\nif __name__ == '__main__':\n    print(json.dumps('ä'))"
 
 
-def test_prints() -> None:
-    outcome = run_python("def solve():\n    return 6 * 7\nprint(solve())")
-    assert outcome == SandboxResult("42\n", None)
-    assert outcome.summary == "42"
-
-
-def test_main_module_and_standard_library() -> None:
-    code = "import json, math, re, itertools\nif __name__ == '__main__':\n    print(json.dumps([math.pi > 3, 'ä']))"
-    assert run_python(code).summary == '[true, "\\u00e4"]'
+@pytest.mark.parametrize(
+    ("code", "limits", "stdout", "error"),
+    [
+        (MAIN, SandboxLimits(), '"\\u00e4"\n', None),
+        ("", SandboxLimits(), "", None),
+        ("import sys; sys.exit(0)", SandboxLimits(), "", None),
+        ("exit()", SandboxLimits(), "", None),
+        ("import os; print('PATH' in os.environ)", SandboxLimits(), "False\n", None),
+        ("import sys; sys.stdout.buffer.write(b'a\\xffb')", SandboxLimits(), "a\ufffdb", None),
+        ("import sys; print('x' * 200_000, file=sys.stderr)", SandboxLimits(), "", None),
+        ("import time; time.sleep(0.9); print('waits for a core')", SHORT, "waits for a core\n", None),
+        ("print('before')\n1 / 0", SandboxLimits(), "before\n", "ZeroDivisionError"),
+        ("print('x' * 3000)", SandboxLimits(output_kb=2), "x" * 2048, "OutputTooLong"),
+        ("print('on', flush=True)\nwhile True: pass", SHORT, "on\n", "TimeoutError"),
+        ("print('on', flush=True)\nimport time; time.sleep(1000)", SHORT, "on\n", "TimeoutError"),
+        ("kept = []\nwhile True: kept.append(bytes(1 << 20))", SandboxLimits(memory_mb=64), "", "MemoryError"),
+    ],
+)
+def test_what_code_leaves(code: str, limits: SandboxLimits, stdout: str, error: str | None) -> None:
+    outcome = run_python(code, limits)
+    assert outcome == SandboxResult(stdout, error)
+    assert outcome.summary == (error or stdout.strip())
 
 
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("1 / 0", "ZeroDivisionError"),
         ("def", "SyntaxError"),
         ("nothing", "NameError"),
         ("assert False", "AssertionError"),
@@ -52,37 +64,7 @@ def test_main_module_and_standard_library() -> None:
     ],
 )
 def test_errors_by_name(code: str, error: str) -> None:
-    outcome = run_python(code)
-    assert outcome.error == error
-    assert outcome.summary == error
-
-
-@pytest.mark.parametrize("code", ["", "import sys; sys.exit()", "import sys; sys.exit(0)", "exit()"])
-def test_good_exits(code: str) -> None:
-    assert run_python(code) == SandboxResult("", None)
-
-
-def test_output_before_an_error_is_kept() -> None:
-    assert run_python("print('before')\n1 / 0") == SandboxResult("before\n", "ZeroDivisionError")
-
-
-def test_output_is_cut() -> None:
-    outcome = run_python("print('x' * 3000)", SandboxLimits(output_kb=2))
-    assert outcome == SandboxResult("x" * 2048, "OutputTooLong")
-
-
-def test_a_program_that_has_to_wait_for_a_core_is_not_stopped() -> None:
-    assert run_python("import time; time.sleep(0.9); print('done')", SHORT).summary == "done"
-
-
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])
-def test_endless_code_is_killed(code: str) -> None:
-    assert run_python(f"print('on', flush=True)\n{code}", SHORT) == SandboxResult("on\n", "TimeoutError")
-
-
-def test_growing_memory_ends() -> None:
-    code = "kept = []\nwhile True:\n    kept.append(bytes(1 << 20))"
-    assert run_python(code, SandboxLimits(memory_mb=64)).error == "MemoryError"
+    assert answer_as_python(code, {"user_question": "?"}) == error
 
 
 @pytest.mark.parametrize(
@@ -104,6 +86,7 @@ def test_growing_memory_ends() -> None:
         "open('/etc/passwd')",
         "import os; os.listdir('/')",
         "open('../file', 'w')",
+        "open('/tmp/file', 'w')",
         "import os; os.rename('/tmp/a', 'b')",
         "class Path(str):\n    def startswith(self, *_): return True\nopen(Path('/etc/passwd'))",
         "while True: open('f', 'w')",
@@ -118,31 +101,10 @@ def test_refusals_are_caught_by_no_patch() -> None:
     assert run_python(code).error == "PermissionError"
 
 
-def test_nothing_is_written_outside(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    assert run_python(f"open({str(target)!r}, 'w')").error == "PermissionError"
-    assert not target.exists()
-
-
 def test_files_of_its_own_are_allowed_and_gone_afterwards() -> None:
     code = "import os\nopen('f', 'w').write('x')\nos.mkdir('d')\n"
-    code += "print(sorted(os.listdir()), open('f').read(), os.getcwd())"
-    outcome = run_python(code)
-    assert outcome.stdout.startswith("['d', 'f'] x ")
-    assert not Path(outcome.stdout.split()[-1]).exists()
-
-
-def test_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "1")
-    assert run_python("import os; print('SECRET' in os.environ)").summary == "False"
-
-
-def test_output_that_is_no_utf8() -> None:
-    assert run_python("import sys; sys.stdout.buffer.write(b'a\\xffb')") == SandboxResult("a\ufffdb", None)
-
-
-def test_stderr_is_no_output() -> None:
-    assert run_python("import sys; print('x' * 200_000, file=sys.stderr); print('y')") == SandboxResult("y\n", None)
+    *_, home = run_python(code + "print(sorted(os.listdir()), open('f').read(), os.getcwd())").stdout.split()
+    assert home and not Path(home).exists()
 
 
 def test_no_descriptor_is_left_open() -> None:
@@ -154,16 +116,6 @@ def test_no_descriptor_is_left_open() -> None:
     for code in ("1", "1 / 0", "print(1)"):
         run_python(code)
     assert len(list(folder.iterdir())) == before
-
-
-@pytest.mark.parametrize("key", ["seconds", "memory_mb", "file_mb", "output_kb"])
-def test_limits_are_above_zero(key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        SandboxLimits(**{key: 0})
-
-
-def test_tool() -> None:
-    assert answer_as_python("print(1 + 1)", {"user_question": "?"}) == "2"
 
 
 # the end of the process that runs it ----------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ async def exact(size: str) -> None:
     answers, model = {}, Path(model_path(None))
     for name, settings in (("stock", None), ("kedge", plugin(work, 0.0))):
         with VllmLane(model, room, settings) as lane:
-            clients = VllmClients(lane, work, hinted=settings is not None)
+            clients = VllmClients(lane, work)
             await clients.warm()
             trials = [await clients.trial() for _ in range(3)]
             calls = [call for trial in trials for call in trial.calls]

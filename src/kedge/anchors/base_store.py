@@ -60,22 +60,16 @@ class KnownBase:
     """The agent, with its template's wording, in whose prompt it was read; empty: it is the producer's"""
 
 
-class LastingBase(NamedTuple):
-    """Base KV that is not of a single run."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBase:
+    """Base KV as it is stored."""
 
     serial: int
-    """Changes whenever the KV does."""
+    """Changes whenever the KV does"""
     parts: Mapping[int, KVSegment]
     """That of a template's prefix segments by segment index, or that of a value as number 0"""
-
-
-@dataclass(slots=True, eq=False)
-class _Stored:
-    """The stored parts by segment index (a value has one, 0), and for a value its entry."""
-
-    serial: int
-    parts: dict[int, KVSegment]
     tokens: Tokens = ()
+    """The value's"""
     reader: str = ""
 
     @property
@@ -103,7 +97,7 @@ class BaseStore:
         if max_bytes <= 0:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
         self._max_bytes, self._nbytes = max_bytes, 0
-        self._entries: OrderedDict[_Key, _Stored] = OrderedDict()
+        self._entries: OrderedDict[_Key, StoredBase] = OrderedDict()
         self._readers: dict[tuple[RunKey, Tokens], dict[str, _SharedTextKey]] = {}
         """Who has left KV of a text, in order"""
         self._serials = count()
@@ -130,9 +124,8 @@ class BaseStore:
         key = _SharedTextKey(run, text, reader)
         if key in self._entries:
             return
-        self._put(key, 0, kv, text[len(text) - kv.tokens :])
-        if stored := self._entries.get(key):
-            stored.reader = reader
+        self._put(key, 0, kv, text[len(text) - kv.tokens :], reader)
+        if key in self._entries:
             self._readers.setdefault((run, text), {})[reader] = key
 
     def shared_text(self, run: RunKey, text: Tokens, reader: str) -> KnownBase | None:
@@ -168,10 +161,9 @@ class BaseStore:
         kinds = (PrefixKey, ContentKey) if values else (PrefixKey,)
         return [key for key in self._entries if isinstance(key, kinds)]
 
-    def lasting_base(self, key: LastingKey) -> LastingBase | None:
+    def stored(self, key: LastingKey) -> StoredBase | None:
         """Return the base KV with this key; None if it has gone."""
-        stored = self._entries.get(key)
-        return None if stored is None else LastingBase(stored.serial, dict(stored.parts))
+        return self._entries.get(key)
 
     def end_run(self, run: RunKey) -> None:
         """Forget the values that a run's agents produced, and what their prompts left of the texts that they share."""
@@ -196,20 +188,16 @@ class BaseStore:
         if real > self._max_bytes:
             raise PlanError("nbytes", real, f"{self._max_bytes} are allowed")
 
-    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens) -> None:
-        parts = {index: kv.owned()}
-        if isinstance(key, PrefixKey) and (known := self.prefixes(key.namespace, key.template)):
-            parts = {**known, **parts}
-        self._add(key, _Stored(next(self._serials), parts, tokens))
-
-    def _add(self, key: _Key, stored: _Stored) -> None:
+    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, reader: str = "") -> None:
+        known = self._entries[key].parts if isinstance(key, PrefixKey) and key in self._entries else {}
+        stored = StoredBase(next(self._serials), {**known, index: kv.owned()}, tokens, reader)
         self._drop(key)
         self._entries[key] = stored
         self._nbytes += stored.nbytes
         while self._nbytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
 
-    def _used(self, key: _Key) -> _Stored:
+    def _used(self, key: _Key) -> StoredBase:
         """Return an entry, marked as most recently used."""
         self._entries.move_to_end(key)
         return self._entries[key]
@@ -223,6 +211,6 @@ class BaseStore:
                 del self._readers[key[:2]]
 
 
-def _entry(stored: _Stored, tokens: Tokens) -> KnownBase:
+def _entry(stored: StoredBase, tokens: Tokens) -> KnownBase:
     kv = stored.parts[0].slice(0, len(tokens))
     return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.reader)

@@ -58,12 +58,7 @@ class Entropy:
     temperature: float = SHARP
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
-        match len(block.long_enough(tokens)):
-            case 0:
-                return "longer than every anchor"
-            case 1:
-                return "only one anchor is as long"
-        return ""
+        return "" if len(block.long_enough(tokens)) > 1 else "only one anchor is as long"
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
         anchors = match.block.long_enough(len(match.query.tokens))
@@ -103,8 +98,8 @@ class Error:
         return "" if calibration.observations else "not calibrated yet"
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:
-        error = calibration.predict(match.proposal.distance, match.query.tokens)
-        weak = calibration.predict_worst(match.proposal.distance, match.query.tokens) > self.weak_error / match.weight
+        error = calibration.predict(match.proposal.distance)
+        weak = error > self.weak_error / match.weight
         learns = calibration.observations < 2 * self.min_anchors
         mean = float((error if learns or weak.all() else error[~weak]).mean())
         reason = f"predicted error is {mean:.2f}, above {self.max_error:g}" if not mean <= self.max_error else ""

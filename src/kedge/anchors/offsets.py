@@ -18,11 +18,6 @@ from kedge.anchors.anchor import AnchorId
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
 
-SLACK = 16
-"""An arena is rebuilt with 1 / SLACK of its live size in reserve."""
-WASTE = 1.5
-"""An arena larger than this many times its live size is rebuilt."""
-
 
 @dataclass(frozen=True, slots=True)
 class Blend:
@@ -66,34 +61,20 @@ def split_rows(rows: Tensor, base: KVSegment) -> KVSegment:
     return KVSegment(keys, values)
 
 
-def row_width(kv: KVSegment) -> int:
-    """Return the numbers of one token's row: keys and values of all layers but the first."""
-    layers, _, heads, dim = kv.keys.shape
-    return (layers - 1) * 2 * heads * dim
-
-
-def row_dtype(kv: KVSegment) -> torch.dtype:
-    """Return the dtype of offset rows: that of a half-precision model, and float16 for float32 (error below 1e-3)."""
-    return torch.float16 if kv.dtype == torch.float32 else kv.dtype
-
-
 class OffsetTable:
-    """The rows of many anchors in one arena [capacity, width], each anchor's in one contiguous range.
+    """The rows of many anchors in one arena [rows, width], each anchor's in one contiguous range.
 
-    The arena is never larger than `WASTE` times its live size. `version` changes whenever rows move or are freed: a
-    blend made before that may no longer be read.
+    The room of rows that were dropped is taken by later ones, or given back as it is packed. `version` changes whenever
+    rows move or are dropped: a blend made before that may no longer be read.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.arena = torch.empty(0, width, dtype=dtype, device=device)
         self.width, self.dtype = width, dtype
-        """Numbers per row, and the dtype of blends."""
+        """Numbers per row, and their dtype."""
         self.version = 0
         self._ranges: dict[AnchorId, range] = {}
         self._asked: tuple[Hashable, Tensor] = ((), torch.empty(0, dtype=torch.int64))
-
-    def __contains__(self, anchor: AnchorId) -> bool:
-        return anchor in self._ranges
 
     @property
     def anchors(self) -> set[AnchorId]:
@@ -106,24 +87,9 @@ class OffsetTable:
         return sum(map(len, self._ranges.values()))
 
     @property
-    def capacity(self) -> int:
-        """Rows that the arena has room for."""
-        return self.arena.shape[0]
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of the arena, free rows included."""
+        """Bytes of the arena, dropped rows included."""
         return self.arena.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return self.arena.shape[1] * self.arena.itemsize
-
-    @property
-    def slack_bytes(self) -> int:
-        """Bytes of free rows."""
-        return (self.capacity - self.live) * self.row_bytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
         """Return int64: the rows of these anchors, one after the other, not to be written to. Raises `KeyError` for an
@@ -138,38 +104,32 @@ class OffsetTable:
             self._asked = key, rows
         return self._asked[1]
 
-    def encode(self, rows: Tensor) -> Tensor:
-        """Return `rows` in the arena's format. Raises `TranslationRefused` if one does not fit the table's dtype."""
+    def put(self, anchor: AnchorId, rows: Tensor) -> None:
+        """Add the rows of a new anchor, where others were dropped or else behind all of them. Raises `PlanError` if it
+        has rows already, or the width differs, and `TranslationRefused` if a number does not fit the table's dtype.
+        """
+        if anchor in self._ranges or rows.shape[1:] != (self.width,):
+            raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {self.width} wide ones")
         limit = torch.finfo(self.dtype).max
         low, high = rows.aminmax() if rows.numel() else (rows.new_zeros(()), rows.new_zeros(()))
         if not (low >= -limit and high <= limit):
             raise TranslationRefused("offset", (float(low), float(high)), f"does not fit {self.dtype}")
-        return rows.to(self.dtype)
-
-    def put(self, anchor: AnchorId, rows: Tensor) -> None:
-        """Add the rows of a new anchor. Raises `PlanError` if it has rows already, or the width differs."""
-        if anchor in self._ranges or rows.shape[1:] != (self.width,):
-            raise PlanError("anchor", anchor, f"rows {tuple(rows.shape)} cannot be added to {self.width} wide ones")
-        encoded = self.encode(rows)
-        start = self._gap(len(rows))
+        start = next((a[1] for a, b in pairwise(self._edges()) if b[0] - a[1] >= len(rows)), None)
         if start is None:
-            self._rebuild(self.live + len(rows) + self.live // SLACK)
             start = self.live
-        self.arena[start : start + len(rows)] = encoded
+            self._pack(start + 2 * len(rows))  # another one as long needs no new arena
+        self.arena[start : start + len(rows)] = rows
         self._ranges[anchor] = range(start, start + len(rows))
 
     def drop(self, anchor: AnchorId) -> None:
-        """Free the rows of an anchor, if it has any."""
-        if self._ranges.pop(anchor, None) is None:
-            return
-        self.version += 1
-        if self.capacity > WASTE * self.live:
-            self._rebuild(self.live + self.live // SLACK)
+        """Forget the rows of an anchor, if it has any."""
+        if self._ranges.pop(anchor, None) is not None:
+            self.version += 1
 
-    def trim(self) -> None:
-        """Give back everything that is not live."""
-        if self.capacity > self.live:
-            self._rebuild(self.live)
+    def pack(self) -> None:
+        """Give back what dropped rows take."""
+        if len(self.arena) > self.live:
+            self._pack(self.live)
 
     def check(self, blend: Blend) -> None:
         """Raise `PlanError` for a blend that is out of date."""
@@ -180,34 +140,25 @@ class OffsetTable:
         """Return the weighted sums [tokens, width] in the table's dtype. Raises `PlanError` for a blend out of date."""
         self.check(blend)
         if not blend.rows.numel() or not self.arena.numel():
-            return self.arena.new_zeros(blend.tokens, self.width, dtype=self.dtype)
-        return self._sums(blend)
-
-    def _sums(self, blend: Blend) -> Tensor:
-        """Sum with one fused call that reads each row once, the fastest way on a CPU."""
+            return self.arena.new_zeros(blend.tokens, self.width)
+        # One fused call that reads each row once, the fastest way on a CPU.
         weights = blend.weights.to(self.dtype)
         return torch.nn.functional.embedding_bag(blend.rows, self.arena, per_sample_weights=weights, mode="sum")
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` where ranges overlap, leave the arena, or the arena is too large."""
+        """Raise `PlanError` where ranges overlap, or leave the arena."""
         edges = self._edges()
         if any(a[1] > b[0] for a, b in pairwise(edges)):
-            raise PlanError("ranges", edges, f"overlap, or leave an arena of {self.capacity} rows")
-        if self.capacity > WASTE * self.live:
-            raise PlanError("capacity", self.capacity, f"for {self.live} live rows")
-
-    def _gap(self, size: int) -> int | None:
-        """Return the start of the first free range of `size` rows, or None."""
-        return next((a[1] for a, b in pairwise(self._edges()) if b[0] - a[1] >= size), None)
+            raise PlanError("ranges", edges, f"overlap, or leave an arena of {len(self.arena)} rows")
 
     def _edges(self) -> list[tuple[int, int]]:
         """Return (start, stop) of all ranges in order, between the two ends of the arena."""
         spans = sorted((r.start, r.stop) for r in self._ranges.values() if len(r))
-        return [(0, 0), *spans, (self.capacity, self.capacity)]
+        return [(0, 0), *spans, (len(self.arena), len(self.arena))]
 
-    def _rebuild(self, capacity: int) -> None:
-        """Move what is live to the front of a new arena."""
-        arena = self.arena.new_empty(capacity, self.arena.shape[1])
+    def _pack(self, size: int) -> None:
+        """Move what is live to the front of a new arena of so many rows."""
+        arena = self.arena.new_empty(size, self.width)
         ranges, start = {}, 0
         for anchor, old in self._ranges.items():
             ranges[anchor] = range(start, start + len(old))
@@ -217,5 +168,9 @@ class OffsetTable:
 
 
 def empty_table(kv: KVSegment) -> OffsetTable:
-    """Return a table without rows for offsets of such KV."""
-    return OffsetTable(row_width(kv), row_dtype(kv), kv.device)
+    """Return a table without rows for offsets of such KV, in the dtype of a half-precision model, and in float16 for
+    float32 (error below 1e-3).
+    """
+    layers, _, heads, dim = kv.keys.shape
+    dtype = torch.float16 if kv.dtype == torch.float32 else kv.dtype
+    return OffsetTable((layers - 1) * 2 * heads * dim, dtype, kv.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -13,21 +12,18 @@ from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
-from kedge.structures.bounded import BoundedDict
-from kedge.types import WorkflowId
+from kedge.structures.bounded import ENTRIES, BoundedDict
 
-MAX_SITES = 64
-"""Sites of one pool, a bound for safety; the least recently used goes first"""
 WINDOW = 5
 """A full pool drops the least used of this many anchors added earliest."""
 
 
 class AnchorPool:
-    """The anchors of one placeholder, at most `capacity`, with at most `max_sites` sites. `blocks` key blocks are
-    cached; agents that saw the same values share one.
+    """The anchors of one placeholder, at most `capacity`, with at most `max_sites` sites: the least recently observed
+    goes first. `blocks` key blocks are cached; agents that saw the same values share one.
     """
 
-    def __init__(self, capacity: int, max_sites: int = MAX_SITES, blocks: int = 4) -> None:
+    def __init__(self, capacity: int, max_sites: int = ENTRIES, blocks: int = 4) -> None:
         self.anchors: dict[AnchorId, Anchor] = {}
         """In the order in which they were added"""
         self.sites: dict[PlaceholderSite, SiteOffsets] = {}
@@ -123,16 +119,3 @@ class AnchorPool:
         for anchor in self.anchors.values():
             if len(anchor.keys) != anchor.length or not torch.isfinite(anchor.keys).all():
                 raise PlanError("anchor", anchor.id, "its key vectors do not fit its tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """One placeholder's pool as it is now."""
-
-    workflow: WorkflowId
-    placeholder: str
-    anchors: int
-    sites: int
-    uses: int
-    """Number of uses of its present anchors."""
-    nbytes: int

@@ -65,7 +65,7 @@ def signature_of(anchors: AnchorStore, bases: BaseStore, key: Key) -> Hashable |
     gone.
     """
     if not isinstance(key, PoolKey):
-        base = bases.lasting_base(key)
+        base = bases.stored(key)
         return base and base.serial
     pool = anchors.pools.get(key)
     if pool is None or not pool.anchors:
@@ -77,7 +77,7 @@ def record_of(anchors: AnchorStore, bases: BaseStore, key: Key) -> Record:
     """Return what has this key as a record, on the CPU."""
     if isinstance(key, PoolKey):
         return _pool_record(key, anchors.pools[key])
-    base = bases.lasting_base(key)
+    base = bases.stored(key)
     assert base is not None
     if isinstance(key, PrefixKey):
         halves = {f"{at}.{half}": tensor for at, kv in base.parts.items() for half, tensor in _halves(kv).items()}

@@ -88,21 +88,17 @@ class SiteOffsets:
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
         """Add both parts or none. Raises `PlanError` if they do not fit the site, or the anchor is known already."""
-        self._check(anchor, observed)
+        if anchor in self.holders:
+            raise PlanError("anchor", anchor, "was observed in this site before")
+        if len(observed.prefix) != self._prefix_tokens:
+            why = f"a template has {self._prefix_tokens} at this place"
+            raise PlanError("prefix_tokens", len(observed.prefix), why)
         with ExitStack() as undo:
             undo.callback(self.drop, anchor)
             self.value.put(anchor, observed.value)
             self.prefix.put(anchor, observed.prefix)
             self.holders.append(anchor)
             undo.pop_all()
-
-    def _check(self, anchor: AnchorId, observed: Observation) -> None:
-        if anchor in self.holders:
-            raise PlanError("anchor", anchor, "was observed in this site before")
-        if len(observed.prefix) != self._prefix_tokens:
-            raise PlanError(
-                "prefix_tokens", len(observed.prefix), f"a template has {self._prefix_tokens} at this place"
-            )
 
     def drop(self, anchor: AnchorId) -> None:
         """Forget an anchor, if it is known."""

@@ -11,7 +11,7 @@ from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, PlaceholderSite, P
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import GAMMA, MAX_ERROR, Criterion, Entropy, Error
 from kedge.anchors.estimators import ESTIMATORS, Estimator, Match, Proposal
-from kedge.anchors.pool import AnchorPool, PoolStats
+from kedge.anchors.pool import AnchorPool
 from kedge.anchors.sites import Observation, OffsetEstimate, SiteOffsets, rotated, shared
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
@@ -29,8 +29,6 @@ class AnchorStats:
     nbytes: int
     observed: int
     used: int
-    over_limit: int
-    """Anchors dropped because their tenant exceeded its limit."""
 
 
 class Experience(NamedTuple):
@@ -65,14 +63,11 @@ class AnchorStore:
         self._queries: BoundedDict[Hashable, Query] = BoundedDict(remembered)
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
-        self.pools: dict[PoolKey, AnchorPool] = {}
-        """Least recently used first"""
-        self._max_pools = max_pools
+        self.pools: BoundedDict[PoolKey, AnchorPool] = BoundedDict(max_pools)
         self.limits: dict[TenantId, int | None] = {}
         """The most bytes that a tenant may hold; None is no limit"""
         self._others: int | None = None
         """The limit of tenants without one of their own"""
-        self._over_limit = 0
         self._ids = count()
         self._observed = self._used = 0
 
@@ -168,7 +163,7 @@ class AnchorStore:
         pool = self.pools.get(estimate.pool) if estimate.pool else None
         if pool and estimate.pool:
             pool.hit(estimate.used)
-            self._touch(estimate.pool, pool)
+            self.pools[estimate.pool] = pool
             self._used += 1
 
     def observe(
@@ -199,10 +194,10 @@ class AnchorStore:
         if has_room or not (known and self._judge(pool, known, sample).shareable):
             pool.add(site, offsets, anchor, observed)
         pool.sites[site].calibration = calibration
-        self._touch(sample.pool, pool)
+        self.pools[sample.pool] = pool
         self._observed += 1
         self._bound_tenant(sample.pool.namespace.tenant, anchor.id)
-        self._bound(anchor.id)
+        self._fit(self.config.max_bytes, anchor.id)
 
     def _calibrated(
         self, pool: AnchorPool, offsets: SiteOffsets, anchor: Anchor, sample: SampleView, observed: Observation
@@ -213,7 +208,7 @@ class AnchorStore:
             return offsets.calibration
         match = self._match(pool, others, sample)
         error, after = offsets.error(match, observed), offsets.prefix_error(match, observed)
-        return offsets.calibration.updated(match.proposal.distance, sample.tokens, error, after)
+        return offsets.calibration.updated(match.proposal.distance, error, after)
 
     # bounds ---------------------------------------------------------------------------------------------------
 
@@ -231,47 +226,33 @@ class AnchorStore:
         """Return the bytes of all anchors."""
         return sum(pool.nbytes for pool in self.pools.values())
 
-    def _touch(self, key: PoolKey, pool: AnchorPool) -> None:
-        """Mark a pool as most recently used; add it if it is new."""
-        self.pools.pop(key, None)
-        self.pools[key] = pool
-
-    def _bound(self, keep: AnchorId) -> None:
-        """Drop pools, then anchors, until everything is within its bounds. The anchor `keep` goes last."""
-        while len(self.pools) > self._max_pools:
-            del self.pools[next(iter(self.pools))]
-        self._fit(lambda: list(self.pools.values()), self.config.max_bytes, keep)
-
     def _bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
         """Drop anchors of a tenant until it is within its limit, and none of others."""
-
-        def own() -> list[AnchorPool]:
-            return [pool for key, pool in self.pools.items() if key.namespace.tenant == tenant]
-
-        limit = self.limits.get(tenant, self._others)
-        if limit is not None:
-            before = sum(len(pool.anchors) for pool in own())
-            self._fit(own, limit, keep)
-            self._over_limit += before - sum(len(pool.anchors) for pool in own())
+        if (limit := self.limits.get(tenant, self._others)) is not None:
+            self._fit(limit, keep, tenant)
 
     def _bound_tenants(self) -> None:
         for tenant in {key.namespace.tenant for key in self.pools}:
             self._bound_tenant(tenant)
 
-    def _fit(self, chosen: Callable[[], list[AnchorPool]], most: int, keep: AnchorId | None) -> None:
-        """Until the chosen pools hold at most so many bytes, trim slack, then drop the least used of the anchors that
-        each would drop next.
+    def _fit(self, most: int, keep: AnchorId | None, tenant: TenantId | None = None) -> None:
+        """Until all pools, or those of a tenant, hold at most so many bytes, pack them, then drop the least used of the
+        anchors that each would drop next; `keep` goes last.
         """
-        while (pools := chosen()) and (over := sum(pool.nbytes for pool in pools) - most) > 0:
-            tables = [table for pool in pools for table in pool.tables]
-            if sum(table.slack_bytes for table in tables) >= over:
-                max(tables, key=lambda table: table.slack_bytes).trim()
-            else:
-                candidates = ((pool, pool.anchors[pool.victim(keep)]) for pool in pools)
-                pool, anchor = min(candidates, key=lambda c: (c[1].id == keep, c[1].hits, c[1].id))
-                pool.drop(anchor.id)
-                if not pool.anchors:
-                    self.pools = {key: other for key, other in self.pools.items() if other is not pool}
+        while True:
+            pools = {key: pool for key, pool in self.pools.items() if tenant in (None, key.namespace.tenant)}
+            if sum(pool.nbytes for pool in pools.values()) <= most:
+                return
+            tables = [table for pool in pools.values() for table in pool.tables if len(table.arena) > table.live]
+            for table in tables:
+                table.pack()
+            if tables:
+                continue
+            candidates = ((key, pool.anchors[pool.victim(keep)]) for key, pool in pools.items())
+            key, anchor = min(candidates, key=lambda c: (c[1].id == keep, c[1].hits, c[1].id))
+            pools[key].drop(anchor.id)
+            if not pools[key].anchors:
+                del self.pools[key]
 
     # all of it ------------------------------------------------------------------------------------------------
 
@@ -283,14 +264,16 @@ class AnchorStore:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""
         self._forget_matches()
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
-        self.pools = {key: pool for key, pool in pools.items() if pool.anchors}
+        self.pools.clear()
+        for key, pool in pools.items():
+            if pool.anchors:
+                self.pools[key] = pool
         self._bound_tenants()
-        if self.pools:
-            self._bound(keep=max(i for pool in self.pools.values() for i in pool.anchors))
+        self._fit(self.config.max_bytes, max((i for pool in self.pools.values() for i in pool.anchors), default=None))
 
     def clear(self) -> None:
         """Forget all anchors."""
-        self.pools = {}
+        self.pools.clear()
         self._forget_matches()
 
     def stats(self) -> AnchorStats:
@@ -303,20 +286,19 @@ class AnchorStore:
             nbytes=self.nbytes(),
             observed=self._observed,
             used=self._used,
-            over_limit=self._over_limit,
         )
 
-    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[PoolStats]:
-        """Return figures of the pools of the tenants that `owns` picks, least recently used first."""
+    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[dict[str, object]]:
+        """Return figures of the pools of the tenants that `owns` picks, without these, least recently used first."""
         return [
-            PoolStats(
-                key.workflow,
-                key.placeholder,
-                len(pool.anchors),
-                len(pool.sites),
-                sum(anchor.hits for anchor in pool.anchors.values()),
-                pool.nbytes,
-            )
+            {
+                "workflow": key.workflow,
+                "placeholder": key.placeholder,
+                "anchors": len(pool.anchors),
+                "sites": len(pool.sites),
+                "uses": sum(anchor.hits for anchor in pool.anchors.values()),
+                "nbytes": pool.nbytes,
+            }
             for key, pool in self.pools.items()
             if owns(key.namespace)
         ]

@@ -5,149 +5,80 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
+from typing import Any
 
+from kedge.bench.flows import percentile
 from kedge.engine.base import Engine
-from kedge.engine.common.watched import WatchedEngine, WatchedStream, Watcher
 from kedge.runner.run import RunResult, run
-from kedge.types import AgentId, GenerateRequest, ReuseMode
-from kedge.workflow.graph import Workflow
+from kedge.types import AgentId, ReuseMode
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION, Question, Team
 from kedge.workloads.miniature import MATH, questions
 
-
-@dataclass
-class AgentScore:
-    """One agent's scores, times and prompt tokens over all questions."""
-
-    agent: AgentId
-    ttft_ms: list[float] = field(default_factory=list)
-    correct: int = 0
-    """Answers that are right, of those that are scored"""
-    translated_calls: int = 0
-    exact: int = 0
-    translated: int = 0
-    computed: int = 0
-    is_scored: bool = True
-    """Whether its answers can be right or wrong"""
-
-    @property
-    def calls(self) -> int:
-        """Number of calls."""
-        return len(self.ttft_ms)
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of calls with a correct answer; None for an agent without a scored one."""
-        return self.correct / self.calls if self.is_scored else None
-
-    @property
-    def reuse_rate(self) -> float:
-        """Share of calls that translated (the paper's definition)."""
-        return self.translated_calls / self.calls
-
-    @property
-    def ttft_median(self) -> float:
-        """Median TTFT in milliseconds."""
-        return statistics.median(self.ttft_ms)
-
-    @property
-    def ttft_p90(self) -> float:
-        """90th percentile of the TTFT in milliseconds."""
-        return sorted(self.ttft_ms)[int(0.9 * (self.calls - 1))]
-
-
-@dataclass
-class TeamScore:
-    """A team's answers to all questions in one mode."""
-
-    agents: dict[AgentId, AgentScore]
-    finals: list[str | None] = field(default_factory=list)
-    """Decisions of the last agent, in the order of the questions."""
-    runs: list[RunResult] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, flow: Workflow) -> TeamScore:
-        """Return a score without answers."""
-        return cls({AgentId(agent.id): AgentScore(AgentId(agent.id)) for agent in flow.agents})
-
-    def add(self, workload: Team, question: Question, result: RunResult) -> None:
-        """Count one run of the team."""
-        self.runs.append(result)
-        for one in result.results:
-            score, receipt = self.agents[one.agent], one.completion.receipt
-            right = workload.right(one.agent, one.text, question)
-            score.ttft_ms.append(one.completion.ttft_ms)
-            score.correct, score.is_scored = score.correct + bool(right), right is not None
-            score.translated_calls += receipt.translated > 0
-            score.exact += receipt.exact
-            score.translated += receipt.translated
-            score.computed += receipt.computed
-        self.finals.append(workload.final(result.text))
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of questions that the last agent answers correctly."""
-        return list(self.agents.values())[-1].accuracy
-
-    @property
-    def reuse_rate(self) -> float:
-        """Share of all agents' calls that translated."""
-        return sum(a.translated_calls for a in self.agents.values()) / sum(a.calls for a in self.agents.values())
-
-    def tokens(self) -> dict[str, int]:
-        """Return the team's prompt tokens by source."""
-        sources = ("exact", "translated", "computed")
-        return {source: sum(getattr(agent, source) for agent in self.agents.values()) for source in sources}
+SOURCES = ("exact", "translated", "computed")
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Both modes over the same questions."""
+class TeamScore:
+    """A team's answers to all questions in one mode, and what came of them."""
 
-    dense: TeamScore
-    translated: TeamScore
+    workload: Team
+    answered: list[tuple[Question, RunResult]] = field(default_factory=list)
 
-    @property
-    def same_final_answer(self) -> float:
-        """Share of questions with the same decision in both modes; an answer without a decision matches nothing."""
-        pairs = zip(self.dense.finals, self.translated.finals, strict=True)
-        return sum(a == b and a is not None for a, b in pairs) / len(self.dense.finals)
+    def figures(self, agent: AgentId | None = None) -> dict[str, Any]:
+        """Return the figures of an agent's calls, or of all: milliseconds to the first token, the share of right
+        answers (None: they are neither right nor wrong), that of calls that translated (the paper's reuse rate), and
+        prompt tokens.
+        """
+        calls = [(asked, one) for asked, result in self.answered for one in result.results]
+        chosen = [(asked, one) for asked, one in calls if agent in (None, one.agent)]
+        rights = [self.workload.right(one.agent, one.text, asked) for asked, one in chosen]
+        scored = [right for right in rights if right is not None]
+        receipts, ttft = zip(*((one.completion.receipt, one.completion.ttft_ms) for _, one in chosen), strict=True)
+        return {
+            "ttft_ms": round(statistics.median(ttft), 3),
+            "ttft_p90_ms": percentile(list(ttft), 0.9, 3),
+            "accuracy": statistics.fmean(scored) if scored else None,
+            "reuse_rate": statistics.fmean(receipt.translated > 0 for receipt in receipts),
+            "tokens": {source: sum(getattr(receipt, source) for receipt in receipts) for source in SOURCES},
+        }
 
-    @property
-    def same_answers(self) -> float:
-        """Share of answers of all agents but the first with the same text in both modes."""
-        runs = zip(self.dense.runs, self.translated.runs, strict=True)
-        pairs = [pair for one, other in runs for pair in zip(one.results[1:], other.results[1:], strict=True)]
-        return sum(one.text == other.text for one, other in pairs) / max(1, len(pairs))
 
-    def as_json(self) -> dict[str, object]:
-        """Return the figures as written to a file of results."""
-        agents = [
+def compared(dense: TeamScore, ours: TeamScore) -> dict[str, Any]:
+    """Return the figures of both modes over the same questions, as written to a file of results.
+
+    An answer without a decision is the same as no other. `same_answers` is the share of answers of all agents but the
+    first with the same text in both modes.
+    """
+    runs = [(one, other) for (_, one), (_, other) in zip(dense.answered, ours.answered, strict=True)]
+    pairs = [pair for one, other in runs for pair in zip(one.results[1:], other.results[1:], strict=True)]
+    finals = [(ours.workload.final(one.text), ours.workload.final(other.text)) for one, other in runs]
+    agents = []
+    for agent in (AgentId(one.id) for one in ours.workload.agents):
+        densely, translated = dense.figures(agent), ours.figures(agent)
+        agents.append(
             {
                 "agent": agent,
-                "ttft_dense_ms": round(dense.ttft_median, 3),
-                "ttft_dense_p90_ms": round(dense.ttft_p90, 3),
-                "ttft_translated_ms": round(ours.ttft_median, 3),
-                "ttft_translated_p90_ms": round(ours.ttft_p90, 3),
-                "reuse_rate": ours.reuse_rate,
-                "accuracy_dense": dense.accuracy,
-                "accuracy_translated": ours.accuracy,
+                "ttft_dense_ms": densely["ttft_ms"],
+                "ttft_dense_p90_ms": densely["ttft_p90_ms"],
+                "ttft_translated_ms": translated["ttft_ms"],
+                "ttft_translated_p90_ms": translated["ttft_p90_ms"],
+                "accuracy_dense": densely["accuracy"],
+                "accuracy_translated": translated["accuracy"],
+                "reuse_rate": translated["reuse_rate"],
+                "tokens": translated["tokens"],
             }
-            for agent, dense in self.dense.agents.items()
-            for ours in [self.translated.agents[agent]]
-        ]
-        return {
-            "agents": agents,
-            "accuracy_dense": self.dense.accuracy,
-            "accuracy_translated": self.translated.accuracy,
-            "same_final_answer": self.same_final_answer,
-            "same_answers": self.same_answers,
-            "reuse_rate": self.translated.reuse_rate,
-            "tokens": self.translated.tokens(),
-        }
+        )
+    whole = ours.figures()
+    return {
+        "agents": agents,
+        "accuracy_dense": agents[-1]["accuracy_dense"],
+        "accuracy_translated": agents[-1]["accuracy_translated"],
+        "same_final_answer": sum(one == other and one is not None for one, other in finals) / len(finals),
+        "same_answers": sum(one.text == other.text for one, other in pairs) / max(1, len(pairs)),
+        **{name: whole[name] for name in ("ttft_ms", "reuse_rate", "tokens")},
+    }
 
 
 DEMO_TASKS = (MATH.name, *real.TEAMS)
@@ -164,36 +95,22 @@ def team(task: str, count: int, seed: int) -> tuple[Team, list[Question]]:
     return workload, asked[:count]
 
 
-class ConstrainedEngine(WatchedEngine):
-    """An engine whose answers to one question of a team conform to that team's grammar."""
-
-    def __init__(self, engine: Engine, workload: Team, question: Question) -> None:
-        super().__init__(engine, Watcher())
-        self._constrained = partial(workload.constrained, question)
-
-    def submit(self, request: GenerateRequest) -> WatchedStream:
-        return super().submit(self._constrained(request))
-
-
 def answer(
     engine: Engine,
     workload: Team,
     asked: Iterable[Question],
     reuse: ReuseMode,
-    settle: Callable[[], object],
     on_question: Callable[[TeamScore], None] = lambda _: None,
 ) -> TeamScore:
     """Answer all questions one after the other.
 
-    Before each question `settle` waits until the engine is idle, so that its TTFT includes no learning from the one
-    before; the agents of one question follow each other without a pause.
+    Each question waits until the engine is idle, so that its TTFT includes no learning from the one before; the agents
+    of one question follow each other without a pause.
     """
-    flow = workload.workflow()
-    score = TeamScore.of(flow)
+    flow, score = workload.workflow(), TeamScore(workload)
     for question in asked:
-        settle()
-        served = ConstrainedEngine(engine, workload, question)
-        result = run(served, flow, {QUESTION: question.text}, reuse=reuse, on_tool_error="text")
-        score.add(workload, question, result)
+        engine.wait_idle()
+        result = run(engine, flow, {QUESTION: question.text}, reuse=reuse, on_tool_error="text")
+        score.answered.append((question, result))
         on_question(score)
     return score

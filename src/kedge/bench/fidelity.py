@@ -28,12 +28,12 @@ from torch import Tensor
 from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
-from kedge.engine.local.model.probe import PromptPiece, one_pass, storage_for
-from kedge.engine.local.model.probe import run as run_pass
+from kedge.engine.local.model.probe import ProbedSequence
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sequence import Work, flatten
 from kedge.errors import ConfigError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardOrders
-from kedge.kv.storage import SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
 from kedge.types import (
@@ -47,7 +47,6 @@ from kedge.types import (
     Tokens,
     new_request_id,
 )
-from kedge.workflow.graph import Workflow
 from kedge.workloads.base import QUESTION, Question, Team
 
 TENANT = TenantId("fidelity")
@@ -167,7 +166,8 @@ class MethodServer:
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings) -> None:
         self.method = method
         self.probe = Probe(rows=settings.tokens)
-        self.engine = method.open(loaded, self.probe.assembler, **settings.engine)
+        self.engine = method.open(loaded, **settings.engine)
+        self.probe.watch(self.engine)
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
         self.cold = settings.cold
@@ -232,19 +232,17 @@ class DenseTeam:
     """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
 
     def __init__(self, workload: Team, loaded: Loaded, settings: FidelitySettings) -> None:
-        self._workload, self._runner = workload, loaded[0]
-        flow = workload.workflow()
-        shorter = (replace(agent, max_tokens=min(agent.max_tokens, settings.tokens)) for agent in flow.agents)
-        self._flow: Workflow = replace(flow, agents=tuple(shorter))
+        self._runner, self._flow = loaded[0], workload.workflow(settings.tokens)
         self._probe = Probe(rows=settings.tokens)
-        self.engine = SERVED["dense"].open(loaded, self._probe.assembler, **settings.engine)
+        self.engine = SERVED["dense"].open(loaded, **settings.engine)
+        self._probe.watch(self.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 
     def answer(self, numbered: tuple[int, Question], *, kv: bool = True) -> Asked:
         """Let the team answer a question."""
         number, question = numbered
-        recorder = Recorder(self.engine, self._probe, partial(self._workload.constrained, question), kv=kv)
+        recorder = Recorder(self.engine, self._probe, kv=kv)
         run(recorder, self._flow, {QUESTION: question.text}, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
         return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))
@@ -271,16 +269,16 @@ def over_rounded(
     """
     assert dense.kv is not None
     prompt = dense.request.prompt_tokens
-    tokens = torch.tensor([*dense.request.tokens, *answer], device=runner.device)
-    storage = storage_for(runner, len(tokens) * len(roundings))
-    pieces = []
+    tokens = [*dense.request.tokens, *answer]
+    storage = PagedStorage(runner.spec, len(tokens) * len(roundings), 1, runner.device, runner.rotary)
+    work = []
     for number, rounding in enumerate(roundings.values()):
         start = number * len(tokens)
+        work.append(Work(ProbedSequence.at(tokens, start), [*range(prompt - 1, len(tokens) - 1)]))
         storage.write(SlotTable(torch.arange(start, start + prompt)), 0, dense.kv, None)
         for pool in (storage.keys, storage.values):
             pool[:, start : start + prompt] = rounding(pool[:, start : start + prompt])
-        pieces.append(PromptPiece(tokens, start, prompt - 1, len(tokens) - 1))
-    logits = run_pass(runner, one_pass(pieces, storage)).float().cpu()
+    logits = runner.forward(flatten(work, storage)).cpu()
     return dict(zip(roundings, logits.split(len(answer)), strict=True))
 
 

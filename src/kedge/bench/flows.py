@@ -144,6 +144,12 @@ def spread(values: Iterable[float], digits: int) -> dict[str, float]:
     return {name: round(value, digits) for name, value in picked.items()}
 
 
+def percentile(values: list[float], share: float, digits: int) -> float | None:
+    """Return the nearest-rank percentile; None of no values."""
+    ordered = sorted(values)
+    return round(ordered[int(share * (len(ordered) - 1) + 0.5)], digits) if ordered else None
+
+
 def with_given(settings: Any, **given: object) -> Any:
     """Return settings with the values that are not None."""
     return replace(settings, **{name: value for name, value in given.items() if value is not None})

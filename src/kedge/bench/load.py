@@ -33,6 +33,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from kedge.bench.flows import percentile
 from kedge.bench.shapes import SHAPES, Loaded, load_model, random_runner
 from kedge.engine.base import Engine
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -99,24 +100,24 @@ def reading_team(seed: int, team: Team = reading.READING) -> LoadTeam:
     """Return a team that reads, with questions about paragraphs of XQuAD, in another order for each client."""
     workload, rows = real.load(team.name, None, seed)
     texts = [question.text for question in rows]
-    return LoadTeam(workload.workflow(), drawn(seed, lambda rng: endless(lambda: rng.sample(texts, len(texts)))))
+    return LoadTeam(workload.workflow(), drawn(seed, lambda rng: rng.sample(texts, len(texts))))
 
 
 def random_team(vocab: int, sizes: TeamSizes, seed: int) -> LoadTeam:
     """Return five agents for random weights, whose questions and answers have exactly the given sizes."""
-    questions = drawn(seed, lambda rng: endless(lambda: [_text(rng, vocab, sizes.question)]))
+    questions = drawn(seed, lambda rng: [_text(rng, vocab, sizes.question)])
     return LoadTeam(random_flow(vocab, sizes.answer), questions, OPEN, OPEN_GUARD)
 
 
-def drawn(seed: int, draw: Callable[[Random], Iterator[str]]) -> Questions:
-    """Return questions that `draw` makes of random numbers, which are each client's own."""
-    return lambda client: draw(Random(f"load/{seed}/{client}"))
+def drawn(seed: int, some: Callable[[Random], list[str]]) -> Questions:
+    """Return the questions that `some` makes, again and again, of random numbers, which are each client's own."""
 
+    def questions(client: str) -> Iterator[str]:
+        rng = Random(f"load/{seed}/{client}")
+        while True:
+            yield from some(rng)
 
-def endless(some: Callable[[], list[str]]) -> Iterator[str]:
-    """Yield what `some` returns, called again and again."""
-    while True:
-        yield from some()
+    return questions
 
 
 def word_tokenizer(vocab: int) -> HFTokenizer:
@@ -269,12 +270,6 @@ class LoadRecord:
         return 60 * done / self.calls_per_run / (last - first)
 
 
-def percentile(values: list[float], share: float, digits: int) -> float | None:
-    """Return the nearest-rank percentile; None of no values."""
-    ordered = sorted(values)
-    return round(ordered[int(share * (len(ordered) - 1) + 0.5)], digits) if ordered else None
-
-
 def warm(engine: Engine, team: LoadTeam) -> None:
     """Run the team once without reuse, for the first use of kernels, memory and tools."""
     inputs = {QUESTION: next(team.questions("warm-up"))}
@@ -380,9 +375,6 @@ def measure(
     for case in cases:
         if case not in settings.case_names:
             raise ConfigError("case", case, f"must be one of {', '.join(settings.case_names)}")
-    for clients in settings.clients:
-        if clients < 1:
-            raise ConfigError("clients", clients, "must be at least 1")
     settings.engine()
     for case in cases:
         progress(f"{case}: loading and warming up")

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
+from kedge.anchors.translator import Translation
 from kedge.bench.shapes import Loaded
-from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.watched import WatchedEngine, Watcher
-from kedge.engine.local.assembler import Assembler, MakeAssembler
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.plan import ReusePlan
+from kedge.kv.storage import SlotTable
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerConstants
 from kedge.settings.sections import EstimatorName
 from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, Tokens
+
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    "anchors": AnchorSettings,
+    "planner": PlannerConstants,
+    "guard": GuardSettings,
+}
+"""Those of an engine's settings that a method may have of its own"""
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,13 @@ class Method:
         """Return the settings of an engine that serves this way. Cost-based choices are off, and without settings of
         its own the guard: methods are compared by what they translate.
         """
-        own = {
-            "anchors": AnchorSettings(**self.anchors),
-            "planner": PlannerConstants(**{"by_cost": False, **self.planner}),
-            "guard": GuardSettings(**({"mode": GuardMode.OFF} if self.guard is None else self.guard)),
-        }
-        return EngineSettings(**{**own, **engine})
+        guard = {"mode": GuardMode.OFF} if self.guard is None else self.guard
+        own = {"anchors": self.anchors, "planner": {"by_cost": False, **self.planner}, "guard": guard}
+        return EngineSettings(**{**{name: SECTIONS[name](**given) for name, given in own.items()}, **engine})
 
-    def open(self, loaded: Loaded, assembler: MakeAssembler = Assembler, **engine: Any) -> LocalEngine:
+    def open(self, loaded: Loaded, **engine: Any) -> LocalEngine:
         """Open an engine that serves this way."""
-        return LocalEngine.from_runner(*loaded, self.config(**engine), assembler=assembler)
+        return LocalEngine.from_runner(*loaded, self.config(**engine))
 
 
 SERVED: Mapping[str, Method] = {
@@ -92,16 +95,11 @@ def method_named(name: str) -> Method:
     method = SERVED[base]
     for one in given:
         key, _, value = one.partition("=")
-        if key in AnchorSettings.model_fields:
-            method = replace(method, anchors={**method.anchors, key: value})
-        elif key in PlannerConstants.model_fields:
-            method = replace(method, planner={**method.planner, key: value})
-        elif key in GuardSettings.model_fields:
-            method = replace(method, guard={**(method.guard or {}), key: value})
-        else:
-            raise ConfigError(
-                f"method {base}", one, "must be key=value, a setting of engine.anchors, .planner or .guard"
-            )
+        section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
+        if section is None:
+            raise ConfigError(f"method {base}", one, f"must be key=value, a setting of {', '.join(SECTIONS)}")
+        changed: dict[str, Any] = {section: {**(getattr(method, section) or {}), key: value}}
+        method = replace(method, **changed)
     method.config()  # its values are checked here, before a model is loaded
     return method
 
@@ -160,24 +158,26 @@ class _Forced(ForcedAnswer):
 
 
 class Probe:
-    """The observer of one engine, which has to be built with `probe.assembler`."""
+    """The observer of one engine, which it has to `watch`."""
 
-    def __init__(self, assembler: MakeAssembler = Assembler, rows: int = 32) -> None:
+    def __init__(self, rows: int = 32) -> None:
         """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
         self.watched: dict[RequestId, _Watched] = {}
         self.rows = rows
-        self._grammars: Grammars | None = None
-        self._inner = assembler
 
-    def assembler(self, runner: ModelRunner, storage: PagedStorage) -> Assembler:
-        """Return an assembler that gives each request's probe access to its KV."""
-        return _ProbingAssembler(self._inner(runner, storage), storage, self)
+    def watch(self, engine: LocalEngine) -> None:
+        """Give each request's probe access to its KV from now on."""
+        engine.query(self._watch)
 
-    def _grammars_of(self, engine: LocalEngine) -> Grammars:
-        if self._grammars is None:
-            runner = engine.runner
-            self._grammars = Grammars(engine.tokenizer, runner.eos_token_ids, runner.vocab_size)
-        return self._grammars
+    def _watch(self, parts: EngineParts) -> None:
+        write, storage = parts.write, parts.storage
+
+        def watched(request: GenerateRequest, table: SlotTable, items: Sequence[Translation]) -> None:
+            if one := self.watched.get(request.request_id):
+                one.read = partial(storage.read, table, 0, request.prompt_tokens)
+            write(request, table, items)
+
+        parts.write = watched
 
     def submit(
         self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
@@ -190,13 +190,10 @@ class Probe:
             request = replace(request, forced=forced)
             probe = _Forced(forced, self.rows, watched=watched)
         else:
-            draw = Sampler(sampling, grammar=self._grammars_of(engine).begin(sampling.grammar))
-            probe = _Drawn(draw, self.rows, watched)
-        # A grammar is followed behind the probe, which is to see what the model says of all tokens.
-        submitted = replace(request, sampling=replace(sampling, grammar=""))
+            probe = _Drawn(Sampler(sampling), self.rows, watched)
         self.watched[request.request_id] = watched
         close = partial(self.watched.pop, request.request_id, None)
-        return ProbedRequest(request, engine.submit(submitted, probe), probe, close)
+        return ProbedRequest(request, engine.submit(replace(request, sampling=sampling), probe), probe, close)
 
 
 @dataclass(frozen=True)
@@ -221,37 +218,20 @@ class ProbedRequest:
 
 
 class Recorder(WatchedEngine):
-    """An engine that observes every request of a run, after `change`. Nothing is prepared ahead, so that
-    all methods do the same work.
-    """
+    """An engine that observes all requests of a run. Nothing is prepared ahead: all methods do the same work."""
 
-    def __init__(
-        self, engine: LocalEngine, probe: Probe, change: Callable[[GenerateRequest], GenerateRequest], *, kv: bool
-    ) -> None:
+    def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
         super().__init__(engine, Watcher())
-        self._change, self._observe = change, partial(probe.submit, engine, kv=kv)
+        self._observe = partial(probe.submit, engine, kv=kv)
         self.pending: list[ProbedRequest] = []
         """In the order of submission."""
 
     def submit(self, request: GenerateRequest) -> Any:
-        self.pending.append(self._observe(self._change(request)))
+        self.pending.append(self._observe(request))
         return self.pending[-1].stream
 
     def prepare(self, request: GenerateRequest) -> None:
         """Do nothing."""
-
-
-@dataclass(frozen=True)
-class _ProbingAssembler(Assembler):
-    works_ahead: ClassVar[bool] = False
-    inner: Assembler
-    storage: PagedStorage
-    probe: Probe
-
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        if watched := self.probe.watched.get(request.request_id):
-            watched.read = partial(self.storage.read, table, 0, request.prompt_tokens)
-        return self.inner.assemble(request, table, plan)
 
 
 def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kedge.engine.common.dtypes import pick_device
-from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.model_folder import model_path, pick_device
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.model.loading import checked_runner

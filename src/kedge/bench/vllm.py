@@ -4,8 +4,7 @@ Both engines are processes of their own, have prefix caching on and the same roo
 imported where an engine is started: the environment of its processes has to be set before.
 
 In the cycle, trials have new dynamic parts; fixed prompts are warm. Copies from the host are slowed down until loading
-a prompt costs the wanted share of computing it, as measured on stock vLLM. In a control, where nothing can be gained,
-stock vLLM runs a second time, started last: its difference is noise.
+a prompt costs the wanted share of computing it, as measured on stock vLLM.
 
 Under load the teams, their questions, the clients and the figures are those of `kedge bench load`; the same code drives
 both engines. Each combination of model, number of teams and engine has a fresh engine, and each engine is reported by
@@ -24,15 +23,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from kedge.bench.flows import Flow, FlowWorkload, Sizes, single_flow, spread
-from kedge.bench.load import USUAL, LoadTeam, drive, percentile, random_team, reading_team, warm, word_tokenizer
+from kedge.bench.flows import Flow, FlowWorkload, Sizes, percentile, single_flow, spread
+from kedge.bench.load import USUAL, LoadTeam, drive, random_team, reading_team, warm, word_tokenizer
 from kedge.bench.shapes import SHAPES, llama_config, random_llama
 from kedge.integrations.follower import Follower
 from kedge.integrations.vllm.engine.engine import VLLMEngine
@@ -45,7 +44,7 @@ ROWS = 64
 """Most requests, and parts of a prompt that are computed side by side, in a pass."""
 CALIBRATIONS = 5
 """Prefills whose median is the cost of computing a prompt."""
-STOCK, KEDGE, AGAIN = "stock", "kedge", "stock again"
+STOCK, KEDGE = "stock", "kedge"
 MODES = {STOCK: ReuseMode.EXACT, KEDGE: ReuseMode.TRANSLATE}
 """Engine -> the mode of its requests under load."""
 QUICK_SIZES = Sizes(1024, 32, 8)
@@ -97,7 +96,6 @@ class VllmCall:
     cached: int
     """Prompt tokens that vLLM did not compute, by its own count."""
     ttft_s: float
-    seconds: float
     receipt: Mapping[str, Any] | None = None
     """The plug-in's."""
 
@@ -166,11 +164,9 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         began, name = time.perf_counter(), f"bench-{next(_ids)}"
         outputs = self._engine.generate({"prompt_token_ids": list(prompt)}, params, name)
         steps = [(time.perf_counter() - began, output) async for output in outputs]
-        seconds, last = steps[-1]
+        last = steps[-1][1]
         receipt = (last.kv_transfer_params or {}).get("kedge")
-        return VllmCall(
-            prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], seconds, receipt
-        )
+        return VllmCall(prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], receipt)
 
     async def forget(self) -> None:
         """Empty vLLM's prefix cache."""
@@ -185,9 +181,6 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         await self.forget()
         return statistics.median(seconds)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._engine.shutdown()
         del self._engine
@@ -197,14 +190,14 @@ class VllmLane(AbstractContextManager["VllmLane"]):
 
 
 class VllmClients:
-    """A workload's clients on one engine. Each calls the agents of its flow one after the other, if hinted with the
+    """A workload's clients on one engine. Each calls the agents of its flow one after the other, the plug-in's with the
     run's forecast.
     """
 
-    def __init__(self, lane: VllmLane, workload: FlowWorkload, hinted: bool) -> None:
+    def __init__(self, lane: VllmLane, workload: FlowWorkload) -> None:
         self._lane, self._workload, self._turn = lane, workload, 0
         self._answers = {flow.run: Tokens() for flow in workload.flows}
-        followed = workload.flows if hinted and lane.plugged else ()
+        followed = workload.flows if lane.plugged else ()
         self._followers = {
             flow.run: Follower(flow.graph.name, flow.graph, flow.run.run_id, flow.run.client_id) for flow in followed
         }
@@ -242,16 +235,9 @@ class VllmClients:
 
 
 async def measure_flow(
-    name: str,
-    work: FlowWorkload,
-    settings: VllmBenchSettings,
-    model: Path,
-    progress: Progress,
-    *,
-    hinted: bool = True,
-    control: bool = False,
+    name: str, work: FlowWorkload, settings: VllmBenchSettings, model: Path, progress: Progress
 ) -> Figures:
-    """Run all trials of one case, engines each time in another order; a `control` has stock vLLM twice."""
+    """Run all trials of one case, engines each time in another order."""
     count = settings.trials or (3 if settings.quick else 5)
     room, longest = KvRoom(work.room, longest_call(work)), max(work.prompts, key=len)
     with ExitStack() as stack:
@@ -261,10 +247,7 @@ async def measure_flow(
         throttle = settings.load_ratio * prefill / -(-len(longest) // BLOCK)
         progress(f"{name}: starting vLLM with the plug-in")
         ours = stack.enter_context(VllmLane(model, room, plugin(work, throttle)))
-        crowds = {STOCK: VllmClients(stock, work, False), KEDGE: VllmClients(ours, work, hinted)}
-        if control:
-            progress(f"{name}: starting stock vLLM again")
-            crowds[AGAIN] = VllmClients(stack.enter_context(VllmLane(model, room, None)), work, False)
+        crowds = {STOCK: VllmClients(stock, work), KEDGE: VllmClients(ours, work)}
         for crowd in crowds.values():
             await crowd.warm()
         trials: dict[str, list[VllmTrial]] = {engine: [] for engine in crowds}
@@ -301,21 +284,17 @@ def flow_figures(
     """Return the figures of a case from its trials by engine; `prefill_s` are stock vLLM's seconds to compute the
     longest fixed prompt.
 
-    Gains are stock vLLM's seconds over another engine's in each trial.
+    The gain is stock vLLM's seconds over the plug-in's in each trial.
     """
     answers = [[call.tokens for trial in found for call in trial.calls] for found in trials.values()]
-    gains = {
-        engine: spread((one.seconds / other.seconds for one, other in zip(trials[STOCK], found, strict=True)), 3)
-        for engine, found in trials.items()
-    }
+    pairs = zip(trials[STOCK], trials[KEDGE], strict=True)
     return {
         "case": name,
         "workload": work.name,
         "room_tokens": work.room,
         "prefill_s": round(prefill_s, 4),
         "engines": {engine: trial_figures(found) for engine, found in trials.items()},
-        "speedup": gains[KEDGE],
-        "control": gains.get(AGAIN),
+        "speedup": spread((stock.seconds / ours.seconds for stock, ours in pairs), 3),
         "tokens_identical": all(one == answers[0] for one in answers),
     }
 
@@ -439,11 +418,3 @@ def save_random_llama(size: str, folder: Path) -> None:
     model = random_llama(size, torch.device("cpu"), torch.float32)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-
-
-def as_json(settings: VllmBenchSettings, found: Mapping[str, Figures]) -> dict[str, Any]:
-    """Return the figures as written to a file of results: workflows under `cases`, all others by name."""
-    workflows = [figures for figures in found.values() if "workload" in figures]
-    others = {name: figures for name, figures in found.items() if "workload" not in figures}
-    given = {**asdict(settings), "model": settings.model and settings.model.name}
-    return {"settings": given, "cases": workflows, **others}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction
-from kedge.cache.counters import CacheStats
 from kedge.cache.loads import Readiness, Status
-from kedge.cache.manager import CacheManager, Changes, Hit, Lease
+from kedge.cache.manager import CacheManager, Changes, Lease
 from kedge.cache.node import LabelKey
 from kedge.cache.radix_tree import RadixTree
+from kedge.cache.tiers import CacheStats
 from kedge.policies.eviction import EvictionPolicy, belady, lru, steps_to_execution
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Copy",
     "Direction",
     "EvictionPolicy",
-    "Hit",
     "LabelKey",
     "Lease",
     "RadixTree",

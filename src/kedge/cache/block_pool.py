@@ -1,14 +1,10 @@
-"""Which blocks of a KV pool are free, and the pools of both tiers under one tree: room is made by evicting."""
+"""Which blocks of a KV pool are free."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from kedge.cache.copies import Outcome
-from kedge.cache.counters import CacheStats
-from kedge.cache.node import DEVICE, Tier, TreeNode
-from kedge.cache.radix_tree import Allowed, RadixTree, Removed
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 
 
@@ -134,47 +130,3 @@ def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
             start = block
         stop = block + 1
     return [*runs, (start, stop - start)] if blocks else runs
-
-
-class TierPools:
-    """Which blocks of each tier are free, and which the tree holds. `on_lost` gets every node that left the device."""
-
-    def __init__(self, tree: RadixTree, num_blocks: int, host_blocks: int, on_lost: Callable[[TreeNode], None]) -> None:
-        self.tree, self.counters = tree, CacheStats()
-        self._pools = (BlockPool(num_blocks), BlockPool(host_blocks))
-        self._on_lost = on_lost
-
-    def __getitem__(self, tier: Tier) -> BlockPool:
-        return self._pools[tier]
-
-    def allocate(self, tier: Tier, n: int, after: int | None = None, allowed: Allowed | None = None) -> list[int]:
-        """Return `n` blocks, evicting what is not free. Raises `OutOfBlocks`, having changed nothing."""
-        pool = self[tier]
-        if (short := n - pool.num_free) > 0:
-            removed = self.tree.evict(tier, short, allowed)
-            self.counters.evicted(removed)
-            self.release(removed)
-        return pool.allocate(n, after)
-
-    def release(self, removed: Iterable[Removed]) -> None:
-        """Free the blocks that left the tree."""
-        for one in removed:
-            self[one.tier].free(one.blocks)
-            if one.tier is DEVICE and not one.node.blocks[DEVICE]:
-                if one.node.arrival:
-                    self._end_arrival(one.node, Outcome.WASTED)
-                self._on_lost(one.node)
-
-    def hit(self, node: TreeNode) -> None:
-        """Count a request that uses `node`: the load that brought it was worth it."""
-        node.hits += 1
-        if node.arrival:
-            self.counters.ended(node.arrival, Outcome.COMPLETED)
-            self._end_arrival(node, Outcome.COMPLETED)
-
-    def _end_arrival(self, node: TreeNode, outcome: Outcome) -> None:
-        transfer, node.arrival = node.arrival, None
-        assert transfer is not None
-        transfer.live -= 1
-        if not transfer.live:
-            self.counters.ended(transfer, outcome)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kedge.cache.copies import Direction, Outcome, Purpose
-from kedge.cache.node import DEVICE, Handle, State, Transfer, TreeNode
+from kedge.cache.node import DEVICE, State, Transfer, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
 from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_awaited, is_within
@@ -40,7 +40,7 @@ class Status:
 class _Demand:
     """One request's wish for the prefix that ends at a node."""
 
-    handle: Handle
+    node: TreeNode
     transfers: list[Transfer] = field(default_factory=list)
     denied: bool = False
     given_up: bool = False
@@ -60,15 +60,15 @@ class Demands:
             node = self._tiers.tree.end(namespace, tokens)
             if node is None or node.blocks[DEVICE]:
                 return Readiness.READY
-            demand = self._waiting[request_id] = _Demand(Handle.of(node))
+            demand = self._waiting[request_id] = _Demand(node)
             self._tiers.tree.want(node, 1)
         return self._advance(demand)
 
     def withdraw(self, request_id: RequestId) -> None:
         """Forget a request that is being admitted, or was cancelled. What is on its way still comes."""
         demand = self._waiting.pop(request_id, None)
-        if demand and (node := demand.handle.node):
-            self._tiers.tree.want(node, -1)
+        if demand and demand.node.parent:
+            self._tiers.tree.want(demand.node, -1)
 
     def retry(self) -> bool:
         """Try denied demands again, oldest first. Returns whether any is still denied."""
@@ -84,46 +84,33 @@ class Demands:
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless every node counts the requests that wait for it."""
-        waiting = Counter(demand.handle.node for demand in self._waiting.values())
+        waiting = Counter(demand.node for demand in self._waiting.values())
         for node in self._tiers.tree.nodes():
             if node.wanted != waiting[node]:
                 raise PlanError("wanted", node.wanted, f"{waiting[node]} requests wait for this node")
 
     def _advance(self, demand: _Demand) -> Readiness:
-        demand.denied = False
-        node = demand.handle.node
-        if node is None or any(transfer.outcome is Outcome.FAILED for transfer in demand.transfers):
+        """Join the loads on the path, ancestors first, and queue what else is cheaper to load than to compute."""
+        node, tiers, demand.denied = demand.node, self._tiers, False
+        has_failed = any(transfer.outcome is Outcome.FAILED for transfer in demand.transfers)
+        if demand.given_up or has_failed or not node.parent:  # without one it has left the tree meanwhile
             demand.given_up = True
-        if node is None or demand.given_up:
             return Readiness.READY
-        self._join(demand, node)
-        self._start(demand, node)
-        if demand.given_up:
-            return Readiness.READY
-        return Readiness.LOADABLE if demand.denied else readiness_of(node.path_down())
-
-    def _join(self, demand: _Demand, node: TreeNode) -> None:
-        """Load on the path are waited for from now on, ancestors first."""
         for step in node.path_down():
             if step.state is State.LOADING and step.transfer not in demand.transfers:
                 assert step.transfer is not None
-                self._tiers.transfers.promote(step.transfer)
+                tiers.transfers.promote(step.transfer)
                 demand.transfers.append(step.transfer)
-
-    def _start(self, demand: _Demand, node: TreeNode) -> None:
-        """Queue what is not being loaded yet, where that is cheaper than computing it."""
-        blocks = sum(step.size for step in node.path_down() if step.state is State.HOST)
-        if not blocks:
-            return
-        ahead = self._tiers.transfers.demanded_blocks(Direction.LOAD)
-        tokens = blocks * self._tiers.tree.block_size
-        if not self._tiers.cost.load_pays(blocks, tokens, ahead):
-            demand.given_up = True
-            return
+        if blocks := sum(step.size for step in node.path_down() if step.state is State.HOST):
+            ahead = tiers.transfers.demanded_blocks(Direction.LOAD)
+            if not tiers.cost.load_pays(blocks, blocks * tiers.tree.block_size, ahead):
+                demand.given_up = True
+                return Readiness.READY
         while missing(node) and not demand.denied:
-            transfer = self._tiers.load(node, Purpose.DEMAND, lambda victim: not victim.wanted)
+            transfer = tiers.load(node, Purpose.DEMAND, lambda victim: not victim.wanted)
             demand.denied = transfer is None
             demand.transfers += [transfer] if transfer else []
+        return Readiness.LOADABLE if demand.denied else readiness_of(node.path_down())
 
 
 def readiness_of(nodes: Iterable[TreeNode]) -> Readiness:

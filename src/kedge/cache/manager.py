@@ -18,16 +18,18 @@ fixed prompt that ends within a block, that block may enter the tree for its beg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from kedge.cache.copies import Copier, CopyBeginning, Direction
-from kedge.cache.counters import CacheStats
 from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
 from kedge.cache.radix_tree import RadixTree
-from kedge.cache.tiers import Tiers
+from kedge.cache.tiers import CacheStats, Tiers
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.prefetch import may_replace
@@ -39,14 +41,6 @@ SHARE = 4
 """At least one token of so many in a block is copied: of fewer, prompts have as many in common by chance"""
 LOOKED_AT = 32
 """Most children of a node that are compared: those that begin most like the prompt, of thousands that may be there"""
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """A node of a single block, of which the first `tokens` tokens are those of a prompt."""
-
-    node: TreeNode
-    tokens: int
 
 
 class PartialBlocks:
@@ -64,27 +58,28 @@ class PartialBlocks:
     def __init__(self, tree: RadixTree, copy: CopyBeginning | None) -> None:
         self._tree, self._copy = tree, copy
 
-    def find(self, node: TreeNode, tokens: Sequence[int]) -> Beginning | None:
-        """Return the beginning of a block on the device that goes on after `node` as `tokens` do, for longest; of
-        several the one used last. Its block gets a node of its own, so that it alone counts as used.
+    def find(self, node: TreeNode, tokens: Sequence[int]) -> tuple[int, TreeNode]:
+        """Return how many tokens at the beginning of a block on the device go on after `node` as `tokens` do, for
+        longest, and the node of that block; of several the one used last. It is split off, so that it alone counts as
+        used.
         """
         same, child = self._longest(node, tokens) if self._copy else (0, node)
         if not self._is_enough(same):
-            return None
-        return Beginning(child if child.size == 1 else self._tree.split(child, 1), same)
+            return 0, node
+        return same, child if child.size == 1 else self._tree.split(child, 1)
 
     def _longest(self, node: TreeNode, tokens: Sequence[int]) -> tuple[int, TreeNode]:
         if not node.children or not tokens:
             return 0, node
-        closest = islice(node.children.nearest(self._tree.packed(tokens[: self._tree.block_size])), LOOKED_AT)
+        closest = node.children.nearest(self._tree.packed(tokens[: self._tree.block_size]), LOOKED_AT)
         found = ((self._tree.tokens_in(same), child) for same, child in closest if child.blocks[DEVICE])
         return max(found, key=lambda one: (one[0], one[1].last_access), default=(0, node))
 
-    def copy(self, beginning: Beginning, target: int) -> None:
-        """Copy a beginning to the `target` block and count its own block as used; the node is unlocked."""
+    def copy(self, source: TreeNode, target: int, tokens: int) -> None:
+        """Copy the beginning of an unlocked node's block to the `target` block, and count it as used."""
         assert self._copy is not None
-        self._copy(beginning.node.blocks[DEVICE][0], target, beginning.tokens)
-        self._tree.touch(beginning.node)
+        self._copy(source.blocks[DEVICE][0], target, tokens)
+        self._tree.touch(source)
 
     def keeps(self, node: TreeNode, tokens: Sequence[int]) -> bool:
         """Return whether to keep a block that goes on after `node` with `tokens`: no other one does so."""
@@ -125,14 +120,6 @@ Changes = Mapping[Any, tuple[float, float] | None]
 """Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The longest exact prefix on the device by whole blocks: `tokens_count` tokens in `blocks`."""
-
-    blocks: tuple[int, ...]
-    tokens_count: int
-
-
 class CacheManager:
     """Exact prefix reuse over a pool of device blocks, backed by one of host blocks. All calls come from one thread."""
 
@@ -169,10 +156,11 @@ class CacheManager:
 
     # requests -------------------------------------------------------------------------------------------------
 
-    def match(self, namespace: Namespace, tokens: Sequence[int]) -> Hit:
-        """Return the longest exact prefix of `tokens` on the device. A pure look-up: nothing is locked or touched."""
-        blocks = self._tree.match(namespace, tokens)
-        return Hit(tuple(blocks), len(blocks) * self.block_size)
+    def match(self, namespace: Namespace, tokens: Sequence[int]) -> list[int]:
+        """Return the blocks of the longest exact prefix of `tokens` on the device. A pure look-up: nothing is locked or
+        touched.
+        """
+        return self._tree.match(namespace, tokens)
 
     def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
         """Return where the longest exact prefix of `tokens` is, in both tiers. A pure look-up."""
@@ -226,14 +214,19 @@ class CacheManager:
         shared = tuple(reusable[: len(hit) * self.block_size])
         try:
             begun = self._partial.find(node, reusable[len(shared) :])
-            new, copied = self._begin(begun, self._blocks_for(total_tokens) - len(hit), hit, steps)
+            new, copied = self._begin(*begun, self._blocks_for(total_tokens) - len(hit), hit, steps)
         except BaseException:
             self._tree.unlock(node)
             raise
         self._tree.touch(node)
         exact = len(shared) + copied
         if exact_limit > 0:
-            self.tiers.counters.lookup(exact, len(tokens) - exact, copied)
+            counters = self.tiers.counters
+            counters.hits += exact > 0
+            counters.misses += exact == 0
+            counters.hit_tokens += exact
+            counters.copied_hit_tokens += copied
+            counters.missed_tokens += len(tokens) - exact
         lease = Lease(request_id, (*hit, *new), exact, self._count_hit(node, copied))
         self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         self._demands.withdraw(request_id)
@@ -314,7 +307,7 @@ class CacheManager:
             self._tree.labels.put(key, node, next_run[0])
             self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:
-            self.tiers.backups.back_up(node)
+            self.tiers.back_up(node)
         if node is None or next_run is None:
             return 0
         self.prefetcher.consider(node)
@@ -371,9 +364,9 @@ class CacheManager:
         A tenant at its limit evicts its own copies, and never those of others.
         """
         if nbytes is None:
-            self.tiers.backups.limits.pop(tenant, None)
+            self.tiers.limits.pop(tenant, None)
         else:
-            self.tiers.backups.limits[tenant] = nbytes // self.tiers.block_bytes
+            self.tiers.limits[tenant] = nbytes // self.tiers.block_bytes
 
     def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Evict from now on by `policy`, in both tiers; returns the one before. O(n log n) in the tree's nodes."""
@@ -390,10 +383,11 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
         tiers, counters, block_bytes = self.tiers, self.tiers.counters, self.tiers.block_bytes
-        device, host = (tiers.pools[tier].num_free for tier in Tier)
+        device, host = (pool.num_free for pool in tiers.pools)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
-        return counters.snapshot(
+        return replace(
+            deepcopy(counters),
             bytes_loaded=counters.blocks_loaded * block_bytes,
             bytes_offloaded=counters.blocks_offloaded * block_bytes,
             free_blocks=device,
@@ -433,27 +427,28 @@ class CacheManager:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _begin(self, begun: Beginning | None, n: int, hit: Sequence[int], steps: float | None) -> tuple[list[int], int]:
-        """Allocate the blocks behind a hit and copy the beginning of the first one. Returns them, and how many tokens
-        were copied: none where there is no other room than the block that has them.
+    def _begin(
+        self, tokens: int, source: TreeNode, n: int, hit: Sequence[int], steps: float | None
+    ) -> tuple[list[int], int]:
+        """Allocate the blocks behind a hit and copy so many tokens of `source` to the first one. Returns them, and how
+        many tokens were copied: none where there is no other room than the block that has them.
         """
-        if begun is None:
+        new: list[int] = []
+        if tokens:
+            self._tree.lock_path(source)
+            try:
+                with suppress(OutOfBlocks):
+                    new = self._take(n, hit, steps)
+            finally:
+                self._tree.unlock(source)
+        if not new:
             return self._allocate(n, hit, steps), 0
-        self._tree.lock_path(begun.node)
         try:
-            new = self._take(n, hit, steps)
-        except OutOfBlocks:
-            new = None
-        finally:
-            self._tree.unlock(begun.node)
-        if new is None:
-            return self._allocate(n, hit, steps), 0
-        try:
-            self._partial.copy(begun, new[0])
+            self._partial.copy(source, new[0], tokens)
         except BaseException:
             self.tiers.pools[DEVICE].free(new)
             raise
-        return new, begun.tokens
+        return new, tokens
 
     def _allocate(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
         """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
@@ -469,12 +464,12 @@ class CacheManager:
     def _take(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
         after = following[-1] if following else None
         if steps is None:
-            return self.tiers.pools.allocate(DEVICE, n, after)
+            return self.tiers.allocate(DEVICE, n, after)
 
         def may_go(victim: TreeNode) -> bool:
             return not victim.wanted and may_replace(victim, steps, self.tiers.settings.unlabelled_step)
 
-        return self.tiers.pools.allocate(DEVICE, n, after, may_go)
+        return self.tiers.allocate(DEVICE, n, after, may_go)
 
     def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
         """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
@@ -508,7 +503,7 @@ class CacheManager:
         """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`
         on the device.
         """
-        spans: list[Span] = []
+        parts: list[tuple[Source, int]] = []
         for step in node.path_down():
             source, tokens = Source.DEVICE, step.size * self.block_size
             if step.arrival and step.arrival.demanded:
@@ -516,19 +511,14 @@ class CacheManager:
                 self.tiers.counters.host_hit_tokens += tokens
             elif step.arrival:
                 self.tiers.counters.prefetched_hit_tokens += tokens
-            start = spans[-1].stop if spans else 0
-            stop = start + tokens
-            if spans and spans[-1].source is source:
-                start = spans.pop().start
-            spans.append(Span(start, stop, source))
-            self.tiers.pools.hit(step)
-        if copied:
-            start = stop = spans[-1].stop if spans else 0
-            if spans and spans[-1].source is Source.DEVICE:
-                start = spans.pop().start
-            spans.append(Span(start, stop + copied, Source.DEVICE))
+            parts.append((source, tokens))
+            self.tiers.hit(step)
         self._back_up_hits(node)
-        return tuple(spans)
+        spans, stop = list[Span](), 0
+        for source, some in groupby((*parts, (Source.DEVICE, copied)), itemgetter(0)):
+            start, stop = stop, stop + sum(tokens for _, tokens in some)
+            spans.append(Span(start, stop, source))
+        return tuple(span for span in spans if span)
 
     def _back_up_hits(self, node: TreeNode) -> None:
         """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
@@ -537,7 +527,7 @@ class CacheManager:
             return
         often = next((step for step in node.path() if step.hits >= hits), None)
         if often is not None and often.parent is not None and not often.blocks[HOST]:
-            self.tiers.backups.back_up(often)
+            self.tiers.back_up(often)
 
     def _probability(self, node: TreeNode) -> float:
         """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""

@@ -57,7 +57,6 @@ class TreeNode:
         "arrival",
         "blocks",
         "children",
-        "generation",
         "hits",
         "key",
         "labels",
@@ -81,7 +80,7 @@ class TreeNode:
         """Block numbers by tier; empty where the tier does not hold the node."""
         self.resident_children = [0, 0]
         """How many children each tier holds."""
-        self.locks = self.last_access = self.hits = self.generation = 0
+        self.locks = self.last_access = self.hits = 0
         self.wanted = 0
         """Requests that wait for this node and have not been admitted yet."""
         self.labels: dict[LabelKey, float] = {}
@@ -96,11 +95,6 @@ class TreeNode:
         """The load that brought it to the device, until it is hit for the first time."""
 
     @property
-    def tenant(self) -> TenantId:
-        """The tenant that owns it, in whatever partition."""
-        return self.namespace.tenant
-
-    @property
     def state(self) -> State:
         """Derived, so it cannot disagree with the blocks. Not for roots."""
         if not self.blocks[DEVICE]:
@@ -108,6 +102,11 @@ class TreeNode:
         if self.blocks[HOST]:
             return State.BOTH
         return State.OFFLOADING if self.transfer else State.DEVICE
+
+    @property
+    def above(self) -> State | None:
+        """The state of its parent; None below a root."""
+        return self.parent.state if self.parent and self.parent.parent else None
 
     def holds(self, tier: Tier) -> bool:
         """Return whether `tier` holds its KV; a root's empty prefix is everywhere."""
@@ -130,7 +129,6 @@ class TreeNode:
     def leave(self) -> None:
         """Let go of everything, so that what still refers to it finds nothing."""
         self.parent, self.children, self.blocks = None, SortedKeys(), [[], []]
-        self.generation += 1
 
     def path(self) -> Iterator[TreeNode]:
         """Iterate over the node and its ancestors, root last."""
@@ -204,23 +202,6 @@ class Share:
         self.queue: LazyHeap[TreeNode] = LazyHeap(policy, lambda node: node.is_candidate(tier))
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A node to come back to: once it has left the tree, or come back for other tokens, the handle leads nowhere."""
-
-    _node: TreeNode
-    _generation: int
-
-    @classmethod
-    def of(cls, node: TreeNode) -> Handle:
-        return cls(node, node.generation)
-
-    @property
-    def node(self) -> TreeNode | None:
-        """The node while it is in the tree."""
-        return self._node if self._node.generation == self._generation else None
-
-
 class Labels:
     """Who ends a fixed prompt where, and the least step of everything below (KVFlow, section 3.1): one label per key.
 
@@ -230,21 +211,14 @@ class Labels:
 
     def __init__(self, offer: Callable[[TreeNode], None]) -> None:
         self._offer = offer
-        self._handles: dict[LabelKey, Handle] = {}
-
-    def __len__(self) -> int:
-        return len(self._handles)
-
-    def node(self, key: LabelKey) -> TreeNode | None:
-        """Return the node that ends the fixed prompt of `key`, while it is in the tree."""
-        handle = self._handles.get(key)
-        return None if handle is None else handle.node
+        self.nodes: dict[LabelKey, TreeNode] = {}
+        """The node that ends the fixed prompt of each key"""
 
     def put(self, key: LabelKey, node: TreeNode, step: float) -> None:
         """Label `node`; the label that `key` had elsewhere goes."""
-        if self.node(key) is not node:
+        if self.nodes.get(key) is not node:
             self.drop(key)
-            self._handles[key] = Handle.of(node)
+            self.nodes[key] = node
             for above in node.path():
                 above.varying = False
             below = [] if node.labels else list(node.children.values())
@@ -260,33 +234,30 @@ class Labels:
 
     def move(self, key: LabelKey, step: float) -> TreeNode | None:
         """Change the step of a label. Returns its node. O(depth)."""
-        node = self.node(key)
+        node = self.nodes.get(key)
         if node is not None:
             self._set(key, node, step)
         return node
 
     def drop(self, key: LabelKey) -> None:
         """Forget the label of `key`, if it has one."""
-        if node := self.node(key):
+        if node := self.nodes.pop(key, None):
             _change(node, node.labels.pop(key), None, self._offer)
-        self._handles.pop(key, None)
 
     def leave(self, node: TreeNode) -> None:
         """Let the labels of `node`, which has no children and is leaving the tree, end at its parent instead.
 
         So what is left of a history keeps its worth. The root has no labels: with the last node they go.
         """
-        labels, parent = dict(node.labels), node.parent
-        node.labels.clear()
-        node.generation += 1
+        labels, parent, node.labels = node.labels, node.parent, {}
         assert parent is not None
         if node.step is not None:
             _change(parent, node.step, None, self._offer)
         for key, step in labels.items():
             if parent.parent is None:
-                del self._handles[key]
+                del self.nodes[key]
             else:
-                self._handles[key] = Handle.of(parent)
+                self.nodes[key] = parent
                 self._set(key, parent, step)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -297,10 +268,10 @@ class Labels:
         upper.varying = lower.varying
 
     def check_integrity(self, nodes: list[TreeNode]) -> None:
-        """Raise `PlanError` unless handles and labels agree and priorities are what a naive look gives."""
+        """Raise `PlanError` unless labels are where they are said to be, and priorities what a naive look gives."""
         found = {key: node for node in nodes for key in node.labels}
-        if found != {key: handle.node for key, handle in self._handles.items()}:
-            raise PlanError("labels", found, "do not agree with the handles")
+        if found != self.nodes:
+            raise PlanError("labels", found, "are not where they are said to be")
         for node in nodes:
             children = node.children.values()
             steps = [*node.labels.values(), *(child.step for child in children if child.step is not None)]

@@ -13,11 +13,11 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from kedge.cache.node import DEVICE, HOST, Labels, Share, Tier, TreeNode
 from kedge.errors import InvalidToken, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionKey, EvictionPolicy, lru
+from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import common_length
 from kedge.types import Namespace, TenantId
 
@@ -285,12 +285,15 @@ class RadixTree:
         node.blocks[tier] = blocks
         parent.resident_children[tier] += 1
         share.size += len(blocks)
-        share.by_tenant[node.tenant] += len(blocks)
+        share.by_tenant[node.namespace.tenant] += len(blocks)
         share.evictable += 0 if node.locks else len(blocks)
         self.offer(node)
 
-    def evict(self, tier: Tier, n: int, allowed: Allowed | None = None) -> list[Removed]:
+    def evict(
+        self, tier: Tier, n: int, allowed: Allowed | None = None, tenant: TenantId | None = None
+    ) -> list[Removed]:
         """Remove `n` unlocked blocks of `tier` by policy, leaves first and from their end; the caller owns them now.
+        With a `tenant`, of its blocks only: O(m log m) with m nodes in the tree.
 
         Parents become candidates as their children are chosen: counts are decremented for that and restored afterwards.
         Raises `OutOfBlocks`, having changed nothing, if fewer are unlocked, or if the next to go is not `allowed`.
@@ -298,47 +301,40 @@ class RadixTree:
         share = self.shares[tier]
         if n > share.evictable:
             raise OutOfBlocks("blocks", n, f"{share.evictable} of {share.size} cached ones are unlocked")
+        queue = share.queue if tenant is None else self._queue_of(tier, tenant)
         chosen: list[TreeNode] = []
         emptied: list[TreeNode] = []
         refused, left = False, n
         while left > 0 and not refused:
-            node = share.queue.pop()
+            node = queue.pop()
             if node is None:
-                raise PlanError("eviction queue", left, "blocks are still to go, but there is no candidate")
+                refused = True
+                break
             chosen.append(node)
             refused = allowed is not None and not allowed(node)
             left -= node.size
             if left > 0 and not refused and node.parent is not None:
                 emptied.append(node.parent)
                 node.parent.resident_children[tier] -= 1
-                self.offer(node.parent)
+                if node.parent.is_candidate(tier):
+                    queue.push(node.parent)
         for parent in emptied:
             parent.resident_children[tier] += 1
         if refused:
             self.offer(*chosen)
             raise OutOfBlocks("blocks", left, "left to free, and the next to go may not be evicted for this")
-        return self._take(chosen, tier, n)
+        removed: list[Removed] = []
+        for node in chosen:
+            removed.append(self._shorten(node, tier, n))
+            n -= len(removed[-1].blocks)
+        return removed
 
-    def evict_own(self, tier: Tier, n: int, tenant: TenantId, allowed: Allowed) -> list[Removed]:
-        """Do as `evict` does, with one tenant's blocks only. O(m log m) with m nodes of the tenant."""
-        nodes = self.nodes()
-        own = [node for node in nodes if node.tenant == tenant and node.blocks[tier] and not node.locks]
-        children = {node: node.resident_children[tier] for node in own}
-        waiting = [(self._key(node), number, node) for number, node in enumerate(own) if not children[node]]
-        heapify(waiting)
-        chosen: list[TreeNode] = []
-        left = n
-        while left > 0:
-            node = heappop(waiting)[2] if waiting else None
-            if node is None or not allowed(node):
-                raise OutOfBlocks("blocks", left, f"left to free of {tenant}, and no more of its own may be evicted")
-            chosen.append(node)
-            left -= node.size
-            if (parent := node.parent) in children:
-                children[parent] -= 1
-                if not children[parent]:
-                    heappush(waiting, (self._key(parent), -len(chosen), parent))
-        return self._take(chosen, tier, n)
+    def _queue_of(self, tier: Tier, tenant: TenantId) -> LazyHeap[TreeNode]:
+        queue = Share(tier, self._key).queue
+        for node in self.nodes():
+            if node.namespace.tenant == tenant and node.is_candidate(tier):
+                queue.push(node)
+        return queue
 
     def clear(self, namespace: Namespace) -> list[Removed]:
         """Remove what is unlocked in `namespace` from both tiers; the caller owns the blocks now."""
@@ -383,14 +379,6 @@ class RadixTree:
     def _key(self, node: TreeNode) -> EvictionKey:
         return (node.wanted, *self.policy(node))
 
-    def _take(self, nodes: list[TreeNode], tier: Tier, n: int) -> list[Removed]:
-        """Remove `n` blocks of `nodes`, which are in the order in which they go."""
-        removed: list[Removed] = []
-        for node in nodes:
-            removed.append(self._shorten(node, tier, n))
-            n -= len(removed[-1].blocks)
-        return removed
-
     def _shorten(self, node: TreeNode, tier: Tier, count: int) -> Removed:
         """Take the last `count` blocks (or all) of an unlocked leaf from `tier`; what no tier holds leaves the tree."""
         kept = node.size - count
@@ -418,7 +406,7 @@ class RadixTree:
 
     def _shrink(self, node: TreeNode, tier: Tier, count: int) -> None:
         self.version += 1
-        self.shares[tier].by_tenant[node.tenant] -= count
+        self.shares[tier].by_tenant[node.namespace.tenant] -= count
         self.shares[tier].size -= count
         self.shares[tier].evictable -= 0 if node.locks else count
 
@@ -431,7 +419,7 @@ def _check_share(share: Share, nodes: Sequence[TreeNode]) -> None:
         raise PlanError(f"{tier.name} blocks", share.size, "is not the sum over the nodes")
     by_tenant: Counter[TenantId] = Counter()
     for node in held:
-        by_tenant[node.tenant] += node.size
+        by_tenant[node.namespace.tenant] += node.size
     if +share.by_tenant != by_tenant:
         raise PlanError(f"{tier.name} blocks by tenant", share.by_tenant, "are not the sums over the nodes")
     if share.evictable != sum(node.size for node in held if not node.locks):

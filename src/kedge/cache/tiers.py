@@ -15,18 +15,64 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-from kedge.cache.block_pool import BlockPool, TierPools
+from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction, Outcome, Purpose
-from kedge.cache.node import DEVICE, HOST, Handle, State, Tier, Transfer, TreeNode
-from kedge.cache.radix_tree import Allowed, RadixTree
+from kedge.cache.node import DEVICE, HOST, State, Tier, Transfer, TreeNode
+from kedge.cache.radix_tree import Allowed, RadixTree, Removed
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy
 from kedge.policies.prefetch import COPY_JOBS, CostModel
 from kedge.settings import TierSettings
 from kedge.types import Namespace, TenantId
+
+
+def _no_transfers() -> dict[str, dict[str, int]]:
+    return {purpose.value: {outcome.value: 0 for outcome in Outcome} for purpose in Purpose}
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the start, and blocks by owner now."""
+
+    hits: int = 0
+    """Admissions that were allowed to reuse and found something."""
+    misses: int = 0
+    """Admissions that were allowed to reuse and found nothing."""
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    """Those of the hit tokens whose load a request had to wait for."""
+    prefetched_hit_tokens: int = 0
+    """Those of the hit tokens that a prefetch had brought in time."""
+    copied_hit_tokens: int = 0
+    """Those of the hit tokens that were copied from a block that goes on differently."""
+    missed_tokens: int = 0
+    evictions: int = 0
+    """Blocks evicted from the device."""
+    host_evictions: int = 0
+    blocks_loaded: int = 0
+    blocks_offloaded: int = 0
+    bytes_loaded: int = 0
+    bytes_offloaded: int = 0
+    transfers: Mapping[str, dict[str, int]] = field(default_factory=_no_transfers)
+    """How many ended how, by `Purpose` and `Outcome`; a prefetch that landed ends with its first hit or eviction."""
+    failed_copies: int = 0
+    skipped_backups: int = 0
+    """For want of host blocks."""
+    denied_loads: int = 0
+    """Loads that found no room on the device at the time."""
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    leased_blocks: int = 0
+    loading_blocks: int = 0
+    """Device blocks that a transfer is writing, or is going to."""
+    host_free_blocks: int = 0
+    host_cached_blocks: int = 0
+    offloading_blocks: int = 0
+    """Host blocks that a transfer is writing, or is going to."""
 
 
 class TransferQueue:
@@ -42,10 +88,9 @@ class TransferQueue:
         self._started: dict[int, Transfer] = {}
         self._ids = itertools.count()
 
-    def enqueue(
-        self, direction: Direction, purpose: Purpose, nodes: list[TreeNode], sources: list[int], targets: list[int]
-    ) -> Transfer:
+    def enqueue(self, purpose: Purpose, nodes: list[TreeNode], sources: list[int], targets: list[int]) -> Transfer:
         """Add a transfer of `nodes`. It starts with one of the next calls of `start`."""
+        direction = Direction.OFFLOAD if purpose is Purpose.BACKUP else Direction.LOAD
         copy = Copy(next(self._ids), direction, tuple(sources), tuple(targets))
         transfer = Transfer(copy, purpose, nodes, demanded=purpose is Purpose.DEMAND)
         for node in nodes:
@@ -126,65 +171,6 @@ class TransferQueue:
         self._copier.hurry(transfer.copy.copy_id)
 
 
-class Backups:
-    """Queues copies to the host tier, within each tenant's limit."""
-
-    def __init__(self, pools: TierPools, transfers: TransferQueue) -> None:
-        self._pools, self._tree, self._transfers = pools, pools.tree, transfers
-        self.limits: dict[TenantId, int] = {}
-        """Host blocks that a tenant may have; no limit for one that is not in it."""
-        self._waiting: dict[Handle, None] = {}
-        """Nodes to be backed up whose ancestors are being backed up."""
-
-    def back_up(self, node: TreeNode) -> None:
-        """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
-
-        Room is what is free, or held by copies that are worth no more than this one. While ancestors are being backed
-        up, the node waits for them: the host tier is closed under prefixes.
-        """
-        nodes = [step for step in node.path_down() if not step.blocks[HOST]]
-        if not nodes or not self._pools[HOST].num_blocks or all(step.transfer for step in nodes):
-            return
-        if any(step.transfer for step in nodes):
-            self._waiting[Handle.of(node)] = None
-            return
-        self._tree.lock_path(node)
-        try:
-            targets = self._room_for(node, sum(step.size for step in nodes))
-        except OutOfBlocks:
-            self._pools.counters.skipped_backups += 1
-            self._tree.unlock(node)
-            return
-        sources = [block for step in nodes for block in step.blocks[DEVICE]]
-        self._transfers.enqueue(Direction.OFFLOAD, Purpose.BACKUP, nodes, sources, targets)
-
-    def retry(self) -> None:
-        """Try again what waited for its ancestors, after a backup has ended."""
-        waiting, self._waiting = self._waiting, {}
-        for handle in waiting:
-            if (node := handle.node) and node.blocks[DEVICE]:
-                self.back_up(node)
-
-    def _room_for(self, node: TreeNode, needed: int) -> list[int]:
-        """Return host blocks for `node`, of its tenant's own where that is at its limit. Raises `OutOfBlocks` where
-        nothing that is worth no more may go for it.
-        """
-        limit = self.limits.get(node.tenant)
-        if limit is not None:
-            queue = self._transfers.pending()
-            moving = (one.blocks for one in queue if not one.is_load and one.end.tenant == node.tenant)
-            excess = self._tree.shares[HOST].by_tenant[node.tenant] + sum(moving) + needed - limit
-            if excess > 0:
-                removed = self._tree.evict_own(HOST, excess, node.tenant, self._worth_at_most(node))
-                self._pools.counters.evicted(removed)
-                self._pools.release(removed)
-        return self._pools.allocate(HOST, needed, allowed=self._worth_at_most(node))
-
-    def _worth_at_most(self, node: TreeNode) -> Allowed:
-        limit = self._tree.policy(node)
-        return lambda victim: self._tree.policy(victim) <= limit
-
-
 def missing(node: TreeNode) -> list[TreeNode]:
     """Return the nodes that one load towards `node` brings, top down: the first unbroken run that is on the host only.
 
@@ -200,7 +186,7 @@ def missing(node: TreeNode) -> list[TreeNode]:
 
 
 class Tiers:
-    """Both tiers and what moves between them: loads are queued here, backups by `Backups`; both land here."""
+    """Both tiers and what moves between them."""
 
     def __init__(
         self,
@@ -220,19 +206,68 @@ class Tiers:
         self.host_blocks = settings.host_pool_size(block_bytes)
         if self.host_blocks and copier is None:
             raise ConfigError("host_blocks", self.host_blocks, "a host tier needs a copier")
-        self.settings, self.block_bytes = settings, block_bytes
+        self.settings, self.block_bytes, self._on_lost = settings, block_bytes, on_lost
         self.tree = RadixTree(block_size, policy)
-        self.pools = TierPools(self.tree, num_blocks, self.host_blocks, on_lost)
-        self.counters = self.pools.counters
+        self.pools = BlockPool(num_blocks), BlockPool(self.host_blocks)
+        """By tier: which blocks are free"""
+        self.counters = CacheStats()
         self.transfers = TransferQueue(copier)
-        self.backups = Backups(self.pools, self.transfers)
         self.cost = CostModel()
+        self.limits: dict[TenantId, int] = {}
+        """Host blocks that a tenant may have; no limit for one that is not in it"""
+        self._waiting: dict[TreeNode, None] = {}
+        """Nodes to be backed up whose ancestors are being backed up"""
         self._landed: list[Transfer] = []
-        """Loads whose copy has ended while the load of their ancestors has not."""
+        """Loads whose copy has ended while the load of their ancestors has not"""
 
-    # loads ----------------------------------------------------------------------------------------------------
+    # blocks ---------------------------------------------------------------------------------------------------
 
-    def load(self, node: TreeNode, purpose: Purpose, allowed: Callable[[TreeNode], bool]) -> Transfer | None:
+    def allocate(self, tier: Tier, n: int, after: int | None = None, allowed: Allowed | None = None) -> list[int]:
+        """Return `n` blocks, evicting what is not free. Raises `OutOfBlocks`, having changed nothing."""
+        pool = self.pools[tier]
+        if (short := n - pool.num_free) > 0:
+            self._evict(tier, short, allowed)
+        return pool.allocate(n, after)
+
+    def _evict(self, tier: Tier, n: int, allowed: Allowed | None, tenant: TenantId | None = None) -> None:
+        self.release(self.tree.evict(tier, n, allowed, tenant))
+        if tier is DEVICE:
+            self.counters.evictions += n
+        else:
+            self.counters.host_evictions += n
+
+    def release(self, removed: Iterable[Removed]) -> None:
+        """Free the blocks that left the tree."""
+        for one in removed:
+            self.pools[one.tier].free(one.blocks)
+            if one.tier is DEVICE and not one.node.blocks[DEVICE]:
+                if one.node.arrival:
+                    self._end_arrival(one.node, Outcome.WASTED)
+                self._on_lost(one.node)
+
+    def hit(self, node: TreeNode) -> None:
+        """Count a request that uses `node`: the load that brought it was worth it."""
+        node.hits += 1
+        if node.arrival:
+            self._end(node.arrival, Outcome.COMPLETED)
+            self._end_arrival(node, Outcome.COMPLETED)
+
+    def _end_arrival(self, node: TreeNode, outcome: Outcome) -> None:
+        transfer, node.arrival = node.arrival, None
+        assert transfer is not None
+        transfer.live -= 1
+        if not transfer.live:
+            self._end(transfer, outcome)
+
+    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+        """Record how a transfer ended; the first outcome stands."""
+        if transfer.outcome is None:
+            transfer.outcome = outcome
+            self.counters.transfers[transfer.purpose.value][outcome.value] += 1
+
+    # copies to either tier ------------------------------------------------------------------------------------
+
+    def load(self, node: TreeNode, purpose: Purpose, allowed: Allowed) -> Transfer | None:
         """Queue the load of what `missing(node)` finds, if there is room on the device. Returns None, having changed
         nothing, where there is none, or where nothing is missing.
         """
@@ -242,20 +277,55 @@ class Tiers:
         self.tree.lock_path(nodes[-1])
         needed, targets = sum(step.size for step in nodes), None
         with suppress(OutOfBlocks):
-            targets = self.pools.allocate(DEVICE, needed, allowed=allowed)
+            targets = self.allocate(DEVICE, needed, allowed=allowed)
         if targets is None:
             self.counters.denied_loads += 1
             self.tree.unlock(nodes[-1])
             return None
         sources = [block for step in nodes for block in step.blocks[HOST]]
-        return self.transfers.enqueue(Direction.LOAD, purpose, nodes, sources, targets)
+        return self.transfers.enqueue(purpose, nodes, sources, targets)
+
+    def back_up(self, node: TreeNode) -> None:
+        """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
+
+        Room is what is free, or held by copies that are worth no more than this one. While ancestors are being backed
+        up, the node waits for them: the host tier is closed under prefixes.
+        """
+        nodes = [step for step in node.path_down() if not step.blocks[HOST]]
+        if not nodes or not self.host_blocks or all(step.transfer for step in nodes):
+            return
+        if any(step.transfer for step in nodes):
+            self._waiting[node] = None
+            return
+        self.tree.lock_path(node)
+        try:
+            targets = self._room_for(node, sum(step.size for step in nodes))
+        except OutOfBlocks:
+            self.counters.skipped_backups += 1
+            self.tree.unlock(node)
+            return
+        sources = [block for step in nodes for block in step.blocks[DEVICE]]
+        self.transfers.enqueue(Purpose.BACKUP, nodes, sources, targets)
+
+    def _room_for(self, node: TreeNode, needed: int) -> list[int]:
+        """Return host blocks for `node`, of its tenant's own where that is at its limit. Raises `OutOfBlocks` where
+        nothing that is worth no more may go for it.
+        """
+        tenant, worth, policy = node.namespace.tenant, self.tree.policy(node), self.tree.policy
+        if (limit := self.limits.get(tenant)) is not None:
+            queue = self.transfers.pending()
+            moving = (one.blocks for one in queue if not one.is_load and one.end.namespace.tenant == tenant)
+            excess = self.tree.shares[HOST].by_tenant[tenant] + sum(moving) + needed - limit
+            if excess > 0:
+                self._evict(HOST, excess, lambda victim: policy(victim) <= worth, tenant)
+        return self.allocate(HOST, needed, allowed=lambda victim: policy(victim) <= worth)
 
     # ends -----------------------------------------------------------------------------------------------------
 
     def cancel(self, transfer: Transfer) -> None:
         """End a queued transfer, and the queued loads that depend on it. Raises `PlanError` if it has started."""
         self.transfers.cancel(transfer)
-        self.counters.ended(transfer, Outcome.CANCELLED)
+        self._end(transfer, Outcome.CANCELLED)
         self._settle(transfer, keep=False)
         self._cancel_orphans()
 
@@ -272,55 +342,49 @@ class Tiers:
             if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:
                 self.cancel(transfer)
         removed = self.tree.clear(namespace)
-        self.pools.release(removed)
+        self.release(removed)
         return sum(len(one.blocks) for one in removed)
 
     def drain(self) -> list[Transfer]:
         """Land what has been copied. Returns the transfers that ended."""
         ended = []
         for transfer, copied in self.transfers.drain():
-            self._observe(transfer, copied)
             if copied.ok and transfer.is_load:
+                self.counters.blocks_loaded += transfer.blocks
+                self.cost.load.observe(transfer.blocks, copied.seconds)
                 self._landed.append(transfer)
+                continue
+            if copied.ok:
+                self.counters.blocks_offloaded += transfer.blocks
             else:
-                self._land(transfer, copied.ok)
-                ended.append(transfer)
-        while ready := next((one for one in self._landed if not self._must_wait(one)), None):
+                self.counters.failed_copies += 1
+            self._land(transfer, copied.ok)
+            ended.append(transfer)
+        while ready := next((one for one in self._landed if one.nodes[0].above is not State.LOADING), None):
             self._landed.remove(ready)
             self._land(ready, ok=True)
             ended.append(ready)
         return ended
 
-    def _observe(self, transfer: Transfer, copied: Copied) -> None:
-        if not copied.ok:
-            self.counters.failed_copies += 1
-        elif transfer.is_load:
-            self.counters.blocks_loaded += transfer.blocks
-            self.cost.load.observe(transfer.blocks, copied.seconds)
-        else:
-            self.counters.blocks_offloaded += transfer.blocks
-
-    def _must_wait(self, transfer: Transfer) -> bool:
-        """Return whether a load that has been copied waits for that of its ancestors."""
-        parent = transfer.nodes[0].parent
-        return parent is not None and parent.parent is not None and parent.state is State.LOADING
-
     def _land(self, transfer: Transfer, ok: bool) -> None:
         if not ok:
-            self.counters.ended(transfer, Outcome.FAILED)
+            self._end(transfer, Outcome.FAILED)
         self._settle(transfer, ok)
         if not transfer.is_load:
-            self.counters.ended(transfer, Outcome.COMPLETED)
-            self.backups.retry()
+            self._end(transfer, Outcome.COMPLETED)
+            waiting, self._waiting = self._waiting, {}
+            for node in waiting:  # for its ancestors
+                if node.blocks[DEVICE]:
+                    self.back_up(node)
         elif transfer.live:
             self.tree.touch(transfer.end)  # as just used: a policy by recency would evict it first otherwise
             if transfer.purpose is Purpose.DEMAND:
-                self.counters.ended(transfer, Outcome.COMPLETED)
+                self._end(transfer, Outcome.COMPLETED)
             elif transfer.demanded:
-                self.counters.ended(transfer, Outcome.LATE)
+                self._end(transfer, Outcome.LATE)
         else:
             late = transfer.demanded and transfer.purpose is Purpose.PREFETCH
-            self.counters.ended(transfer, Outcome.LATE if late else Outcome.WASTED)
+            self._end(transfer, Outcome.LATE if late else Outcome.WASTED)
             self._cancel_orphans()
 
     def _settle(self, transfer: Transfer, keep: bool) -> None:
@@ -343,9 +407,7 @@ class Tiers:
     def _cancel_orphans(self) -> None:
         """Cancel queued loads whose ancestors are neither on the device nor on their way any more."""
         for transfer in self.transfers.queued(Direction.LOAD):
-            parent = transfer.nodes[0].parent
-            orphan = parent is not None and parent.parent is not None and parent.state is State.HOST
-            if orphan and transfer.outcome is None:
+            if transfer.nodes[0].above is State.HOST and transfer.outcome is None:
                 self.cancel(transfer)
 
     def pending(self) -> list[Transfer]:
@@ -391,9 +453,7 @@ def _check_transfers(nodes: Sequence[TreeNode], pending: Sequence[Transfer]) -> 
         legal = (State.LOADING, State.BOTH) if node.transfer.is_load else (State.OFFLOADING,)
         if node.state not in legal or not node.locks:
             raise PlanError("state", node.state, f"with a {node.transfer.copy.direction}, under {node.locks} locks")
-        parent = node.parent
-        orphan = parent is not None and parent.parent is not None and parent.state is State.HOST
-        if orphan and node.state is State.LOADING and not node.transfer.started:
+        if node.above is State.HOST and node.state is State.LOADING and not node.transfer.started:
             raise PlanError("state", node.state, "is queued to load, but its ancestors are not on their way")
     if moving:
         raise PlanError("transfers", list(moving.values()), "have nodes that are not in the tree")

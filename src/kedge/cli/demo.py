@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kedge.cli import options
 from kedge.cli.options import Json, Model
+from kedge.cli.output import save, table_of
 from kedge.cli.preflight import require_model, require_parent
-from kedge.cli.results import save
-from kedge.cli.tables import table_of
 from kedge.errors import ConfigError
 from kedge.models import is_bundled
-
-if TYPE_CHECKING:
-    from kedge.bench.demo import AgentScore, Comparison, TeamScore
-
 
 TOY = (
     "The bundled model is a toy of 4.6 million parameters that knows this task alone: times tell something, answers "
@@ -31,13 +26,12 @@ REAL = "How far answers are from dense prefill, beside KV in fp8: kedge bench fi
 def demo(
     questions: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="How many questions the team answers. Default 100, a real model 20."),
+        options.number(help="How many questions the team answers. Default 100, a real model 20."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A fifth of the questions.")] = False,
     task: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
+        options.name(
             help="math, the bundled model's and its default; or reading or gsm8k, default reading.",
         ),
     ] = None,
@@ -57,17 +51,17 @@ def demo(
     questions = questions or (100 if is_toy else 20) // (5 if quick else 1)
     console = Console()
     result = _compare(console, questions, task, model, seed)
-    console.print(score_table(result), _summary(result))
+    console.print(score_table(result["agents"]), _summary(result))
     console.print(TOY if is_toy else REAL, highlight=False)
     if json_file:
-        data = {**result.as_json(), "task": task, "questions": questions, "seed": seed}
+        data = {**result, "task": task, "questions": questions, "seed": seed}
         save(console, json_file, data)
 
 
-def _compare(console: Console, count: int, task: str, model: Path | None, seed: int) -> Comparison:
+def _compare(console: Console, count: int, task: str, model: Path | None, seed: int) -> dict[str, Any]:
     import torch
 
-    from kedge.bench.demo import Comparison, answer, team
+    from kedge.bench.demo import TeamScore, answer, compared, team
     from kedge.engine.local.engine import LocalEngine
     from kedge.errors import TranslationRefused
     from kedge.types import ReuseMode
@@ -75,65 +69,48 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
     if is_bundled(model):
         torch.set_num_threads(1)  # the bundled model is too small for two: they would mostly wait for each other
     workload, asked = team(task, count, seed)
-    with progress_bar(console) as progress, LocalEngine(model) as engine:
+    with console.status("loading the model") as status, LocalEngine(model) as engine:
         if engine.translation_refusal:
             raise TranslationRefused("model", str(model), engine.translation_refusal)
-        dense, translated = (
-            answer(engine, workload, asked, mode, engine.wait_idle, _step(progress, name, count))
-            for mode, name in ((ReuseMode.OFF, "dense prefill"), (ReuseMode.TRANSLATE, "translated"))
-        )
-    return Comparison(dense, translated)
+
+        def answered(mode: ReuseMode, name: str) -> TeamScore:
+            def note(score: TeamScore) -> None:
+                status.update(f"{name}: {len(score.answered)} of {count} questions")
+
+            return answer(engine, workload, asked, mode, note)
+
+        return compared(answered(ReuseMode.OFF, "dense prefill"), answered(ReuseMode.TRANSLATE, "translated"))
 
 
-def progress_bar(console: Console, width: int = 8) -> Progress:
-    """Return a progress bar that fits 80 columns with its note."""
-    columns = (TextColumn("{task.description}"), BarColumn(width), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
-
-
-def _step(progress: Progress, what: str, count: int) -> Callable[[TeamScore], None]:
-    bar = progress.add_task(what, total=count, note="")
-
-    def advance(score: TeamScore) -> None:
-        note = f"accuracy {_share(score.accuracy)}" + (f", reuse {score.reuse_rate:.0%}" if score.reuse_rate else "")
-        progress.update(bar, advance=1, note=note)
-
-    return advance
-
-
-def score_table(result: Comparison) -> Group:
+def score_table(agents: Sequence[Mapping[str, Any]]) -> Group:
     """Return the table of the agents' times, dense and translated; tokens are exact/translated/computed."""
     title = "TTFT, median (p90), and accuracy: dense prefill | translated"
     headings = ("agent", "dense ms", "translated ms", "speed-up", "calls reused", "tokens %", "accuracy")
-    pairs = [(dense, result.translated.agents[agent]) for agent, dense in result.dense.agents.items()]
-    return table_of(title, headings, [_row(*pair) for pair in pairs], left={"agent"})
+    return table_of(title, headings, [_row(one) for one in agents], left={"agent"})
 
 
-def _row(dense: AgentScore, ours: AgentScore) -> list[str]:
-    counts = (ours.exact, ours.translated, ours.computed)
+def _row(one: Mapping[str, Any]) -> list[str]:
+    dense, ours = (one[f"ttft_{mode}_ms"] for mode in ("dense", "translated"))
+    counts = one["tokens"].values()
     return [
-        dense.agent,
-        _ttft(dense),
-        _ttft(ours),
-        f"{dense.ttft_median / ours.ttft_median:.2f}x",
-        f"{ours.reuse_rate:.0%}",
+        one["agent"],
+        f"{dense:.1f} ({one['ttft_dense_p90_ms']:.0f})",
+        f"{ours:.1f} ({one['ttft_translated_p90_ms']:.0f})",
+        f"{dense / ours:.2f}x",
+        f"{one['reuse_rate']:.0%}",
         "/".join(f"{count / sum(counts) * 100:.0f}" for count in counts),
-        f"{_share(dense.accuracy)} | {_share(ours.accuracy)}",
+        " | ".join(_accuracies(one)),
     ]
 
 
-def _share(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{accuracy:.0%}"
+def _accuracies(one: Mapping[str, Any]) -> list[str]:
+    return ["-" if (right := one[f"accuracy_{mode}"]) is None else f"{right:.0%}" for mode in ("dense", "translated")]
 
 
-def _ttft(score: AgentScore) -> str:
-    return f"{score.ttft_median:.1f} ({score.ttft_p90:.0f})"
-
-
-def _summary(result: Comparison) -> str:
+def _summary(result: Mapping[str, Any]) -> str:
+    dense, translated = _accuracies(result)
     return (
-        f"final answer right {_share(result.dense.accuracy)} dense, {_share(result.translated.accuracy)} "
-        f"translated; the same in {result.same_final_answer:.1%}, readers' answers to the letter in "
-        f"{result.same_answers:.1%}; {result.translated.reuse_rate:.1%} of all calls translated "
-        "(tokens: exact/translated/computed)\n"
+        f"final answer right {dense} dense, {translated} translated; the same in {result['same_final_answer']:.1%}, "
+        f"readers' answers to the letter in {result['same_answers']:.1%}; {result['reuse_rate']:.1%} of all calls "
+        "translated (tokens: exact/translated/computed)\n"
     )

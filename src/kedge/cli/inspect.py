@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kedge.cli.tables import table_of
+from kedge.cli import options
+from kedge.cli.output import Columns, cells, table_of
 from kedge.errors import ConfigError, UnsupportedModel
 from kedge.types import AgentId
 
@@ -41,11 +42,11 @@ def inspect(
         Path | None,
         typer.Option(help="For a workflow: the model with the tokenizer to count by; default: the bundled one."),
     ] = None,
-    input_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Assumed tokens of an input.")] = 200,
+    input_tokens: Annotated[int, options.number(min=0, help="Assumed tokens of an input.")] = 200,
     answer_tokens: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Assumed tokens of an answer, at most its max_tokens.")
+        int, options.number(min=0, help="Assumed tokens of an answer, at most its max_tokens.")
     ] = 200,
-    tool_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Assumed tokens of a tool's result.")] = 50,
+    tool_tokens: Annotated[int, options.number(min=0, help="Assumed tokens of a tool's result.")] = 50,
     length: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
@@ -234,7 +235,9 @@ def conflicts(flow: Workflow) -> Iterator[str]:
 KEY = "--from-traffic"
 TIMEOUT_S = 10.0
 MIDDLEWARE = "kedge.integrations.vllm.middleware.KedgeMiddleware"
-FIGURES = ("calls", "fixed_tokens", "prompt_tokens", "shared_tokens")
+AGENTS: Columns = {
+    name.replace("_", " "): (name, ",") for name in ("calls", "fixed_tokens", "prompt_tokens", "shared_tokens")
+}
 
 
 def show_traffic(console: Console, url: str, api_key: str | None) -> None:
@@ -245,33 +248,23 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
     known = report["known_agents"] / report["requests"] if report["requests"] else 0
     console.print(
         f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
-        f"{known:.0%} of them, {report['sessions']} sessions; of {report['prompt_tokens']} prompt tokens "
+        f"{known:.0%} of them, {report['turns']} turns of sessions; of {report['prompt_tokens']} prompt tokens "
         f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
         f"{report['shared_tokens']} read or answered before elsewhere",
         highlight=False,
     )
     if report["agents"]:
-        console.print(agents_table(report["agents"]))
+        rows = [[one["id"], one["team"], *cells(one, AGENTS)] for one in report["agents"]]
+        console.print(table_of("agents", ("agent", "team", *AGENTS), rows))
     for before, after, share in report["follows"]:
         console.print(f"after {before} comes {after}: {share:.0%}", highlight=False)
     for reason, requests in report["why_not"]:
         console.print(f"not translated in {requests:,} requests: {reason}", markup=False, highlight=False)
-    for finding in map(finding_text, report["findings"]):
-        console.print(finding, highlight=False)
+    for one in report["findings"]:
+        saved = f"{one['tokens_per_call']:,} tokens a call, {one['calls']:,} calls so far"
+        console.print(f"agent {one['agent']}: {one['kind']} ({saved}): {one['advice']}", highlight=False)
     if not report["findings"]:
         console.print("nothing was found that defeats reuse", highlight=False)
-
-
-def agents_table(agents: Sequence[Mapping[str, Any]]) -> Group:
-    """Return the table of agents."""
-    rows = [[one["id"], one["team"], *(f"{one[name]:,}" for name in FIGURES)] for one in agents]
-    return table_of("agents", ("agent", "team", *(name.replace("_", " ") for name in FIGURES)), rows)
-
-
-def finding_text(finding: Mapping[str, Any]) -> str:
-    """Return what defeats reuse, what mending it saves, and how it is mended."""
-    saved = f"{finding['tokens_per_call']:,} tokens a call, {finding['calls']:,} calls so far"
-    return f"agent {finding['agent']}: {finding['kind']} ({saved}): {finding['advice']}"
 
 
 def _read(url: str, api_key: str | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ Model = Annotated[
     Path | None,
     typer.Option(metavar="MODEL", help="A folder, a GGUF file, nano or smollm2. Default: nano."),
 ]
+RealModel = Annotated[Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings; default: kedge.toml, if there is one here.")
 ]
@@ -24,4 +25,5 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 number = partial(typer.Option, metavar="N", min=1)
 real = partial(typer.Option, metavar="X")
 name = partial(typer.Option, metavar="NAME")
-"""Options of benchmarks: a whole number from 1 on, a number, a name."""
+file = partial(typer.Option, metavar="FILE")
+"""Options with a whole number from 1 on, a number, a name or a file."""

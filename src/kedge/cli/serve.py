@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from kedge.checks import parse_host
-from kedge.cli import run
+from kedge.cli import options, run
 from kedge.cli.options import Config, Device
 from kedge.cli.preflight import require_free_port, require_model, require_packages
 from kedge.engine.process.engine import ENDING
@@ -39,23 +39,17 @@ def serve(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local."
-        ),
+        options.name(help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local."),
     ] = None,
-    host: Annotated[str | None, typer.Option(metavar="NAME", help="Address to listen on. Default: 127.0.0.1.")] = None,
+    host: Annotated[str | None, options.name(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[
         int | None, typer.Option(metavar="N", help="From 0, which takes any, to 65535. Default: 8000.")
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Name that calls may have in Host, besides loopback and --host; repeatable, * is any."
-        ),
+        options.name(help="Name that calls may have in Host, besides loopback and --host; repeatable, * is any."),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What clients call the model; default: its folder's name.")
-    ] = None,
+    name: Annotated[str | None, options.name(help="What clients call the model; default: its folder's name.")] = None,
     reuse: Annotated[
         ReuseMode | None,
         typer.Option(
@@ -65,9 +59,7 @@ def serve(
     ] = None,
     device: Device = None,
     config: Config = None,
-    api_keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file with tenants and hashes of their keys.")
-    ] = None,
+    api_keys: Annotated[Path | None, options.file(help="TOML file with tenants and hashes of their keys.")] = None,
     new_key: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Make a key, show it and its hash, and exit.")
     ] = None,
@@ -75,20 +67,18 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="Keep what is learned here; default: it ends with the server.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Longest answer to a chat that names no limit. Default: 512.")
+        int | None, options.number(help="Longest answer to a chat that names no limit. Default: 512.")
     ] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Generations at once, of all tenants. Default: 256.")
+        int | None, options.number(help="Generations at once, of all tenants. Default: 256.")
     ] = None,
     requests_in_flight: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Generations at once, of one tenant. Default: 64.")
+        int | None, options.number(help="Generations at once, of one tenant. Default: 64.")
     ] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of one tenant, prompts and answers.")
-    ] = None,
+    tokens_per_minute: Annotated[int | None, options.number(help="Of one tenant, prompts and answers.")] = None,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="How the model writes tool calls: hermes or llama3_json. Default: no tools."),
+        options.name(help="How the model writes tool calls: hermes or llama3_json. Default: no tools."),
     ] = None,
     tools: Annotated[
         bool | None, typer.Option(help="Let workflows run tools, which run code on this machine. Default: no.")
@@ -96,7 +86,7 @@ def serve(
     keep_texts: Annotated[
         bool | None, typer.Option(help="Let the dashboard show prompts and answers of recent calls. Default: no.")
     ] = None,
-    log_format: Annotated[str | None, typer.Option(metavar="NAME", help="text or json. Default: text.")] = None,
+    log_format: Annotated[str | None, options.name(help="text or json. Default: text.")] = None,
     tracing: Annotated[
         bool | None, typer.Option("--tracing/--no-tracing", help="Send OpenTelemetry spans, as OTEL_ variables say.")
     ] = None,
@@ -107,7 +97,6 @@ def serve(
 
     if new_key is not None:
         return _make_key(new_key)
-    limits = {"requests_in_flight": requests_in_flight, "tokens_per_minute": tokens_per_minute}
     flags = {
         "host": host,
         "port": port,
@@ -118,15 +107,14 @@ def serve(
         "state": state,
         "default_max_tokens": max_tokens,
         "max_in_flight": max_in_flight,
-        "limits": limits,
+        "limits": {"requests_in_flight": requests_in_flight, "tokens_per_minute": tokens_per_minute},
         "tools": tools,
         "tool_call_parser": tool_call_parser,
         "keep_texts": keep_texts,
         "log_format": log_format,
         "tracing": tracing,
     }
-    chosen = {"backend": engine, "model": model, "device": device}
-    return _serve(Settings.load(config, engine=chosen, server=flags))
+    return _serve(Settings.load(config, engine={"backend": engine, "model": model, "device": device}, server=flags))
 
 
 def _serve(settings: Settings) -> None:
@@ -193,25 +181,17 @@ def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Eng
     Raises `ConfigError` or `ModelNotFound`.
     """
     if settings.engine.backend == "vllm":
-        return _open_vllm(settings, keys)
+        from kedge.engine.base import Quota
+        from kedge.integrations.vllm.engine.options import KeepingOptions
+
+        quotas = {tenant.id: tenant.quota for tenant in keys.tenants if tenant.quota != Quota()}
+        return run.open_engine(settings, keeping=KeepingOptions(settings.server.state, quotas=quotas))
     if not settings.server.engine_process:
         return run.open_engine(settings)
     require_model(settings.engine.model)
     from kedge.engine.process.engine import ProcessEngine
 
     return ProcessEngine(partial(_open_local, settings))
-
-
-def _open_vllm(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:
-    run.require_vllm()
-    from kedge.engine.base import Quota
-    from kedge.integrations.vllm.engine.engine import VLLMEngine
-    from kedge.integrations.vllm.engine.options import KeepingOptions
-
-    server = settings.server
-    quotas = {tenant.id: tenant.quota for tenant in keys.tenants if tenant.quota != Quota()}
-    keeping = KeepingOptions(server.state, quotas=quotas)
-    return VLLMEngine(config=settings.engine, keeping=keeping)
 
 
 def _open_local(settings: Settings) -> LocalEngine:

@@ -11,7 +11,8 @@ MAX_OF_ONE = 16
 """Names, templates and successors of an agent, prompts in a row after which it was none, readers of a text in a run,
 and reasons that are counted alone"""
 MAX_LOOKED_AT = 64
-"""Agents and runs that one look compares, agents whose templates are reviewed, and rows of a report's tables"""
+"""Agents and runs that one look compares, tokens of a text that it samples, agents whose templates are reviewed, and
+rows of a report's tables"""
 MAX_BYTES = 1 << 23
 """Bytes of known texts, of prompts that are examples, and of one prompt of every agent that is reviewed. Agents that
 take turns are learned only while `EXAMPLES` prompts of each are among the examples."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_VALUES, SHORT
+from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import (
     BLOCK_TOKENS,
     LEAST_SHARE,
@@ -18,7 +18,8 @@ from kedge.discovery.found_agents import (
     grouped,
 )
 from kedge.discovery.known_texts import KnownText, KnownTexts
-from kedge.discovery.runs import FoundRun, FoundRuns, PromptEnds, TextsOfRuns
+from kedge.discovery.report import PlainTotals, Served
+from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
 from kedge.discovery.templates import (
     Example,
     Filled,
@@ -29,11 +30,10 @@ from kedge.discovery.templates import (
     is_answer,
     learn,
 )
-from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentId, RequestId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
 
 
 class TemplateReviews:
@@ -77,6 +77,8 @@ def _answers(texts: Iterable[Slot | Occurrence]) -> set[str]:
     return {one.label for one in texts if is_answer(one.label)}
 
 
+SEVERAL = RunId("")
+"""Several runs, of which it is not known which one goes on"""
 CONTEXT_START, CONTEXT_END = 4, 12
 """Tokens of a template's beginning, and of its text before a value, in which the value's base KV is computed"""
 
@@ -98,16 +100,9 @@ class Found:
     """Tokens of values that others had or read before"""
 
 
-@dataclass(eq=False, slots=True)
-class _Label:
-    """What all values with one label have in common. It is decided when the label is first seen."""
-
-    context: Tokens
-    """Tokens before a value in its base KV"""
-    in_context: bool
-    """Whether a template begins with them, and goes on with the value"""
-    stand_in: Tokens
-    """Tokens that stand for a value in the template itself"""
+Around = tuple[Tokens, Tokens, bool]
+"""What all values with one label have in common, as segments have it: the tokens before a value in its base KV, those
+that stand for it in the template itself, and whether a template begins with the former and goes on with the value"""
 
 
 @dataclass(eq=False, slots=True)
@@ -155,14 +150,16 @@ class Discovery:
 
     def __init__(self) -> None:
         self._heads, self.texts = SharedHeads(), KnownTexts()
-        self.runs, self.totals, self.why_not = FoundRuns(), PlainTotals(), WhyNot()
+        self.runs, self.totals = FoundRuns(), PlainTotals()
         self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
-        self._ends = PromptEnds()
+        self._ends: BoundedDict[Hashable, RunId | None] = BoundedDict(MAX_VALUES)
+        """The last block of a prompt -> the run of those that end with it, or `SEVERAL`; None where it is not known"""
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
         self._examples = _Examples()
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
-        self._labels: BoundedDict[str, _Label] = BoundedDict(MAX_BLOCKS)
+        self._labels: BoundedDict[str, Around] = BoundedDict(MAX_BLOCKS)
+        """Decided when a label is first seen"""
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
     @property
@@ -189,12 +186,12 @@ class Discovery:
         asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
         if not chain:
             return None
-        if end := self._ends.find(chain, self._heads.is_head):  # it goes on where an earlier prompt ended
-            self.totals.sessions += not end.is_continued
-            end.is_continued = True
-            asked.run = self.runs.resume(end.run) if end.run else None
+        ends = [one for one in chain[:-1] if one in self._ends and not self._heads.is_head(one)]
+        if ends:  # it goes on where an earlier prompt ended
+            self.totals.turns += 1
+            asked.run = self.runs.resume(run) if (run := self._ends[ends[0]]) else None
             return None
-        self._ends.put(chain[-1])
+        self._ends.use(chain[-1], lambda: None)
         self._heads.observe(chain, hash(tuple(tokens[len(chain) * BLOCK_TOKENS :])))
         filled = self._fill(asked)
         if not filled or self._begins_longer(asked):
@@ -215,13 +212,12 @@ class Discovery:
         if asked is None:
             return None
         if served is not None:
-            self.why_not.count(served.reasons)
             self.totals.served(served)
         if answer:
             sample = asked.produces or _answer_of(AgentId("?"), request_id)
             text = token_bytes.pack(answer)
             if asked.run is not None:
-                self._texts_of_runs.answered(sample, asked.run.id, self.texts.equal(text))
+                self._texts_of_runs.answered(sample, asked.run.id, self.texts.index.equal(text))
             self.texts.put(KnownText(text, (partial(self._label_of, asked),), sample))
         if asked.run is not None:
             self.runs.ended(asked.run, now)
@@ -293,15 +289,15 @@ class Discovery:
     def _use(self, template: PromptTemplate, agent: FoundAgent) -> None:
         """Let an agent have a new template, and take note of what stands around its slots."""
         # Slots without a label are the agent's own.
-        slots = (slot.labelled(slot.label or f"{agent.id}.{at}") for at, slot in enumerate(template.slots))
+        slots = (replace(one, label=one.label or f"{agent.id}.{at}") for at, one in enumerate(template.slots))
         template = PromptTemplate(template.head, tuple(slots))
-        agent.add([template])
+        agent.templates = [template, *agent.templates][:MAX_OF_ONE]
         head, before = token_bytes.unpack(template.head), template.head
         for slot in template.slots:
             first = before is template.head
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
             stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]
-            self._labels.use(slot.label, lambda: _Label(context, first, stand_in))  # noqa: B023
+            self._labels.use(slot.label, lambda: (context, stand_in, first))  # noqa: B023
             before = slot.after
 
     # what it says ---------------------------------------------------------------------------------------------
@@ -321,7 +317,8 @@ class Discovery:
         read_from = self._texts_of_runs.find(agent.id, segments, self._quoted(asked, filled))
         asked.run = self.runs.arrive(agent.id, now, read_from)
         self._texts_of_runs.read(agent.id, asked.run.id, segments)
-        self._ends.belongs(asked.chain[-1], asked.run.id)
+        known = self._ends.get(asked.chain[-1])
+        self._ends[asked.chain[-1]] = asked.run.id if known in (None, asked.run.id) else SEVERAL
         return Found(agent.id, agent.team, asked.run, segments, asked.produces, shared)
 
     def _quoted(self, asked: _Asker, filled: Sequence[Filled]) -> Iterator[SampleId]:
@@ -329,9 +326,9 @@ class Discovery:
         that is not fixed in prompts which begin like it.
         """
         for one in reversed(filled):
-            yield from self.texts.answers_in(token_bytes.cut(asked.prompt, one.start, one.stop))
+            yield from self.texts.index.find(token_bytes.cut(asked.prompt, one.start, one.stop))
         common = (asked.ends[-1][0] + 1) * BLOCK_TOKENS
-        yield from self.texts.answers_in(token_bytes.cut(asked.prompt, common, filled[0].start))
+        yield from self.texts.index.find(token_bytes.cut(asked.prompt, common, filled[0].start))
 
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
         """Take note of a value that is read. Returns whether others had or read it before."""
@@ -355,9 +352,7 @@ class Discovery:
             sample = self.texts.answer(value)
             if sample is None:
                 sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
-            label = self._labels[one.slot.label]
-            around = label.context, label.stand_in, label.in_context
-            segments.append(Segment(token_bytes.unpack(value), name, sample, *around))
+            segments.append(Segment(token_bytes.unpack(value), name, sample, *self._labels[one.slot.label]))
             at = one.stop
         if at < token_bytes.size(prompt):
             segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))

@@ -30,6 +30,7 @@ class FoundAgent:
     head: int
     """Tokens of the beginning that it is known by"""
     templates: list[PromptTemplate] = field(default_factory=list)
+    """In the order in which they are tried, the newest first"""
     names: list[AgentId] = field(default_factory=list)
     """Its id, then those of agents that turned out to be this one"""
     calls: int = 0
@@ -57,10 +58,6 @@ class FoundAgent:
             "shared_tokens": self.shared_tokens,
         }
 
-    def add(self, templates: Sequence[PromptTemplate]) -> None:
-        """Let it have further templates, which are tried first; the oldest go."""
-        self.templates = [*templates, *self.templates][:MAX_OF_ONE]
-
     def absorb(self, other: FoundAgent) -> None:
         """Take over the calls and templates of an agent that is this one."""
         other.same_as = self
@@ -77,10 +74,6 @@ class FoundAgents:
     def __init__(self) -> None:
         self._by_block: BoundedDict[Hashable, FoundAgent] = BoundedDict(MAX_AGENTS, lambda _, one: self._drop(one))
         self.by_id: dict[AgentId, FoundAgent] = {}
-
-    def __len__(self) -> int:
-        """Return how many agents are known."""
-        return len(self.by_id)
 
     def fill(
         self, prompt: bytes, chain: Sequence[Hashable], ends: Sequence[Sequence[int]]

@@ -55,7 +55,9 @@ class AnswerIndex:
                 del self._firsts[start[0]]
 
     def equal(self, answer: bytes) -> SampleId | None:
-        """Return the known answer that is equal to a packed one but for their ends."""
+        """Return the known answer that is equal to a packed one but for what a tokenizer may have joined with other
+        text at their ends.
+        """
         inner = _inner(answer)
         return self._answers.get(inner[:START], {}).get(inner)
 
@@ -109,13 +111,9 @@ class KnownTexts:
     def __init__(self) -> None:
         self._texts: BoundedDict[bytes, KnownText] = BoundedDict(on_evicted=lambda _, text: self._drop(text))
         self._answers: dict[bytes, SampleId] = {}
-        self._index = AnswerIndex()
+        self.index = AnswerIndex()
         self.nbytes = 0
         """Bytes of the texts"""
-
-    def __len__(self) -> int:
-        """Return how many texts are remembered."""
-        return len(self._texts)
 
     def put(self, text: KnownText) -> None:
         """Remember a text, as what it was known as first: as a value until it is an answer."""
@@ -127,7 +125,7 @@ class KnownTexts:
         if text.sample or known is None:
             self._texts[text.tokens] = text.after(known) if known and known.sample else text
         if text.sample:
-            self._index.put(text.tokens, text.sample)
+            self.index.put(text.tokens, text.sample)
             self._answers.update(dict.fromkeys(_beginnings(text), text.sample))
         while self.nbytes > MAX_BYTES:
             self._drop(self._texts.popitem(last=False)[1])
@@ -135,14 +133,6 @@ class KnownTexts:
     def answer(self, tokens: bytes) -> SampleId | None:
         """Return the answer that these tokens are, but for the last few."""
         return self._answers.get(tokens)
-
-    def equal(self, answer: bytes) -> SampleId | None:
-        """Return the answer that is equal to this one, but for what a tokenizer may have joined with other text."""
-        return self._index.equal(answer) if token_bytes.size(answer) >= LEAST_TOKENS else None
-
-    def answers_in(self, text: bytes) -> Iterator[SampleId]:
-        """Yield the answers in a packed text, the last one first."""
-        return self._index.find(text)
 
     def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
         """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
@@ -165,7 +155,7 @@ class KnownTexts:
     def _drop(self, text: KnownText) -> None:
         self.nbytes -= len(text.tokens)
         if text.sample:
-            self._index.drop(text.tokens, text.sample)
+            self.index.drop(text.tokens, text.sample)
         for head in _beginnings(text):
             if self._answers.get(head) == text.sample:
                 del self._answers[head]

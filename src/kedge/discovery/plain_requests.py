@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
-from kedge.discovery.report import find_waste
+from kedge.discovery.report import PlainTotals, Served, find_waste
 from kedge.discovery.runs import FoundRun
-from kedge.discovery.totals import PlainTotals, Served, WhyNot
 from kedge.settings import DiscoveryMode, DiscoverySettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowId
@@ -130,22 +129,23 @@ class PlainRequests:
         """Return the mode, the totals, and how many agents and runs are known now."""
         known = self._namespaces.values()
         agents, runs = sum(len(one.agents) for one in known), sum(len(one.runs) for one in known)
-        return {"mode": self._mode.value, **asdict(self.totals), "agents": agents, "runs": runs}
+        return {"mode": self._mode.value, **self.totals.to_dict(), "agents": agents, "runs": runs}
 
     def report(self, owns: Callable[[Namespace], bool] = lambda _: True) -> dict[str, object]:
         """Return what was found in the namespaces that `owns` picks, as plain data without any text of a prompt."""
         owned = {namespace: one for namespace, one in self._namespaces.items() if owns(namespace)}
         known = owned.values()
+        totals = sum((one.totals for one in known), PlainTotals())
         agents = [agent for one in known for agent in one.agents.values()]
         agents.sort(key=lambda one: one.calls, reverse=True)
         return {
             "mode": self._mode.value,
             "namespaces": [str(namespace) for namespace in owned],
-            **asdict(sum((one.totals for one in known), PlainTotals())),
+            **totals.to_dict(),
             "runs": sum(len(one.runs) for one in known),
             "agents": [one.to_dict() for one in agents[:MAX_LOOKED_AT]],
             "follows": [edge for one in known for edge in one.runs.successors.edges()][:MAX_LOOKED_AT],
-            "why_not": WhyNot.most_common(one.why_not for one in known),
+            "why_not": totals.why_not.most_common(),
             "findings": find_waste(agents)[:MAX_LOOKED_AT],
         }
 

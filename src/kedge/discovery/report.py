@@ -1,22 +1,88 @@
-"""What in plain requests' prompts defeats reuse, and what to do about it."""
+"""What was found out about plain requests, in figures, and what in their prompts defeats reuse."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from heapq import nsmallest
-from typing import Any
+from typing import Any, NamedTuple
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import MAX_LOOKED_AT, SHORT
+from kedge.discovery.bounds import MAX_LOOKED_AT, MAX_OF_ONE, SHORT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
+from kedge.types import Receipt
+
+OTHERS = "other reasons"
+"""What reasons beyond `MAX_OF_ONE` are counted as"""
+_NUMBER = re.compile(r"\d[\d.,]*")
+
+
+class Served(NamedTuple):
+    """Where the tokens of a prompt came from."""
+
+    exact: int
+    """Tokens from a prefix cache, on the device or in host memory"""
+    translated: int
+    reasons: tuple[str, ...] = ()
+    """Why others were not translated"""
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> Served:
+        """Return what a receipt says."""
+        return cls(receipt.exact, receipt.translated, tuple(miss.reason for miss in receipt.misses))
+
+
+@dataclass(slots=True)
+class PlainTotals:
+    """What was found out since the start."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    known_agents: int = 0
+    """Requests whose agent was known"""
+    shared_tokens: int = 0
+    """Tokens of values that others had or read before"""
+    exact_tokens: int = 0
+    """Prompt tokens from a prefix cache"""
+    translated_tokens: int = 0
+    turns: int = 0
+    """Prompts that go on where an earlier one ended"""
+    failures: int = 0
+    """Requests about which nothing was found out because of an error in Kedge"""
+    why_not: Counter[str] = field(default_factory=Counter)
+    """Requests by each reason that kept text of theirs from being translated. Numbers in it make no other one of it."""
+
+    def count(self, prompt_tokens: int, shared: int | None) -> None:
+        """Count a request with so many tokens of shared text; None where its agent is unknown."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.known_agents += shared is not None
+        self.shared_tokens += shared or 0
+
+    def served(self, served: Served) -> None:
+        """Count where the tokens of an ended request came from, and each reason once."""
+        self.exact_tokens += served.exact
+        self.translated_tokens += served.translated
+        for reason in {_NUMBER.sub("N", one) for one in served.reasons}:
+            self.why_not[reason if reason in self.why_not or len(self.why_not) < MAX_OF_ONE else OTHERS] += 1
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers as plain data, the reasons apart."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "why_not"}
+
+    def __add__(self, other: PlainTotals) -> PlainTotals:
+        """Return the sum of both."""
+        return PlainTotals(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+
+# what defeats reuse ---------------------------------------------------------------------------------------------------
 
 ALIKE = 0.9
 """Share of their tokens that two fixed prompts have in common if one could share most of the other"""
-SAMPLE = 64
-"""Tokens of a text that tell whether comparing all of them is worth the time of the engine's thread"""
 EARLY_VALUE = "a value in the middle of fixed text"
 ROLE_FIRST = "a role before shared text"
 COMMON_TEXT = "fixed text of another agent in another order, or behind another beginning"
@@ -61,10 +127,11 @@ def find_waste(agents: Sequence[FoundAgent]) -> list[dict[str, Any]]:
 
 @lru_cache(MAX_LOOKED_AT)  # a report is made every few seconds, and what agents begin with stays
 def _sample(text: bytes) -> frozenset[int]:
-    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch). By their hashes:
-    a sample is of all tokens, not of those with low numbers.
+    """Return some of a text's tokens, the same ones of texts with the same tokens (a bottom-k sketch): they tell
+    whether comparing all is worth the time of the engine's thread. They are chosen by their hashes, so that a sample is
+    of all tokens, not of those with low numbers.
     """
-    return frozenset(nsmallest(SAMPLE, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
+    return frozenset(nsmallest(MAX_LOOKED_AT, set(token_bytes.unpack(text)), key=lambda token: hash((token,))))
 
 
 def _alike(one: bytes, other: bytes) -> bool:

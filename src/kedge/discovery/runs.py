@@ -8,13 +8,13 @@ client begins its next task. Forecasts are of flows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS, MAX_AGENTS, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, RunId, SampleId, Segment, ValueKind
+from kedge.types import AgentId, RunId, SampleId, Segment
 from kedge.workflow.steps import NextRun
 
 UNKNOWN, LEAST_ODDS = 0.3, 0.02
@@ -196,25 +196,21 @@ class Successors:
 
     def is_read(self, before: AgentId) -> bool:
         """Return whether the next call usually reads texts of the run that an agent has called in."""
-        known = self._after.get(before)
-        return known is not None and known.is_read >= USUAL
+        return self._of(before).is_read >= USUAL
 
     def probability(self, before: AgentId, after: AgentId) -> float | None:
         """Return how likely `after` calls next; None where too little is known."""
-        known = self._after.get(before)
-        if known is None or known.total < LEAST_CALLS:
-            return None
-        return known.weights.get(after, 0.0) / known.total
+        known = self._of(before)
+        return known.weights.get(after, 0.0) / known.total if known.total >= LEAST_CALLS else None
 
     def gap(self, before: AgentId) -> float:
         """Return the usual seconds from an agent's answer to the next call."""
-        known = self._after.get(before)
-        return known.gap if known else USUAL_GAP
+        return self._of(before).gap
 
     def likely(self, before: AgentId) -> Mapping[AgentId, float]:
         """Return the agents that are expected to call next, with their probabilities."""
-        known = self._after.get(before)
-        if known is None or known.total < LEAST_CALLS:
+        known = self._of(before)
+        if known.total < LEAST_CALLS:
             return {}
         if known.likely is None:
             least = LEAST_SHARE * known.total
@@ -233,6 +229,9 @@ class Successors:
                     found[after] = NextRun(steps, odds * share)
                     queue.append((after, steps + 1, odds * share))
         return found
+
+    def _of(self, agent: AgentId) -> _After:
+        return self._after.get(agent) or _After()
 
     def edges(self) -> list[tuple[AgentId, AgentId, float]]:
         """Return all expected successions with their probabilities."""
@@ -293,7 +292,7 @@ class TextsOfRuns:
         them yet: who reads the same again may be in another run.
         """
         values = [one for one in segments if one.sample]
-        answers = (one.sample for one in reversed(values) if _is_answer(one))
+        answers = (one.sample for one in reversed(values) if one.is_answer)
         if run := next(filter(None, map(self._run_of, chain(answers, quoted))), None):
             return run
         runs = {self._run_of(one.sample) for one in values if self._tells(agent, one)} - {None}
@@ -302,7 +301,7 @@ class TextsOfRuns:
     def read(self, agent: AgentId, run: RunId, segments: Iterable[Segment]) -> None:
         """Take note of what a call of a run reads."""
         for one in segments:
-            if one.sample is None or _is_answer(one):
+            if one.sample is None or one.is_answer:
                 continue
             kind, known = self._kinds.use(one.sample.of, _ValueKind), self._texts.get(one.sample)
             if known is None or not self._is_live(known):
@@ -326,45 +325,7 @@ class TextsOfRuns:
 
     def _tells(self, agent: AgentId, segment: Segment) -> bool:
         assert segment.sample is not None
-        if _is_answer(segment) or len(segment.tokens) < LEAST_TOKENS:
+        if segment.is_answer or len(segment.tokens) < LEAST_TOKENS:
             return False
         known, kind = self._texts.get(segment.sample), self._kinds.get(segment.sample.of)
         return known is not None and kind is not None and kind.tells and agent not in known.readers
-
-
-def _is_answer(segment: Segment) -> bool:
-    return segment.sample is not None and segment.sample.kind is ValueKind.AGENT
-
-
-SEVERAL = RunId("")
-"""Several runs, of which it is not known which one goes on"""
-
-
-@dataclass(eq=False, slots=True)
-class PromptEnd:
-    """The last block of a prompt."""
-
-    is_continued: bool = False
-    """Whether others went on from there"""
-    run: RunId | None = None
-    """The run of the prompts that end here, or `SEVERAL`; None where it is not known of any"""
-
-
-class PromptEnds:
-    """The ends of prompts, by the hashes of all blocks up to there. One thread owns it."""
-
-    def __init__(self) -> None:
-        self._ends: BoundedDict[Hashable, PromptEnd] = BoundedDict(MAX_VALUES)
-
-    def find(self, chain: Sequence[Hashable], is_head: Callable[[Hashable], bool]) -> PromptEnd | None:
-        """Return the end that a prompt goes on from, unless that is only where a fixed prompt ends."""
-        return next((self._ends[one] for one in chain[:-1] if one in self._ends and not is_head(one)), None)
-
-    def put(self, block: Hashable) -> None:
-        """Remember where a prompt ends that nothing goes on from yet."""
-        self._ends.use(block, PromptEnd).is_continued = False
-
-    def belongs(self, block: Hashable, run: RunId) -> None:
-        """Take note of the run of a prompt that ends with a block."""
-        end = self._ends.use(block, PromptEnd)
-        end.run = run if end.run in (None, run) else SEVERAL

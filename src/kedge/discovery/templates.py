@@ -63,10 +63,6 @@ class Slot:
     after: bytes = b""
     """The fixed text between it and the next slot, or the end of the prompt"""
 
-    def labelled(self, label: str) -> Slot:
-        """Return the slot with another label."""
-        return replace(self, label=label)
-
 
 class Filled(NamedTuple):
     """A slot that a prompt fills with tokens [start, stop)."""

@@ -1,5 +1,5 @@
 """The contract of an engine. `LocalEngine` and the shipped fake `EchoEngine` derive from it; any other one can be
-checked with the suite in `tests/engine/conformance`.
+checked with the suite in `tests/engine/conformance.py`.
 
 Who calls what: any thread may call any method. A request that cannot be accepted raises a `RequestError` from
 `submit`; one that was accepted always ends with exactly one `Completion` or one error in its stream, and whatever
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 from kedge.engine.validation import require_advice
 from kedge.errors import ConfigError
@@ -62,7 +62,6 @@ class Stream(Protocol):
         """
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """The tokenizer interface that Kedge needs."""
 
@@ -93,7 +92,10 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, tokens: Tokens) -> str:
-        """Return the text of `tokens`, without special tokens."""
+        """Return the text of `tokens`, without special tokens; half a character as U+FFFD."""
+
+    def is_certain(self, token: int) -> bool:
+        """Return whether the text up to this token no longer depends on what follows; bytes may be a character's."""
 
     def plain(self, tokens: Tokens) -> Tokens:
         """Return an answer's tokens without special ones: those that another agent reads, and that decode as it."""

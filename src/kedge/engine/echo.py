@@ -109,9 +109,8 @@ class _Job:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     cancelled: bool = False
-    sent_logprobs: int = 0
-    """Number of the answer's log-probabilities that are in the stream already."""
-    told_prompt: bool = False
+    told: int = 0
+    """Number of the answer's log-probabilities that are in the stream already"""
 
 
 class EchoEngine(Engine):
@@ -297,9 +296,9 @@ def _made_up(token: int, top: int) -> TokenLogprob:
 
 
 def _delta(job: _Job, text: str, tokens: Tokens, completion: Completion | None = None) -> TokenDelta:
-    news, job.sent_logprobs = tuple(job.logprobs[job.sent_logprobs :]), len(job.logprobs)
-    prompt, job.told_prompt = () if job.told_prompt else job.prompt_logprobs, True
-    return TokenDelta(text, tokens, completion, news, prompt)
+    news, job.told = tuple(job.logprobs[job.told :]), len(job.logprobs)
+    is_first = len(job.generated) == len(tokens)
+    return TokenDelta(text, tokens, completion, news, job.prompt_logprobs if is_first else ())
 
 
 def _completion(job: _Job, reason: FinishReason) -> Completion:

@@ -66,10 +66,6 @@ class Wishes:
         found = {"keep_for": self.keep_for, "expects": without_infinity(self.expects) or None}
         return {name: value for name, value in found.items() if value is not None}
 
-    def keep(self, seconds: float) -> None:
-        """Ask that the session is kept. The longest time counts."""
-        self.keep_for = max(self.keep_for or 0.0, min(seconds, MAX_KEPT_SECONDS))
-
 
 SHARED = ActionOutcome("", "equal beginnings of prompts share their KV within a tenant", ActionResult.APPLIED)
 AWAITED = ActionOutcome("", "loads what the host has of the session, if it is known and idle", ActionResult.DEFERRED)
@@ -141,7 +137,7 @@ def _retain(payload: Payload, wishes: Wishes) -> ActionOutcome:
         return _demote({}, wishes)
     lasting = [_seconds(one, "duration", "duration_seconds", "ttl_seconds") for one in wanted]
     times = [MAX_KEPT_SECONDS if seconds is None else seconds for seconds in lasting]
-    wishes.keep(max(times))
+    wishes.keep_for = max(wishes.keep_for or 0.0, min(max(times), MAX_KEPT_SECONDS))  # the longest time counts
     if None in lasting or max(times) > MAX_KEPT_SECONDS:
         return SHORTENED
     is_ranked = parts != [payload] or not payload.keys().isdisjoint(("priority", "value"))

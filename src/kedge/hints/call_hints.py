@@ -19,11 +19,11 @@ from kedge.errors import RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, read_actions
 from kedge.hints.values import (
+    DEFAULT_TTL,
     MAX_HINT_AGENTS,
     MAX_NAME_LENGTH,
     cache_marks,
     kept_for,
-    longest,
     read_expected,
     read_kept,
     read_seconds,
@@ -34,9 +34,6 @@ from kedge.hints.values import (
 )
 from kedge.settings.sections import read_fidelity, shown_fidelity
 from kedge.types import AgentId, ReuseMode, RunId, TurnHints, WorkflowId
-
-IN_MEMORY = "5m"
-"""How long OpenAI keeps an idle prompt in memory, at least"""
 
 
 class Rule(NamedTuple):
@@ -86,7 +83,7 @@ def _kept_milliseconds(value: Any) -> float:
 
 def _retention(value: Any) -> float:
     """Return how long OpenAI's `prompt_cache_retention` asks to keep a prompt."""
-    return read_ttl(IN_MEMORY if value in ("in_memory", "in-memory") else value)
+    return read_ttl(DEFAULT_TTL if value in ("in_memory", "in-memory") else value)
 
 
 def _id(value: Any) -> str:
@@ -279,7 +276,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             given.setdefault("expects", wishes.expects)
     if marks := cache_marks(body):
         try:
-            given.setdefault("keep_for", longest(marks))
+            given.setdefault("keep_for", max(map(kept_for, marks)))
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 Name = TypeVar("Name", bound=str)
@@ -57,6 +57,7 @@ def read_whole(value: Any) -> int:
 
 
 DEFAULT_TTL = "5m"
+"""How long Anthropic keeps what is marked without a time, and OpenAI an idle prompt in memory, at least"""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 TTL = re.compile(r"(\d{1,6})([smh])")
 
@@ -76,11 +77,6 @@ def cache_marks(body: Mapping[str, Any]) -> list[Any]:
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     return (one for one in value if isinstance(one, dict)) if isinstance(value, list) else iter(())
-
-
-def longest(marks: Sequence[Any]) -> float:
-    """Return the longest time of some marks, in seconds. Raises `ValueError` where one cannot be read."""
-    return max(map(kept_for, marks))
 
 
 def kept_for(mark: Any) -> float:

@@ -21,11 +21,8 @@ class StepEdge(NamedTuple):
     """Whether `source` chooses one of its edges each time that it has run"""
 
 
-class _Requirement(NamedTuple):
-    """Nodes that must all be done before `target` may run; any one requirement of a node suffices."""
-
-    members: frozenset[str]
-    target: str
+Requirement = tuple[frozenset[str], str]
+"""Nodes that must all be done before the other may run; any one requirement of a node suffices"""
 
 
 def step_graph(name: str, edges: Sequence[StepEdge], joins: Iterable[tuple[Collection[str], str]] = ()) -> StepGraph:
@@ -34,10 +31,10 @@ def step_graph(name: str, edges: Sequence[StepEdge], joins: Iterable[tuple[Colle
     `joins` are pairs of several nodes that must all be done and the node that waits for them; other edges into a node
     are alternatives. Back edges are recognised.
     """
-    joined = [_Requirement(frozenset(members), target) for members, target in joins]
-    pairs = {(member, one.target) for one in joined for member in one.members}
-    single = [_Requirement(frozenset({edge.source}), edge.target) for edge in edges if edge[:2] not in pairs]
-    requirements = [one for one in (*dict.fromkeys(single), *joined) if one.target not in (START, END)]
+    joined = [(frozenset(members), target) for members, target in joins]
+    pairs = {(member, target) for members, target in joined for member in members}
+    single = [(frozenset({edge.source}), edge.target) for edge in edges if edge[:2] not in pairs]
+    requirements = [one for one in (*dict.fromkeys(single), *joined) if one[1] not in (START, END)]
     after = _first_requirements(requirements)
     loops: dict[str, list[frozenset[str]]] = {node: [] for node in after}
     for members, target in requirements:
@@ -49,7 +46,7 @@ def step_graph(name: str, edges: Sequence[StepEdge], joins: Iterable[tuple[Colle
     return StepGraph(name, tuple(Node(node, after[node], loops[node], odds.get(node, {})) for node in after))
 
 
-def _first_requirements(requirements: Sequence[_Requirement]) -> dict[str, list[frozenset[str]]]:
+def _first_requirements(requirements: Sequence[Requirement]) -> dict[str, list[frozenset[str]]]:
     """Return every node that can be reached with the first requirement that reaches it, in order of discovery."""
     found: dict[str, list[frozenset[str]]] = {START: []}
     size = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import uuid
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kedge.hints.values import without_infinity
 from kedge.integrations.edges import START
 from kedge.types import AgentId, Namespace, RunId, TenantId
 from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
@@ -30,12 +30,10 @@ class Follower:
         self._lock = threading.Lock()
         self._running: Counter[str] = Counter()
         self._seq = 0
-        self._key, self._board = RunKey(Namespace(TenantId("")), "", RunId("")), ForecastBoard(ttl=math.inf)
         self._progress: RunProgress | None = None
         if graph is not None:
-            self._progress = RunProgress(graph, self._key, self._board)
+            self._progress = RunProgress(graph, RunKey(Namespace(TenantId("")), "", RunId("")), ForecastBoard())
             self._progress.state = RunState(done=frozenset(node for node in graph.ids if node == START))
-            self._progress.begin(0.0)
 
     @property
     def run(self) -> str:
@@ -71,7 +69,7 @@ class Follower:
     def hints(self, agent: str = "") -> dict[str, Any]:
         """Return the `kedge` field of a call by `agent` (empty: of no agent) with the present forecast."""
         with self._lock:
-            forecast = {} if self._progress is None else self._forecast(self._steps())
+            forecast = {} if self._progress is None else self._forecast(_steps(self._progress))
         return {**self._head, **_nonempty(agent=agent), **forecast}
 
     def final_hints(self) -> dict[str, Any] | None:
@@ -84,18 +82,16 @@ class Follower:
         with self._lock:
             return None if self._progress is None else {**self._head, **self._forecast({})}
 
-    def _steps(self) -> dict[str, float | None]:
-        """Return the steps-to-execution of every agent, None for one that is never reached."""
-        forecast = self._board.forecast(self._key)
-        known = {} if forecast is None else forecast.next_runs
-        return {
-            agent: one.steps if math.isfinite(one.steps) else None for agent, one in known.items() if agent != START
-        }
-
     def _forecast(self, steps: dict[str, float | None]) -> dict[str, Any]:
         """Return a forecast with a number that grows, also across processes that take turns in the same run."""
         self._seq = max(self._seq + 1, time.time_ns())
         return {"seq": self._seq, "steps": steps}
+
+
+def _steps(progress: RunProgress) -> dict[str, float | None]:
+    """Return the steps-to-execution of every agent, None for one that is never reached."""
+    known = progress.graph.next_runs(progress.state)
+    return without_infinity({agent: one.steps for agent, one in known.items() if agent != START})
 
 
 def _nonempty(**fields: str) -> dict[str, str]:

@@ -96,14 +96,6 @@ class _GraphRun:
     """Number of nodes of other graphs around it"""
 
 
-@dataclass(frozen=True)
-class _NodeTask:
-    """A node that is running."""
-
-    run: _GraphRun
-    agent: str
-
-
 class _RunWatcher(BaseCallbackHandler):
     """The runs of one graph. LangChain calls it from any thread, in order for each node."""
 
@@ -112,8 +104,8 @@ class _RunWatcher(BaseCallbackHandler):
     def __init__(self, workflow: str, graph: StepGraph, client_id: str) -> None:
         self._workflow, self._graph, self._client_id = workflow, graph, client_id
         self._runs: dict[UUID, _GraphRun] = {}
-        self._tasks: dict[str, _NodeTask] = {}
-        """By place"""
+        self._tasks: dict[str, tuple[_GraphRun, str]] = {}
+        """Nodes that are running, by place: their runs and agents"""
         self._places: dict[UUID, str] = {}
         """By LangChain's id of the task"""
         self._callers: set[str] = set()
@@ -126,12 +118,12 @@ class _RunWatcher(BaseCallbackHandler):
 
     def call(self, place: str, client: OpenAI | None) -> dict[str, Any] | None:
         """Return the hints for a model call of the node at this place; None where it is not in this graph."""
-        task = self._tasks.get(place)
-        if task is None:
+        if (found := self._tasks.get(place)) is None:
             return None
+        run, agent = found
         self._client = client
-        self._callers.add(task.agent)
-        return task.run.follower.hints(task.agent)
+        self._callers.add(agent)
+        return run.follower.hints(agent)
 
     def on_chain_start(
         self,
@@ -150,26 +142,26 @@ class _RunWatcher(BaseCallbackHandler):
         run, around = self._runs.get(parent_run_id) if parent_run_id else None, place
         while around := around.rpartition("|")[0]:
             if around in self._tasks:
-                run = self._tasks[around].run
+                run = self._tasks[around][0]
                 break
         if run is None:
             thread = (metadata or {}).get("thread_id")
             follower = Follower(self._workflow, self._graph, str(thread or ""), self._client_id)
             self._runs[run_id] = _GraphRun(follower, len(_names(place)))
         elif place:
-            task = _NodeTask(run, ":".join(_names(place)[run.depth :]))
-            self._tasks[place], self._places[run_id] = task, place
-            run.follower.started(task.agent)
-            if task.agent not in self._callers:  # it is not known to call a model: its start is sent by itself
+            agent = ":".join(_names(place)[run.depth :])
+            self._tasks[place], self._places[run_id] = (run, agent), place
+            run.follower.started(agent)
+            if agent not in self._callers:  # it is not known to call a model: its start is sent by itself
                 self._send(run.follower.hints())
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
         """Note that a graph, a node, or something in a node has ended."""
         if place := self._places.pop(run_id, None):
-            task = self._tasks.pop(place)
-            task.run.follower.finished(task.agent)
-        elif run := self._runs.pop(run_id, None):
-            self._send(run.follower.final_hints(), required=True)
+            run, agent = self._tasks.pop(place)
+            run.follower.finished(agent)
+        elif ended := self._runs.pop(run_id, None):
+            self._send(ended.follower.final_hints(), required=True)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002
         """Note the end, as `on_chain_end` does."""

@@ -31,9 +31,6 @@ except ImportError as error:
 class AgentsRun(AsyncWorkflowRun):
     """One run of a workflow whose agents are the SDK's, which names the acting agent in every call."""
 
-    async def __aenter__(self) -> AgentsRun:
-        return self
-
     def config(self, base: RunConfig | None = None) -> RunConfig:
         """Return `base` for agents that call the model through this run.
 

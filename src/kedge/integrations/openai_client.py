@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 from kedge.errors import ConfigError
 from kedge.integrations.follower import Follower
@@ -113,7 +113,7 @@ class WorkflowRun(_ClientRun[OpenAI]):
 class AsyncWorkflowRun(_ClientRun[AsyncOpenAI]):
     """One run of a workflow, driven by an asynchronous client."""
 
-    async def __aenter__(self) -> AsyncWorkflowRun:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

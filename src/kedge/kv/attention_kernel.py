@@ -1,4 +1,5 @@
-"""Attention of few tokens over their paged contexts, as Triton kernels. Importing this module needs Triton.
+"""Attention of few tokens over their paged contexts, as Triton kernels, and whether any kernel can be built. Importing
+this module needs Triton.
 
 Every row is a token that attends to all positions up to its own. Its context is read in several shares at once, whose
 results are joined by their softmax sums, as in Flash-Decoding. Some rows share a program, which reads the context of
@@ -8,11 +9,15 @@ lengths.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 TILE = 64
 """Most positions that a program processes together"""
 LOADED = 16 << 10
@@ -24,6 +29,26 @@ PROGRAMS = 1024
 FEWEST, MOST = 16, 64
 """Least rows of a matrix product, to which a group of heads is padded; and most of one, with the heads of several rows
 """
+
+
+@triton.jit
+def _fill(target):
+    """Do the least that a kernel can."""
+    tl.store(target, 1)
+
+
+@cache
+def can_build(device: torch.device) -> bool:
+    """Return whether a kernel can be built and run on a device. To build one Triton compiles C at run time, which slim
+    images lack a compiler for, and it supports only some GPUs.
+    """
+    target = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        _fill[(1,)](target)
+        return bool(target.item())
+    except Exception as error:  # Triton's errors have no common class
+        logger.warning("Triton can't build kernels for %s, so PyTorch's operations take their place: %s", device, error)
+        return False
 
 
 def attend(

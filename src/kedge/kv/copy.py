@@ -21,20 +21,6 @@ from kedge.kv.storage import PagedStorage
 logger = logging.getLogger(__name__)
 PIECE, GPU_PIECE = 1 << 20, 8 << 20
 """Bytes after which a copy yields to a more urgent one: well below a millisecond."""
-
-
-class Clock:
-    """The real clock; tests use a virtual one."""
-
-    def now(self) -> float:
-        """Return seconds since some fixed moment."""
-        return time.perf_counter()
-
-    def wait(self, seconds: float, closed: threading.Event) -> None:
-        """Wait for so long, or until `closed` is set."""
-        closed.wait(seconds)
-
-
 Pools = Sequence[tuple[Tensor, Tensor]]
 """Pairs (host, device) of tensors with equal shapes but for the second dimension, along which slots lie."""
 
@@ -77,7 +63,6 @@ class PoolCopier:
         block_size: int,
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,
-        clock: Clock | None = None,
     ) -> None:
         """Start the copier's thread. A block is `block_size` neighbouring slots of every pool.
 
@@ -85,7 +70,6 @@ class PoolCopier:
         `on_copied` is called on the copier's thread whenever there is something to drain.
         """
         self._pools, self._block_size, self._throttle, self._on_copied = pools, block_size, throttle, on_copied
-        self._clock = clock or Clock()
         self._cuda = pools[0][1].is_cuda
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
@@ -142,7 +126,7 @@ class PoolCopier:
 
     def _advance(self, order: _Order) -> Copied | None:
         """Copy the next piece. Returns the end of the copy where that was its last one."""
-        began = self._clock.now()
+        began = time.perf_counter()
         piece = slice(order.done, order.done + self._piece)
         try:
             self._copy(order, piece)
@@ -151,8 +135,8 @@ class PoolCopier:
             return Copied(order.copy.copy_id, ok=False)
         order.done = min(piece.stop, len(order.copy.sources))
         throttled = began + self._throttle * (order.done - piece.start)
-        self._clock.wait(max(0.0, throttled - self._clock.now()), self._closed)
-        order.seconds += self._clock.now() - began
+        self._closed.wait(max(0.0, throttled - time.perf_counter()))
+        order.seconds += time.perf_counter() - began
         is_whole = order.done == len(order.copy.sources)
         return Copied(order.copy.copy_id, True, order.seconds) if is_whole else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +63,6 @@ class KVSegment:
         layers, *rest = shape
         nothing = torch.empty(layers, 0, *rest, dtype=dtype, device=device)
         return cls(nothing, nothing)
-
-    @classmethod
-    def cat(cls, parts: Sequence[KVSegment]) -> KVSegment:
-        """Return the concatenation of at least one part."""
-        return cls(torch.cat([p.keys for p in parts], dim=1), torch.cat([p.values for p in parts], dim=1))
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def has_kernels(device: torch.device) -> bool:
     """
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    from kedge.kv.probe_kernel import can_build
+    from kedge.kv.attention_kernel import can_build
 
     return can_build(device)
 

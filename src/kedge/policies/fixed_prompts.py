@@ -30,10 +30,6 @@ class SharedHeads:
     def __init__(self, capacity: int = MAX_BLOCKS) -> None:
         self._after: BoundedDict[Hashable, set[Hashable]] = BoundedDict(capacity)
 
-    def __len__(self) -> int:
-        """Return how many blocks are remembered."""
-        return len(self._after)
-
     def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
         """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
         chain = chain[:MAX_LENGTH]

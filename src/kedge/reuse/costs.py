@@ -15,10 +15,15 @@ from numpy.typing import NDArray
 MAX_PENDING = 64
 """Pieces of work of one kind that may wait while nobody waits for them, a bound for memory: prompts to learn from, base
 prefills, prompts prepared ahead, checks of the guard. Beyond it the oldest is dropped"""
+PATIENCE = 8
+"""Steps in a row in which something is held back for others: background work while somebody waits for a first token, a
+request while there is no room for its lanes"""
 LONGEST, REPEATS = 128, 3
 """Tokens of the longest piece of work that is measured on a CPU before any is given, and how often each is"""
 LEARNING_SHARE = 0.5
 """Share of each pass that base prefills and learning may take while requests wait for their first token"""
+GRACE = 0.02
+"""Seconds without a pass after which an engine counts as idle: a workflow's next agent comes within milliseconds"""
 FORGET = 0.995
 """Factor on an observation's weight at every later one."""
 OUTLIER = 4.0

@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes, merged_to
-
-MAX_REFUSALS = 8
-"""Steps in which a request may be held back for want of room for its lanes; then its plan is cut to what is left."""
 
 
 class LaneBudget(NamedTuple):
@@ -79,7 +77,7 @@ def grant(waiting: Iterable[WaitingPrompt], budget: LaneBudget, demand: int) -> 
     `waiting` is in the order of service. `budget` is what a step has beside one token and one row for every running
     request; `demand` is how many more tokens these take in this step. A plan that does not even fit into `budget` is
     cut, for no later step has more while the same requests run; one that does not fit into what is left now waits, and
-    so do all after it, until `MAX_REFUSALS`.
+    so do all after it, for `PATIENCE` steps at most.
     """
     granted: dict[str, Holes] = {}
     left = budget.less(demand, 0)
@@ -89,7 +87,7 @@ def grant(waiting: Iterable[WaitingPrompt], budget: LaneBudget, demand: int) -> 
             break
         own = prompt.tokens
         if len(prompt.holes) > 1:
-            holes = fitted(prompt.holes, left if prompt.refusals >= MAX_REFUSALS else budget)
+            holes = fitted(prompt.holes, left if prompt.refusals >= PATIENCE else budget)
             if not fits(holes, left):
                 break
             granted[prompt.key], left, own = holes, left.taken_by(holes), len(holes[-1])

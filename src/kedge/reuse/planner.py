@@ -70,6 +70,11 @@ class Draft:
     def exact_tokens(self) -> int:
         return sum(map(len, self.exact))
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether learning has moved offsets that were to be added since: nothing of it can be written any more."""
+        return any(one.blend.version != one.table.version for one in self.translations)
+
     def computed(self, start: int) -> list[int]:
         """Return the positions from `start` on that run through the model, ascending."""
         return [at for at in range(start, len(self.sources)) if self.sources[at] is Source.COMPUTED]
@@ -137,11 +142,14 @@ class Planner:
             draft.give_up(Miss("*", self._refusal))
         return draft
 
-    def grow(self, draft: Draft, request: GenerateRequest, segments: int, *, again: bool = False) -> None:
-        """Draft on, up to the first `segments` of the request. Those behind may lack their tokens, but for the
-        prefix segments. With `again`, which is for drafts of which nothing has been computed yet, template text that
-        other prompts have left since is moved, too.
+    def grow(
+        self, draft: Draft, request: GenerateRequest, segments: int, *, again: bool = False
+    ) -> Sequence[Translation]:
+        """Draft on, up to the first `segments` of the request, and return the translations that this adds. Segments
+        behind may lack their tokens, but for the prefix segments. With `again`, which is for drafts of which nothing
+        has been computed yet, template text that other prompts have left since is moved, too.
         """
+        before = len(draft.translations)
         if request is not draft.request:
             draft.request, draft.placed = request, layout(request)
         if again:
@@ -156,6 +164,7 @@ class Planner:
             for here, after in islice(pairs, draft.drafted, None):
                 self._fill(request, draft, here, after)
         draft.drafted = max(draft.drafted, segments)
+        return draft.translations[before:]
 
     def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
         """Return the plan of a request that has been drafted to its end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from kedge.reuse.layout import (
     template_tokens,
 )
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import Draft, Planner, pool_of
+from kedge.reuse.planner import Planner, pool_of
 from kedge.settings import PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
@@ -27,7 +27,6 @@ from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tok
 if TYPE_CHECKING:
     from kedge.anchors.base_store import BaseStore
     from kedge.anchors.store import AnchorStore
-    from kedge.anchors.translator import Translation
     from kedge.kv.segment import KVSegment
     from kedge.reuse.costs import EngineCosts
 
@@ -117,14 +116,14 @@ class Runtime:
     ) -> None:
         """Begin with what the stores hold; `costs` says what is worth it."""
         self._anchors, self._bases, self._refusal = anchors, bases, refusal
-        self._planner = Planner(anchors, bases, policy, refusal, costs)
+        self.planner = Planner(anchors, bases, policy, refusal, costs)
         self._readers = Readers()
         """How many agents read the values of a placeholder"""
         self._saturated = 0
 
     def plan(self, request: GenerateRequest, exact: tuple[Span, ...]) -> ReusePlan:
         """Plan a request whose leading tokens are `exact` on the device, and count the anchors that the plan uses."""
-        plan = self._planner.plan(request, exact)
+        plan = self.planner.plan(request, exact)
         self.use(plan)
         return plan
 
@@ -136,26 +135,8 @@ class Runtime:
     def has_bases(self, request: GenerateRequest, segments: range) -> bool:
         """Return whether base KV is there for all values among these segments that are worth translating."""
         values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
-        wanted = [one for one in values if self._planner.pays(one)]
-        return all(self._planner.sample(request, one) is not None for one in wanted)
-
-    def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
-        """Begin the plan of a request of which not all may be known yet, to be grown and sealed."""
-        return self._planner.draft(request, exact)
-
-    def grow(
-        self, draft: Draft, request: GenerateRequest, segments: int, *, again: bool = False
-    ) -> tuple[Translation, ...]:
-        """Draft the first `segments` of the request, see `Planner.grow`. Returns the translations that this adds, to be
-        written at once.
-        """
-        before = len(draft.translations)
-        self._planner.grow(draft, request, segments, again=again)
-        return tuple(draft.translations[before:])
-
-    def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
-        """Return the plan of a request that has been drafted to its end."""
-        return self._planner.seal(draft, request)
+        wanted = [one for one in values if self.planner.pays(one)]
+        return all(self.planner.sample(request, one) is not None for one in wanted)
 
     def learns(self, request: GenerateRequest) -> bool:
         """Return whether something of this request may be translated, or kept for others."""
@@ -205,7 +186,7 @@ class Runtime:
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
-        paying = [one for one in ready if self._planner.pays(one) and self._lacks_base(request, one)]
+        paying = [one for one in ready if self.planner.pays(one) and self._lacks_base(request, one)]
         return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
@@ -242,7 +223,7 @@ class Runtime:
             return plan.teaches and self.learns(request)
         key = template_key(request)
         values = self._worth_learning(request)
-        sites = ((PlaceholderSite(key, one.index), self._planner.pool(request, one)) for one in values)
+        sites = ((PlaceholderSite(key, one.index), self.planner.pool(request, one)) for one in values)
         if not all(self._anchors.experience(*site).is_saturated for site in sites):
             return True
         self._saturated += bool(values)
@@ -264,12 +245,12 @@ class Runtime:
             is_moved = plan is not None and here.index in plan.moved
             if is_moved and base_prefix is None:
                 continue
-            if (sample := self._planner.sample(request, here)) is not None:
+            if (sample := self.planner.sample(request, here)) is not None:
                 real = sample.base if is_moved else read(here.start, here.stop)
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
                 self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here
-            if after and (text := self._planner.sample_of_reader(request, after)) is not None:
+            if after and (text := self.planner.sample_of_reader(request, after)) is not None:
                 self._anchors.observe(PlaceholderSite(key, after.index), text, read(after.start, after.stop))
                 yield after
 
@@ -280,14 +261,6 @@ class Runtime:
     def end_run(self, run: RunKey) -> None:
         """Forget what a run shared between its agents."""
         self._bases.end_run(run)
-
-    def stats(self) -> dict[str, object]:
-        """Return figures of the anchors and of the base KV."""
-        return {"anchors": asdict(self._anchors.stats()), "base_kv": asdict(self._bases.stats())}
-
-    def pool_stats(self, owns: Callable[[Namespace], bool]) -> list[dict[str, object]]:
-        """Return figures of the anchor pools of the tenants that `owns` picks, without their tenants."""
-        return [asdict(pool) for pool in self._anchors.pool_stats(owns)]
 
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
@@ -303,7 +276,7 @@ class Runtime:
             for one in self._worth_translating(layout(request))
             if reads_in_place(request, one)
             and self._readers.expected(pool_of(request, one)) > 1
-            and self._planner.sample(request, one) is None
+            and self.planner.sample(request, one) is None
         ]
 
     def _shared_texts(self, request: GenerateRequest, plan: ReusePlan | None) -> list[Placed]:
@@ -312,14 +285,14 @@ class Runtime:
         """
         placed = layout(request)
         found = []
-        for before, one in pairwise(placed[:-1]) if request.run and self._planner.rotates else ():
+        for before, one in pairwise(placed[:-1]) if request.run and self.planner.rotates else ():
             value = one if one.segment.is_placeholder else before
-            if not value.segment.is_placeholder or len(one) <= self._planner.short:
+            if not value.segment.is_placeholder or len(one) <= self.planner.short:
                 continue
             is_moved = plan is not None and any(
                 one.start <= its.start < one.stop and not its.blend.adds for its in plan.translations
             )
-            is_read = self._planner.pays(value) and self._readers.expected(pool_of(request, value)) > 1
+            is_read = self.planner.pays(value) and self._readers.expected(pool_of(request, value)) > 1
             if is_read and not is_moved:
                 found.append(one)
         return found
@@ -337,35 +310,35 @@ class Runtime:
 
     def _moves(self, placed: Placed) -> bool:
         """Return whether a value is moved without anchors and a translated template, once base KV of it is there."""
-        return placed.segment.in_context and self._planner.rotates
+        return placed.segment.in_context and self.planner.rotates
 
     def _worth_translating(self, placed: tuple[Placed, ...]) -> list[Placed]:
         """Return the values of a prompt that cost less to translate than to compute."""
-        return [one for one in placed if one.segment.is_placeholder and self._planner.pays(one)]
+        return [one for one in placed if one.segment.is_placeholder and self.planner.pays(one)]
 
     def _worth_learning(self, request: GenerateRequest) -> list[Placed]:
         """Return those of them that anchors are to translate, or the prefix segment behind them."""
         placed = layout(request)
         after = (*placed[1:], None)
         values = self._worth_translating(placed)
-        return [one for one in values if self._planner.needs_anchors(request, one, after[one.index])]
+        return [one for one in values if self.planner.needs_anchors(request, one, after[one.index])]
 
     def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[tuple[Placed, Placed | None]]:
         """Yield the values that anchors serve and that a plan does not translate by them, with what follows each."""
         placed = layout(request)
         for here, after in zip(placed, [*placed[1:], None], strict=True):
-            if not here.segment.is_placeholder or len(here) <= self._planner.short:
+            if not here.segment.is_placeholder or len(here) <= self.planner.short:
                 continue
             is_written = plan is not None and plan.writes_in(here.start, here.stop) and here.index not in plan.moved
-            if not is_written and self._planner.needs_anchors(request, here, after):
+            if not is_written and self.planner.needs_anchors(request, here, after):
                 yield here, after
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
         """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
-        if self._planner.sample(request, placed) is not None:
+        if self.planner.sample(request, placed) is not None:
             return False
         readers = self._readers.expected(pool_of(request, placed))
-        return self._planner.base_pays(placed, readers)
+        return self.planner.base_pays(placed, readers)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
@@ -377,5 +350,5 @@ class Runtime:
     def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KVSegment) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
         self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
-        if sample := self._planner.sample(request, placed):
+        if sample := self.planner.sample(request, placed):
             self._anchors.prepare(sample)

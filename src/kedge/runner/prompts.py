@@ -5,14 +5,13 @@ A step's request can be made before all that it reads is known. It is a hint for
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from kedge.engine.base import Tokenizer
 from kedge.guard import GuardOrders
-from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, ClientId, GenerateRequest, ReuseMode, SampleId, Tokens, WorkflowId
 from kedge.workflow.forecast import AgentKey, RunKey
 from kedge.workflow.graph import Step, Workflow
@@ -23,33 +22,15 @@ NOTHING = Value((), None)
 
 
 class Remembered(NamedTuple):
-    """A value, and the text that it was made of where that is known."""
+    """What fills the placeholders that stand for one sample, and the text that it was made of where that is known."""
 
     value: Value
-    text: str
+    text: str = ""
 
-
-class RunMemory:
-    """Values of one run by the sample that they stand for. Of more than `max_values` the oldest is forgotten."""
-
-    def __init__(self, max_values: int | None = None) -> None:
-        self._values: dict[SampleId, Remembered] = {} if max_values is None else BoundedDict(max_values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def samples(self) -> KeysView[SampleId]:
-        """The samples that have a value, oldest first."""
-        return self._values.keys()
-
-    def put(self, sample: SampleId, value: Value, text: str = "") -> None:
-        """Remember what fills the placeholders that stand for `sample`; without tokens they are known to be empty."""
-        self._values[sample] = Remembered(value if value.tokens else NOTHING, text)
-
-    def find(self, sample: SampleId) -> Remembered | None:
-        """Return the value of `sample` with its text; None where it is not known."""
-        return self._values.get(sample)
+    @classmethod
+    def of(cls, value: Value, text: str = "") -> Remembered:
+        """Return what is remembered of a value: that of one without tokens is that it is empty."""
+        return cls(value if value.tokens else NOTHING, text)
 
 
 @lru_cache(maxsize=16)
@@ -70,7 +51,7 @@ class RunPrompts:
     run: RunKey
     workflow: Workflow
     prompts: Mapping[AgentId, CompiledAgent]
-    memories: Sequence[RunMemory]
+    memories: Sequence[Mapping[SampleId, Remembered]]
     """Where values are looked up; the first that knows a sample gives its value."""
 
     def request(self, step: Step, reuse: ReuseMode, produces: SampleId | None = None) -> GenerateRequest:
@@ -82,7 +63,7 @@ class RunPrompts:
             if sample is None:
                 values[placeholder] = NOTHING
             else:
-                found = (known for memory in self.memories if (known := memory.find(sample)))
+                found = (memory[sample] for memory in self.memories if sample in memory)
                 values[placeholder] = next((known.value for known in found), Value((), sample))
         awaited = {value.sample for value in values.values() if value.sample and not value.tokens}
         return GenerateRequest(

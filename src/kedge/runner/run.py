@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
 from kedge.checks import brief, is_unicode
 from kedge.engine.base import Engine, Stream
 from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
-from kedge.runner.prompts import RunMemory, RunPrompts, compiled, fixed_prompts
+from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
 from kedge.types import (
     AgentId,
     ClientId,
@@ -143,12 +142,6 @@ def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
             raise RequestError("inputs", name, f"the workflow has only {', '.join(workflow.inputs)}")
 
 
-@lru_cache(maxsize=16)
-def step_graph(workflow: Workflow) -> StepGraph:
-    """Return the step graph of a workflow, once for all its runs."""
-    return StepGraph.of(workflow)
-
-
 @dataclass(eq=False)
 class RunLoop:
     """One run. The calling thread owns all state; a worker thread per request in flight posts to its queue."""
@@ -160,7 +153,7 @@ class RunLoop:
     key: RunKey
     on_event: Callable[[RunEvent], None] | None
     on_tool_error: OnToolError
-    memory: RunMemory = field(default_factory=RunMemory)
+    memory: dict[SampleId, Remembered] = field(default_factory=dict)
     results: dict[Step, AgentResult] = field(default_factory=dict)
     in_flight: dict[Step, RequestId] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -171,7 +164,7 @@ class RunLoop:
         self.inputs = MappingProxyType(dict(self.inputs))
         prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.prompts = RunPrompts(self.key, self.workflow, prompts, (self.memory,))
-        self.progress = RunProgress(step_graph(self.workflow), self.key, ForecastBoard())
+        self.progress = RunProgress(StepGraph.of(self.workflow), self.key, ForecastBoard())
         self.read = self.workflow.read_answers
         for name, text in self.inputs.items():
             self._remember(SampleId(ValueKind.INPUT, name), text)
@@ -237,14 +230,14 @@ class RunLoop:
         self.results[step] = result
         self.engine.forecast(self.progress.finished(step.agent, time.monotonic()))
         read = self.engine.tokenizer.plain(result.completion.tokens)
-        self.memory.put(step.sample(), Value(read, step.sample()), result.text)
+        self.memory[step.sample()] = Remembered.of(Value(read, step.sample()), result.text)
         if result.tool_result is not None:
             self._remember(step.sample(ValueKind.CONDITION), result.tool_result)
 
     def _remember(self, sample: SampleId, text: str) -> None:
         """Remember a value that is a text and not an answer: answers are never tokenized again."""
         tokens = self.engine.tokenizer.encode(text, special=False, inside=True) if text else ()
-        self.memory.put(sample, Value(tokens, sample), text)
+        self.memory[sample] = Remembered.of(Value(tokens, sample), text)
 
     def _notify(self, event: RunEvent) -> None:
         if self.on_event is not None:

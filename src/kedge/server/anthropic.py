@@ -153,7 +153,7 @@ class MessagesWriter(AnswerWriter):
         return {**self._message(content, usage_of(delta.completion)), **self._stop_fields(delta.completion)}
 
     def begin(self) -> bytes:
-        counts = {"input_tokens": self.call.requests[0].prompt_tokens, "output_tokens": 0}
+        counts = {"input_tokens": self.requests[0].prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=self._message([], counts))
 
     def add(self, at: int, said: Said, kedge: Mapping[str, Any] | None) -> Iterator[bytes]:  # noqa: ARG002 (one choice)
@@ -172,7 +172,7 @@ class MessagesWriter(AnswerWriter):
         if delta.completion:
             yield self._stop_text()
             # what was in the cache is not known before, and clients add up the counts of both events
-            prompt = self.call.requests[0].prompt_tokens
+            prompt = self.requests[0].prompt_tokens
             counts = {"input_tokens": prompt, "output_tokens": len(delta.completion.tokens)}
             yield _event("message_delta", delta=self._stop_fields(delta.completion), usage=counts, kedge=kedge)
             yield _event("message_stop")
@@ -197,7 +197,7 @@ class MessagesWriter(AnswerWriter):
 
     def _stop_fields(self, completion: Completion) -> dict[str, str | None]:
         """Return why an answer ended; of a stop string, which one it was."""
-        request, stopped = self.call.requests[0], None
+        request, stopped = self.requests[0], None
         if completion.finish_reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if request.sampling.stop and completion.finish_reason is FinishReason.STOP:
@@ -229,13 +229,13 @@ def _event(name: str, **data: Any) -> bytes:
 router = APIRouter(tags=["Anthropic"], responses=ERRORS, route_class=TypedRoute)
 
 
-@router.post("/v1/messages", response_model=None, responses=ANSWERS)
+@router.post("/v1/messages", responses=ANSWERS)
 async def messages(body: MessagesBody, caller: TheCaller) -> Response:
     """Answer a conversation."""
     return await answer(body, MessagesWriter(caller.service), caller)
 
 
-@router.post("/v1/messages/count_tokens", response_model=None, responses=answers(200))
+@router.post("/v1/messages/count_tokens", responses=answers(200))
 async def count_tokens(body: MessagesBody, caller: TheCaller) -> Response:
     """Return how many tokens a conversation's prompt has."""
     service = caller.service

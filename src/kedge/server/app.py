@@ -30,9 +30,9 @@ from kedge.server.dashboard import routes as dashboard
 from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
-from kedge.server.openai import routes as openai_api
+from kedge.server.openai import generation as openai_api
 from kedge.server.service import AnyCaller, Service, TheService
-from kedge.server.tenancy import KeyRing, apply_quotas
+from kedge.server.tenancy import KeyRing
 from kedge.server.threads import in_own_thread
 from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
@@ -56,7 +56,8 @@ def create_app(
     """
     settings = settings or ServerSettings()
     keys = keys or KeyRing({}, settings.limits)
-    apply_quotas(engine, keys.tenants)
+    for tenant in keys.tenants:
+        engine.limit(tenant.id, tenant.quota)
     service = Service(engine, settings, keys, tracing)
     # FastAPI's own pages run scripts of a CDN at the dashboard's origin
     app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
@@ -93,7 +94,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 _router = APIRouter(tags=["Operation"], responses=ERRORS)
 
 
-@_router.get("/health", response_model=None)
+@_router.get("/health")
 async def health(service: TheService) -> Response:
     """Return 200 while the engine runs and takes steps; after a 503 the process must be restarted."""
     service.require_engine()
@@ -102,7 +103,7 @@ async def health(service: TheService) -> Response:
     return JSONAnswer({"status": "ok"})
 
 
-@_router.get("/ready", response_model=None)
+@_router.get("/ready")
 async def ready(service: TheService) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service.refuse_at_the_end()
@@ -111,7 +112,7 @@ async def ready(service: TheService) -> Response:
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
-@_router.get("/metrics", response_model=None, response_class=Response, responses=answers(200, kinds=("text/plain",)))
+@_router.get("/metrics", response_class=Response, responses=answers(200, kinds=("text/plain",)))
 async def metrics(service: TheService, caller: AnyCaller) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
     if not caller.is_operator:

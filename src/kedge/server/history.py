@@ -22,8 +22,6 @@ from kedge.engine.base import Tokenizer, spelled
 from kedge.engine.common.watched import Watcher
 from kedge.reuse.reasons import pieces
 from kedge.server.http import CallFailure, receipt
-from kedge.server.tenancy import KeyRing
-from kedge.settings import ServerSettings
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentKey,
@@ -36,8 +34,8 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import Changes
 
-MAX_AGENTS = 64
-"""Agents of a tenant whose fixed prompt is known, and lines of failures."""
+REMEMBERED = 64
+"""Of a tenant: agents whose fixed prompt is known, lines of failures, and ended runs of the server."""
 MAX_TEXT_TOKENS = 1 << 17
 """Of all prompts and answers that are kept of one tenant."""
 
@@ -51,12 +49,6 @@ class CallState(StrEnum):
     DONE = "done"
     STOPPED = "stopped"
     """It ended without an answer."""
-
-
-def text_policy(settings: ServerSettings, keys: KeyRing) -> Callable[[TenantId], bool]:
-    """Return a function of the tenant: whether its texts may be kept, by its own setting or else the server's."""
-    chosen = {tenant.id: tenant.keep_texts for tenant in keys.tenants if tenant.keep_texts is not None}
-    return lambda tenant: chosen.get(tenant, settings.keep_texts)
 
 
 @dataclass(slots=True)
@@ -119,11 +111,11 @@ class TenantHistory:
     live: dict[RequestId, CallRecord] = field(default_factory=dict)
     calls: deque[CallRecord] = field(default_factory=lambda: deque(maxlen=ENTRIES))
     """In the order of their submission."""
-    fixed: BoundedDict[WorkflowAgent, Tokens] = field(default_factory=lambda: BoundedDict(MAX_AGENTS))
+    fixed: BoundedDict[WorkflowAgent, Tokens] = field(default_factory=lambda: BoundedDict(REMEMBERED))
     """The beginning that an agent's prompts share, as of its last call."""
     steps: BoundedDict[AgentKey, float] = field(default_factory=BoundedDict)
     """Steps-to-execution of expected agents; infinite where unknown."""
-    failures: deque[FailureLine] = field(default_factory=lambda: deque(maxlen=MAX_AGENTS))
+    failures: deque[FailureLine] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def trim_texts(self) -> None:
         """Forget the oldest texts beyond `MAX_TEXT_TOKENS`."""

@@ -11,7 +11,6 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,18 +44,10 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
-from kedge.hints import Hints
 from kedge.server.threads import Threads
 from kedge.types import Completion, Source
 
 OVERLOADED = "overloaded"
-
-
-class FailureKind(StrEnum):
-    """What a call failed of: the client or a limit (refused), or the server (failed)."""
-
-    REFUSED = "refused"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +64,9 @@ class CallFailure:
     run: str = ""
 
     @property
-    def kind(self) -> FailureKind:
-        """Whether it was refused before it cost anything, or failed."""
-        refused = self.status < 500 or self.code == OVERLOADED
-        return FailureKind.REFUSED if refused else FailureKind.FAILED
+    def kind(self) -> str:
+        """`refused` where the client or a limit was the cause, `failed` where it was the server."""
+        return "refused" if self.status < 500 or self.code == OVERLOADED else "failed"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -108,13 +98,6 @@ class JSONAnswer(Response):
 
     def render(self, content: Any) -> bytes:
         return dumps(content)
-
-
-class StreamEvent(NamedTuple):
-    """One event of a stream."""
-
-    name: str
-    data: Mapping[str, Any]
 
 
 class EventStream(StreamingResponse):
@@ -299,8 +282,8 @@ KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
     (Unauthenticated, Problem(401, INVALID_REQUEST, "invalid_api_key")),
     (NotFound, Problem(404, INVALID_REQUEST, "not_found")),
     (LimitReached, Problem(429, "rate_limit_error", "rate_limit_exceeded")),
-    (Overloaded, Problem(503, "server_error", "overloaded")),
-    (OutOfBlocks, Problem(503, "server_error", "overloaded")),
+    (Overloaded, Problem(503, "server_error", OVERLOADED)),
+    (OutOfBlocks, Problem(503, "server_error", OVERLOADED)),
     (EngineClosed, Problem(503, "server_error", "engine_closed")),
     (PromptTooLong, Problem(400, INVALID_REQUEST, "context_length_exceeded")),
     (RequestError, Problem(400, INVALID_REQUEST, None)),
@@ -396,7 +379,7 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
     if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
         service.failed(owner, failure_of(request, body, status))
     else:
-        service.metrics.failed(owner or "", status)
+        service.metrics.errors.labels(owner or "", status).inc()
     return JSONAnswer(in_dialect(path, body, status), status, headers=headers)
 
 
@@ -428,16 +411,6 @@ def receipt(completion: Completion) -> dict[str, Any]:
         "ttft_ms": completion.ttft_ms,
         "total_ms": completion.total_ms,
     }
-
-
-def kedge_field(hints: Hints, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the field `kedge` of an answer and of a stream's last chunk: a receipt per choice, the hints, what became
-    of each of the client's actions, and what of the body was not read.
-    """
-    field: dict[str, Any] = {"receipts": [receipt(completion) for completion in completions], "hints": hints.to_dict()}
-    if hints.actions:
-        field["actions"] = [one.to_dict() for one in hints.actions]
-    return {**field, "ignored": list(hints.ignored)} if hints.ignored else field
 
 
 def usage(completions: Sequence[Completion], per_prompt: int) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class ServerMetrics:
         self._queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens whose exact KV was found.")
         self._success = counter("request_success", "Finished generations.", "finished_reason")
-        self._errors = counter("request_errors", "Calls that were answered with an error.", "status")
-        self._ended_runs = counter("runs", "Ended workflow runs.", "status")
+        self.errors = counter("request_errors", "Calls that were answered with an error.", "status")
+        self.ended_runs = counter("runs", "Ended workflow runs.", "status")
         self._ignored = counter("ignored_hints", "Hints that were ignored.", "dialect", "reason")
         self._snapshots = counter("snapshots", "Snapshots of what the engine has learned.", "status")
         self._snapshot_time = gauge("last_snapshot_timestamp_seconds", "When the last complete snapshot was taken.")
@@ -80,14 +80,6 @@ class ServerMetrics:
         if tokens > 1:
             between = (completion.total_ms - completion.ttft_ms) / 1e3 / (tokens - 1)
             self._per_token.labels(tenant).observe(between)
-
-    def failed(self, tenant: TenantId | str, status: int) -> None:
-        """Count a call that was answered with an error, for `NO_TENANT` if its key is unknown."""
-        self._errors.labels(tenant, status).inc()
-
-    def run_ended(self, tenant: TenantId, status: str) -> None:
-        """Count an ended workflow run."""
-        self._ended_runs.labels(tenant, status).inc()
 
     def ignored(self, tenant: TenantId, ignored: IgnoredHints) -> None:
         """Count hints that were ignored."""
@@ -134,18 +126,24 @@ class _TenantView(Collector):
 PATIENCE = 0.5
 """Longest wait for a busy engine, in seconds; then the figures of the last answer are shown."""
 COUNTERS = {
-    "hit_tokens": "Prompt tokens whose KV was on the device when their request was admitted.",
-    "host_hit_tokens": "Those of them that a request had to wait for.",
-    "evictions": "Blocks evicted from the device.",
-    "host_evictions": "Blocks evicted from the host.",
-    "blocks_loaded": "Blocks copied from the host to the device.",
-    "blocks_offloaded": "Blocks copied from the device to the host.",
-    "failed_copies": "Copies that failed; their blocks were computed.",
-    "skipped_backups": "Backups that found no room on the host.",
+    "cache_hit_tokens": "Prompt tokens whose KV was on the device when their request was admitted.",
+    "cache_host_hit_tokens": "Those of them that a request had to wait for.",
+    "cache_evictions": "Blocks evicted from the device.",
+    "cache_host_evictions": "Blocks evicted from the host.",
+    "cache_blocks_loaded": "Blocks copied from the host to the device.",
+    "cache_blocks_offloaded": "Blocks copied from the device to the host.",
+    "cache_failed_copies": "Copies that failed; their blocks were computed.",
+    "cache_skipped_backups": "Backups that found no room on the host.",
+    "guard_suspicions": "Times that an answer changed, or a check was far off, and a placeholder was withheld.",
+    "guard_breaches": "Times that too many answers changed, and anchors were discarded.",
 }
 GAUGES = {
     "cached_blocks": "Blocks cached on the device.",
     "host_cached_blocks": "Blocks cached on the host.",
+    "guard_withheld": "Placeholders of agents that are not translated as answers changed.",
+    "fidelity_proved": "Placeholders of agents that are proved to be within their budget of fidelity.",
+    "fidelity_mean": "Highest mean divergence (KL, nats a token) of a proved agent from dense prefill.",
+    "fidelity_bound": "Highest upper confidence bound of such a mean.",
 }
 
 
@@ -170,46 +168,31 @@ class CacheMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""
-        cache = self._seen.get("cache", {})
-        for name, text in COUNTERS.items():
-            if name in cache:
-                yield CounterMetricFamily(f"kedge:cache_{name}", text, value=cache[name])
-        for name, text in GAUGES.items():
-            if name in cache:
-                yield GaugeMetricFamily(f"kedge:{name}", text, value=cache[name])
-        yield from guard_families(self._seen.get("guard", {}))
+        guard, found = self._seen.get("guard"), figures_of(self._seen)
+        for family, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text in texts.items():
+                if name in found:
+                    yield family(f"kedge:{name}", text, value=found[name])
+        if guard:
+            by_state = GaugeMetricFamily(
+                "kedge:guard_placeholders", "Placeholders of agents by state.", labels=["state"]
+            )
+            for state in GuardState:
+                by_state.add_metric([state], sum(one["state"] == state for one in guard["agents"]))
+            checks = CounterMetricFamily("kedge:guard_checks", "Checks by outcome.", labels=["outcome"])
+            for outcome in ("done", "dropped"):
+                checks.add_metric([outcome], guard[f"checks_{outcome}"])
+            yield from (by_state, checks)
 
 
-GUARD_COUNTERS = {
-    "suspicions": "Times that an answer changed, or a check was far off, and a placeholder was withheld.",
-    "breaches": "Times that too many answers changed, and anchors were discarded.",
-}
-FIDELITY_GAUGES = {
-    "mean": "Highest mean divergence (KL, nats a token) of a proved agent from dense prefill.",
-    "bound": "Highest upper confidence bound of such a mean.",
-}
-
-
-def guard_families(figures: Mapping[str, Any]) -> Iterator[Metric]:
-    """Iterate over the families of an engine's figures of its guard; none where it has no guard."""
-    if not figures:
-        return
-    states = [one["state"] for one in figures["agents"]]
-    by_state = GaugeMetricFamily("kedge:guard_placeholders", "Placeholders of agents by state.", labels=["state"])
-    for state in GuardState:
-        by_state.add_metric([state], states.count(state))
-    yield by_state
-    proved = [one["fidelity"] for one in figures["agents"] if one["fidelity"] and one["fidelity"]["rung"]]
-    text = "Placeholders of agents that are proved to be within their budget of fidelity."
-    yield GaugeMetricFamily("kedge:fidelity_proved", text, value=len(proved))
-    for name, text in FIDELITY_GAUGES.items():
-        value = max((one[name] for one in proved if one[name] is not None), default=0.0)
-        yield GaugeMetricFamily(f"kedge:fidelity_{name}", text, value=value)
-    withheld = sum(one["withheld"] for one in figures["agents"])
-    yield GaugeMetricFamily("kedge:guard_withheld", "Those that are not translated as answers changed.", value=withheld)
-    checks = CounterMetricFamily("kedge:guard_checks", "Checks by outcome.", labels=["outcome"])
-    for outcome in ("done", "dropped"):
-        checks.add_metric([outcome], figures[f"checks_{outcome}"])
-    yield checks
-    for name, text in GUARD_COUNTERS.items():
-        yield CounterMetricFamily(f"kedge:guard_{name}", text, value=figures[name])
+def figures_of(seen: Mapping[str, Any]) -> dict[str, float]:
+    """Return an engine's figures by the names of their metrics; none of a guard where it has none."""
+    cache, guard = seen.get("cache", {}), seen.get("guard")
+    found = {**cache, **{f"cache_{name}": value for name, value in cache.items()}}
+    if guard:
+        proved = [one["fidelity"] for one in guard["agents"] if one["fidelity"] and one["fidelity"]["rung"]]
+        found |= {f"guard_{name}": guard[name] for name in ("suspicions", "breaches")}
+        found |= {"guard_withheld": sum(one["withheld"] for one in guard["agents"]), "fidelity_proved": len(proved)}
+        for name in ("mean", "bound"):
+            found[f"fidelity_{name}"] = max((one[name] for one in proved if one[name] is not None), default=0.0)
+    return found

@@ -334,7 +334,7 @@ def _new_id(prefix: str) -> str:
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 
 
-@router.post("/v1/responses", response_model=None, responses=ANSWERS)
+@router.post("/v1/responses", responses=ANSWERS)
 async def responses(body: ResponsesBody, caller: TheCaller) -> Response:
     """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
     writer = ResponsesWriter(caller.service, body)

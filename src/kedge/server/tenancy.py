@@ -25,12 +25,12 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kedge.engine.base import Engine, Quota
+from kedge.engine.base import Quota
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
 from kedge.settings import LimitSettings
 from kedge.types import Namespace, TenantId
@@ -185,12 +185,6 @@ def _tenant(name: str, limits: LimitSettings) -> Tenant:
     return Tenant(TenantId(name), limits)
 
 
-def apply_quotas(engine: Engine, tenants: Iterable[Tenant]) -> None:
-    """Set the tenants' quotas in the engine. Raises `ConfigError` for a quota that the engine cannot enforce."""
-    for tenant in tenants:
-        engine.limit(tenant.id, tenant.quota)
-
-
 @dataclass
 class Bucket:
     """Token bucket: `rate` per minute, of which a minute's worth may be used at once."""
@@ -242,7 +236,7 @@ class Meter:
         self.tokens = Bucket("tokens_per_minute", self.limits.tokens_per_minute, self.clock)
         self.hints = Bucket("hints_per_minute", self.limits.hints_per_minute, self.clock)
 
-    def admit(self, count: int) -> Ticket:
+    def admit(self, count: int) -> None:
         """Reserve room for `count` generations.
 
         Raises `LimitReached`, or `RequestError` for more than may ever run at once.
@@ -254,22 +248,7 @@ class Meter:
         if self.in_flight + count > most:
             raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")
         self.in_flight += count
-        return Ticket(self, count)
 
-
-@dataclass(eq=False)
-class Ticket:
-    """Room that was reserved for a call."""
-
-    meter: Meter
-    count: int
-
-    def give_back_one(self) -> None:
-        """Free the room of one generation."""
-        self.meter.in_flight -= 1
-        self.count -= 1
-
-    def release(self) -> None:
-        """Free the room that is left. Idempotent."""
-        self.meter.in_flight -= self.count
-        self.count = 0
+    def give_back(self, count: int = 1) -> None:
+        """Free the room of so many generations."""
+        self.in_flight -= count

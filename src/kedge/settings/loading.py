@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel
+from pydantic_settings import EnvSettingsSource, SettingsConfigDict
 
 from kedge.errors import ConfigError
-from kedge.settings.sections import EngineSettings, ServerSettings, SettingsSection, config_error
+from kedge.settings.sections import EngineSettings, ServerSettings, SettingsSection
 
 DEFAULT_FILE = Path("kedge.toml")
 ENV_PREFIX = "KEDGE_"
@@ -67,18 +67,14 @@ def _variables(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-class Settings(BaseSettings):
-    """Everything that can be set. `Settings()` reads the environment only; `Settings.load` the file as well."""
+class Settings(SettingsSection):
+    """Everything that can be set. `Settings()` has the defaults; `Settings.load` reads the file and the environment."""
 
+    # A section is set field by field; one given whole, as JSON text, is then a bad value like any other.
     model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        env_nested_delimiter="__",
-        env_ignore_empty=True,
-        # A section is set field by field; one given whole, as JSON text, is then a bad value like any other.
-        enable_decoding=False,
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", env_ignore_empty=True, enable_decoding=False
     )
+    section = ""
 
     engine: EngineSettings = EngineSettings()
     server: ServerSettings = ServerSettings()
@@ -92,23 +88,5 @@ class Settings(BaseSettings):
         file that is missing or no TOML.
         """
         check_environment(cls)
-        return cls(**merge(read_file(file), EnvSettingsSource(cls)(), flags))
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _name_bad_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(data)
-        except ValidationError as error:
-            raise config_error(error) from None
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
+        environment = EnvSettingsSource(cls)  # type: ignore[arg-type] # which reads the fields and the configuration
+        return cls(**merge(read_file(file), environment(), flags))

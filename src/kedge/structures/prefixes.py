@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from heapq import merge
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
@@ -93,22 +92,11 @@ class SortedKeys(dict[bytes, T]):
             self._order = sorted(self)
         return self._order
 
-    def nearest(self, key: bytes) -> Iterator[tuple[int, T]]:
-        """Iterate over the values whose keys begin as `key` does, each with for how many bytes, the longest first.
+    def nearest(self, key: bytes, most: int) -> list[tuple[int, T]]:
+        """Return the values of up to `most` keys, each with for how many bytes it begins as `key` does.
 
-        In ascending order these keys are beside the place of `key`, and the farther from it, the less they have in
-        common with it: O(log n) for the first, O(1) for each more.
+        In ascending order those that begin most like it are beside its place: half are from below it, half from above.
         """
         order = self.order
         place = bisect_left(order, key)
-        below = self._along(range(place - 1, -1, -1), key)
-        above = self._along(range(place, len(order)), key)
-        return merge(below, above, key=lambda found: -found[0])
-
-    def _along(self, places: range, key: bytes) -> Iterator[tuple[int, T]]:
-        for place in places:
-            other = self.order[place]
-            same = common_length(other, key)
-            if not same:
-                return
-            yield same, self[other]
+        return [(common_length(one, key), self[one]) for one in order[max(0, place - most // 2) : place + most // 2]]

@@ -12,10 +12,6 @@ from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Workflow
 from kedge.workflow.step_graph import Node, StepGraph
 
-COLOURS = ("#33567a", "#b5651d", "#4a7c4e", "#7a4a7c")
-"""One for each alternative of a node; those after the last begin anew."""
-LOOP = "#a03030"
-
 _MERMAID_SPECIAL = re.compile(r"(?<![^\W_])[-_@]|[-_@](?![^\W_])|[^\w @-]")
 """All but letters, digits, spaces, and the joiners within a name: outside of it they may begin Markdown."""
 
@@ -36,10 +32,6 @@ class Edge(NamedTuple):
     def label(self) -> str:
         odds = [] if self.odds is None else [f"{self.odds:.0%}"]
         return ", ".join([f"alternative {self.alternative}"] * bool(self.alternative) + odds)
-
-    @property
-    def colour(self) -> str:
-        return LOOP if self.is_loop else COLOURS[((self.alternative or 1) - 1) % len(COLOURS)]
 
 
 def export(flow: Workflow | StepGraph) -> str:
@@ -70,7 +62,7 @@ def lanes(graph: StepGraph) -> list[list[Node]]:
     steps = graph.steps((), ())
     found: dict[float, list[Node]] = {}
     for node in graph.nodes:
-        found.setdefault(steps[node.id], []).append(node)  # type: ignore[index]
+        found.setdefault(steps[node.id], []).append(node)
     return [found[step] for step in sorted(found)]
 
 
@@ -96,10 +88,7 @@ def mermaid(name: str, columns: Sequence[Sequence[str]], edges: Iterable[Edge]) 
     for node, number in ids.items():
         text = _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", node)
         lines.append(f'  {number}["{text}"]')
-    by_colour: dict[str, list[str]] = {}
-    for at, edge in enumerate(edges):
-        by_colour.setdefault(edge.colour, []).append(str(at))
+    for edge in edges:
         arrow = ("-.->" if edge.is_loop else "-->") + (f'|"{edge.label}"|' if edge.label else "")
         lines.append(f"  {ids[edge.start]} {arrow} {ids[edge.to]}")
-    lines += [f"  linkStyle {','.join(places)} stroke:{colour}" for colour, places in by_colour.items()]
     return "\n".join(lines) + "\n"

@@ -6,32 +6,19 @@ error.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
 
 from kedge.errors import ConfigError
 from kedge.types import AgentId
 from kedge.types import AgentKey as AgentKey
 from kedge.types import RunKey as RunKey
-from kedge.workflow.step_graph import NodeId, RunState, StepGraph
+from kedge.workflow.step_graph import RunState, StepGraph
 from kedge.workflow.steps import NextRun
 
 Changes = Mapping[AgentKey, NextRun | None]
 """Agents whose next run has changed; None: it is not known any more."""
-
-
-class Ignored(StrEnum):
-    """Reason why a hint, or its entry for one agent, was ignored."""
-
-    STALE = "stale"
-    """Its sequence number is not above the last one."""
-    NEGATIVE = "negative sequence number"
-    ENDED = "the run has ended"
-    UNKNOWN_AGENT = "unknown agent"
-    BAD_VALUE = "steps below 0, or a probability outside 0..1"
 
 
 @dataclass(frozen=True)
@@ -46,9 +33,6 @@ class Forecast:
     next_runs: Mapping[AgentId, NextRun]
     ended: bool = False
     """An ended run stays for one `ttl`, so that a late hint does not bring it back."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "next_runs", MappingProxyType(dict(self.next_runs)))
 
     @property
     def steps(self) -> dict[AgentKey, float]:
@@ -81,17 +65,15 @@ class ForecastBoard:
             raise ConfigError("ttl", ttl, "must be above 0 seconds")
         self._ttl = ttl
         self._runs: OrderedDict[RunKey, Forecast] = OrderedDict()  # by expiry
-        self.ignored: Counter[Ignored] = Counter()
+        self.ignored = 0
+        """Hints, and entries for single agents, that were late or could not be meant"""
 
     def update(self, run: RunKey, seq: int, next_runs: Mapping[AgentId, NextRun], now: float) -> Changes:
         """Replace the forecast of `run`: whole or, where the hint is ignored, not at all."""
         changes = self.expire(now)
         old = self._runs.get(run)
-        reason = Ignored.NEGATIVE if seq < 0 else None
-        if old and not reason:
-            reason = Ignored.ENDED if old.ended else Ignored.STALE if seq <= old.seq else None
-        if reason:
-            self.ignored[reason] += 1
+        if seq < 0 or (old and (old.ended or seq <= old.seq)):
+            self.ignored += 1
             return changes
         new = Forecast(run, seq, now + self._ttl, self._sound(next_runs))
         self._put(new)
@@ -129,8 +111,7 @@ class ForecastBoard:
     def _sound(self, next_runs: Mapping[AgentId, NextRun]) -> dict[AgentId, NextRun]:
         """Return the valid entries of a hint, and count the others."""
         sound = {agent: one for agent, one in next_runs.items() if one.steps >= 0 and 0 <= one.probability <= 1}
-        if len(sound) < len(next_runs):
-            self.ignored[Ignored.BAD_VALUE] += len(next_runs) - len(sound)
+        self.ignored += len(next_runs) - len(sound)
         return sound
 
 
@@ -167,10 +148,10 @@ class RunProgress:
         """End the run, finished or not."""
         return self._board.done(self.run, now)
 
-    def _expected(self, agent: AgentId) -> NodeId | None:
+    def _expected(self, agent: AgentId) -> str | None:
         """Return the node of `agent` that is next to start; None where all of them run, or it has none."""
         if agent not in self.graph.nodes_of:
-            self._board.ignored[Ignored.UNKNOWN_AGENT] += 1
+            self._board.ignored += 1
         idle = [node for node in self.graph.nodes_of.get(agent, ()) if node not in self.state.running]
         if len(idle) < 2:
             return idle[0] if idle else None

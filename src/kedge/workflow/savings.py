@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import chain, count, islice
 
+from kedge.checks import MAX_COUNT
 from kedge.settings import EngineSettings
 from kedge.structures.prefixes import chain_of, common_prefix
-from kedge.types import AgentId, ReuseMode, ValueKind
+from kedge.types import ReuseMode, SampleId, Segment, Tokens, ValueKind
 from kedge.workflow.graph import Step, Workflow
-from kedge.workflow.template import ChatTokenizer, CompiledAgent, Placeholder, compile_agents
+from kedge.workflow.template import ChatTokenizer, Value, compile_agents
 
 BLOCK = EngineSettings().block_size
 """Tokens per block: a prefix cache finds whole blocks only."""
-Tokens = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
@@ -78,62 +78,40 @@ def estimate_savings(
     lengths: ValueLengths = ValueLengths(),  # noqa: B008 (it is frozen)
 ) -> RunSavings:
     """Estimate the savings of one run. The calls are served one after the other, in the order of `Workflow.steps`."""
-    agents = compile_agents(workflow.agents, tokenizer)
-    calls = [_call(workflow, agents, step, lengths, run) for run in range(2) for step in workflow.steps]
+    calls = _calls(workflow, tokenizer, lengths)
     ways = _found(calls), _found(_role_last(calls, workflow)), _translated(calls)
     counts = list(zip(calls, *ways, strict=True))[len(workflow.steps) :]
     return RunSavings(tuple(CallSavings(call.step, len(call.tokens), *found) for call, *found in counts))
 
 
-# calls ----------------------------------------------------------------------------------------------------------------
-
-
-class _Value(NamedTuple):
-    """What fills a placeholder in one run. Inputs have turn 0."""
-
-    run: int
-    kind: ValueKind
-    of: str
-    turn: int
-
-
-class _Piece(NamedTuple):
-    """A part of a prompt: fixed text (no value), or a value, whose tokens differ from every other's."""
-
-    tokens: Tokens
-    value: _Value | None = None
-
-
 @dataclass(frozen=True)
 class _Call:
     step: Step
-    pieces: tuple[_Piece, ...]
-    answer: _Piece
+    segments: tuple[Segment, ...]
+    answer: Tokens
     reuse: ReuseMode | None
 
     @property
     def tokens(self) -> Tokens:
-        return tuple(token for piece in self.pieces for token in piece.tokens)
+        return tuple(chain.from_iterable(one.tokens for one in self.segments))
 
 
-def _call(
-    workflow: Workflow, agents: Mapping[AgentId, CompiledAgent], step: Step, lengths: ValueLengths, run: int
-) -> _Call:
-    agent = agents[step.agent]
+def _calls(workflow: Workflow, tokenizer: ChatTokenizer, lengths: ValueLengths) -> list[_Call]:
+    """Return the calls of two runs. Every token of a value differs from all others, and is beyond any vocabulary."""
+    agents, fresh, calls = compile_agents(workflow.agents, tokenizer), count(MAX_COUNT + 1), []
+    for _ in range(2):
+        known: dict[SampleId | None, Tokens] = {None: ()}
 
-    def piece(kind: ValueKind, of: str, turn: int) -> _Piece:
-        value = _Value(run, kind, of, turn)
-        return _Piece(tuple((value, i) for i in range(lengths.of(workflow, kind, of))), value)
+        def value(sample: SampleId | None, known: dict[SampleId | None, Tokens] = known) -> Value:
+            if sample is not None and sample not in known:
+                known[sample] = tuple(islice(fresh, lengths.of(workflow, sample.kind, sample.of)))
+            return Value(known[sample], sample)
 
-    def filled(placeholder: Placeholder) -> _Piece:
-        if placeholder.kind is ValueKind.INPUT:
-            return piece(placeholder.kind, placeholder.of, 0)
-        source = workflow.source(step, placeholder)
-        return piece(placeholder.kind, placeholder.of, source.turn) if source else _Piece(())
-
-    rest = zip(map(filled, agent.placeholders), map(_Piece, agent.prefixes[1:]), strict=True)
-    pieces = (_Piece(agent.prefixes[0]), *(each for pair in rest for each in pair))
-    return _Call(step, pieces, piece(ValueKind.AGENT, step.agent, step.turn), workflow.agent(step.agent).reuse)
+        for step in workflow.steps:
+            agent = agents[step.agent]
+            segments = agent.fill({one: value(workflow.sample(step, one)) for one in agent.placeholders})
+            calls.append(_Call(step, segments, value(step.sample()).tokens, workflow.agent(step.agent).reuse))
+    return calls
 
 
 # ways of serving ------------------------------------------------------------------------------------------------------
@@ -151,7 +129,7 @@ def _found(calls: Iterable[_Call]) -> Iterator[int]:
     cache = set[Hashable]()
     for call in calls:
         yield _match(cache, call.tokens)
-        cache.update(chain_of((*call.tokens, *call.answer.tokens), BLOCK))
+        cache.update(chain_of((*call.tokens, *call.answer), BLOCK))
 
 
 def _translated(calls: Iterable[_Call]) -> Iterator[int]:
@@ -160,24 +138,24 @@ def _translated(calls: Iterable[_Call]) -> Iterator[int]:
     A prompt enters the prefix cache up to its first translated token. Inputs and results of tools are computed by
     their first reader; answers have KV since they were written.
     """
-    cache, known = set[Hashable](), set[_Value | None]()
+    cache, known = set[Hashable](), set[Tokens]()
     for call in calls:
         exact = _match(cache, call.tokens) if call.reuse is not ReuseMode.OFF else 0
         may = call.reuse in (None, ReuseMode.TRANSLATE)
         translated = list(_translatable(call, exact, known)) if may else []
         yield min(exact + sum(stop - start for start, stop in translated), len(call.tokens) - 1)
-        cached = call.tokens[: translated[0][0]] if translated else (*call.tokens, *call.answer.tokens)
+        cached = call.tokens[: translated[0][0]] if translated else (*call.tokens, *call.answer)
         cache.update(chain_of(cached, BLOCK))
-        known |= {piece.value for piece in (*call.pieces, call.answer)}
+        known |= {call.answer, *(one.tokens for one in call.segments if one.is_placeholder)}
 
 
-def _translatable(call: _Call, exact: int, known: set[_Value | None]) -> Iterator[tuple[int, int]]:
+def _translatable(call: _Call, exact: int, known: set[Tokens]) -> Iterator[tuple[int, int]]:
     """Yield the spans behind the exact prefix that can be translated: known values, and the fixed text behind each."""
     at, translates = 0, False
-    for piece in call.pieces:
-        start, at = max(at, exact), at + len(piece.tokens)
-        if piece.value is not None:
-            translates = piece.value in known
+    for one in call.segments:
+        start, at = max(at, exact), at + len(one.tokens)
+        if one.is_placeholder:
+            translates = one.tokens in known
         if translates and start < at:
             yield start, at
 
@@ -187,17 +165,16 @@ def _role_last(calls: Sequence[_Call], workflow: Workflow) -> Iterator[_Call]:
 
     Values that only one call reads come after the others.
     """
-    head = len(common_prefix([call.pieces[0].tokens for call in calls]))
-    readers = Counter(piece.value for call in calls for piece in call.pieces)
+    head = len(common_prefix([one.tokens for call in calls for one in call.segments[:1]]))
+    readers = Counter(one.tokens for call in calls for one in call.segments)
 
-    def order(piece: _Piece) -> tuple[object, ...]:
-        value = piece.value
-        assert value is not None
-        names: Sequence[str] = workflow.inputs if value.kind is ValueKind.INPUT else workflow.order
-        is_answer = value.kind is not ValueKind.INPUT
-        return readers[value] == 1, is_answer, value.turn, names.index(value.of), value.kind
+    def order(one: Segment) -> tuple[object, ...]:
+        assert one.sample is not None
+        kind, of, turn, _ = one.sample
+        names: Sequence[str] = workflow.inputs if kind is ValueKind.INPUT else workflow.order
+        return readers[one.tokens] == 1, kind is not ValueKind.INPUT, turn, names.index(of), kind
 
     for call in calls:
-        fixed = tuple(token for piece in call.pieces if piece.value is None for token in piece.tokens)
-        values = sorted((piece for piece in call.pieces if piece.value), key=order)
-        yield replace(call, pieces=(_Piece(fixed[:head]), *values, _Piece(fixed[head:])))
+        fixed = tuple(chain.from_iterable(one.tokens for one in call.segments if not one.is_placeholder))
+        values = sorted((one for one in call.segments if one.is_placeholder), key=order)
+        yield replace(call, segments=(Segment(fixed[:head], "head"), *values, Segment(fixed[head:], "role")))

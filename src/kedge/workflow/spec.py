@@ -108,16 +108,6 @@ class TopologySpec(_Spec):
     share: float = 0.0
 
 
-class WordingSpec(_Spec):
-    """The texts of user messages, see `Wording`."""
-
-    header: str = ""
-    intro: str = ""
-    speaker: str = ""
-    tool: str = ""
-    footer: str = ""
-
-
 class WorkflowSpec(_Spec):
     """A workflow file."""
 
@@ -130,7 +120,8 @@ class WorkflowSpec(_Spec):
     fidelity: Fidelity | None = None
     """Both of the agents that have none of their own"""
     topology: TopologySpec | None = None
-    wording: WordingSpec = WordingSpec()
+    wording: dict[Literal["header", "intro", "speaker", "tool", "footer"], str] = {}
+    """The texts of user messages, see `Wording`"""
 
     @field_validator("topology", mode="before")
     @classmethod
@@ -299,7 +290,7 @@ def _connected(spec: WorkflowSpec, topology: TopologySpec, agents: tuple[Agent, 
         chosen = TOPOLOGIES[topology.kind](agents, **options)
     except TypeError as error:
         raise SpecError(f"{source}: topology.{topology.kind}", options, "it has no such option") from error
-    return connect(spec.name, agents, chosen, Wording(**spec.wording.given()), tuple(spec.inputs))
+    return connect(spec.name, agents, chosen, Wording(**spec.wording), tuple(spec.inputs))
 
 
 class _Yaml(yaml.SafeLoader):

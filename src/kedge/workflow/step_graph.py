@@ -16,25 +16,24 @@ from __future__ import annotations
 
 import graphlib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
 from kedge.errors import CycleError, WorkflowError
 from kedge.types import AgentId
 from kedge.workflow.graph import Step, Workflow
-from kedge.workflow.steps import Alternative, NextRun, Search
-
-NodeId = NewType("NodeId", str)
+from kedge.workflow.steps import Alternative, NextRun, Nodes, search
 
 
 class RunState(NamedTuple):
     """State of a run: the nodes that run, and those that are done in this iteration of every loop they are in."""
 
-    running: frozenset[NodeId] = frozenset()
-    done: frozenset[NodeId] = frozenset()
+    running: Nodes = frozenset()
+    done: Nodes = frozenset()
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,12 @@ class StepGraph:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         if not self.nodes:
             raise WorkflowError("nodes", (), "a step graph needs at least one node")
-        if len(self._place) < len(self.nodes):
-            double = next(node for at, node in enumerate(self.ids) if self._place[node] != at)
-            raise WorkflowError("nodes", double, "duplicate")
+        if doubles := [node for node, count in Counter(self.ids).items() if count > 1]:
+            raise WorkflowError("nodes", doubles[0], "duplicate")
         for node in self.nodes:
             for key, names in (("after", _members(node.after)), ("loops", _members(node.loops)), ("then", node.then)):
                 for name in names:
-                    if name not in self._place:
+                    if name not in self._by_id:
                         raise WorkflowError(f"node {node.id}: {key}", name, "there is no such node")
         try:
             graphlib.TopologicalSorter({node.id: set(_members(node.after)) for node in self.nodes}).prepare()
@@ -115,13 +113,16 @@ class StepGraph:
                 if self.descendants(node.id).isdisjoint(members):
                     raise WorkflowError(f"node {node.id}: loops", sorted(members), "none of them comes after it")
             for name in node.then:
-                chosen = self._by_id(name)
+                chosen = self._by_id[name]
                 if not _waits_for((*chosen.after, *chosen.loops), node.id):
                     raise WorkflowError(f"node {node.id}: then", name, f"has no {node.id!r} in its `after` or `loops`")
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, workflow: Workflow) -> StepGraph:
-        """Return the graph of a workflow: a node for every turn of every agent, so that it knows how the run ends."""
+        """Return the graph of a workflow, once for all its runs: a node for every turn of every agent, so that it knows
+        how the run ends.
+        """
 
         def name(step: Step) -> str:
             return f"{step.agent}@{step.turn}" if workflow.turns > 1 else step.agent
@@ -135,116 +136,98 @@ class StepGraph:
     # queries -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def ids(self) -> tuple[NodeId, ...]:
-        return tuple(NodeId(node.id) for node in self.nodes)
+    def ids(self) -> tuple[str, ...]:
+        return tuple(node.id for node in self.nodes)
 
     @cached_property
-    def nodes_of(self) -> Mapping[AgentId, tuple[NodeId, ...]]:
+    def nodes_of(self) -> Mapping[AgentId, tuple[str, ...]]:
         """Agent -> its nodes, as declared."""
-        found: dict[AgentId, tuple[NodeId, ...]] = {}
+        found: dict[AgentId, tuple[str, ...]] = {}
         for node in self.nodes:
             agent = AgentId(node.agent)
-            found[agent] = (*found.get(agent, ()), NodeId(node.id))
+            found[agent] = (*found.get(agent, ()), node.id)
         return found
 
-    def steps(self, running: Iterable[str], done: Iterable[str]) -> dict[NodeId, float]:
+    def steps(self, running: Iterable[str], done: Iterable[str]) -> dict[str, float]:
         """Return the steps-to-execution by node, `UNKNOWN` where it is never reached. See `RunState` for the arguments.
 
         A running node has 0. What could run at once has 1 while something runs and 0 while nothing does. A node that is
         done counts to its next iteration. Raises `WorkflowError` for a node that is not there.
         """
-        found = self._search(running, done)
-        return {node: next_run.steps for node, next_run in zip(self.ids, found, strict=True)}
+        found = self._search(frozenset(running), frozenset(done))
+        return {node: next_run.steps for node, next_run in found.items()}
 
     def next_runs(self, state: RunState) -> dict[AgentId, NextRun]:
         """Return by agent the next run of its soonest, then likeliest node. Raises as `steps` does."""
         found = self._search(*state)
-        soonest: dict[AgentId, NextRun] = {}
-        for node, next_run in zip(self.nodes, found, strict=True):
-            agent = AgentId(node.agent)
-            soonest[agent] = min(soonest.get(agent, next_run), next_run, key=lambda one: (one.steps, -one.probability))
-        return soonest
+        nodes = {agent: [found[node] for node in nodes] for agent, nodes in self.nodes_of.items()}
+        return {agent: min(runs, key=lambda one: (one.steps, -one.probability)) for agent, runs in nodes.items()}
 
-    def started(self, state: RunState, node: NodeId) -> RunState:
+    def started(self, state: RunState, node: str) -> RunState:
         """Return the state once `node` runs. If it was done before, its descendants begin a new iteration."""
-        again = self.descendants(node) if node in state.done else frozenset[NodeId]()
+        again = self.descendants(node) if node in state.done else frozenset[str]()
         return RunState(state.running | {node}, state.done - again)
 
-    def finished(self, state: RunState, node: NodeId) -> RunState:
+    def finished(self, state: RunState, node: str) -> RunState:
         """Return the state once `node` is done."""
         return RunState(state.running - {node}, state.done | {node})
 
-    def descendants(self, node: str) -> frozenset[NodeId]:
+    def descendants(self, node: str) -> Nodes:
         """Return `node` and all that comes after it without a back edge."""
-        found, todo = {NodeId(node)}, [NodeId(node)]
+        found, todo = {node}, [node]
         while todo:
             new = self._followers[todo.pop()] - found
             found |= new
             todo += new
         return frozenset(found)
 
-    def _search(self, running: Iterable[str], done: Iterable[str]) -> list[NextRun]:
-        search = Search(self._alternatives, self._opens, self._places("running", running), self._places("done", done))
-        return search.run(self._entries)
-
-    def _places(self, key: str, names: Iterable[str]) -> frozenset[int]:
-        try:
-            return frozenset([self._place[name] for name in names])
-        except KeyError as error:
-            raise WorkflowError(key, error.args[0], f"not a node of {self.name}") from None
+    def _search(self, running: Nodes, done: Nodes) -> dict[str, NextRun]:
+        for key, names in (("running", running), ("done", done)):
+            if unknown := names - self._by_id.keys():
+                raise WorkflowError(key, min(unknown), f"not a node of {self.name}")
+        entries = (node.id for node in self.nodes if not node.after)
+        return search(self._alternatives, self._opens, entries, running, done)
 
     # the search's tables --------------------------------------------------------------------------------------
 
     @cached_property
-    def _place(self) -> Mapping[str, int]:
-        return {node: at for at, node in enumerate(self.ids)}
-
-    @cached_property
-    def _entries(self) -> frozenset[int]:
-        return frozenset(at for at, node in enumerate(self.nodes) if not node.after)
+    def _by_id(self) -> Mapping[str, Node]:
+        return {node.id: node for node in self.nodes}
 
     @cached_property
     def _alternatives(self) -> tuple[Alternative, ...]:
         return tuple(
-            self._alternative(node, names, is_loop)
+            self._alternative(node, frozenset(names), is_loop)
             for node in self.nodes
             for is_loop, alternatives in ((False, node.after), (True, node.loops))
             for names in alternatives
         )
 
-    def _alternative(self, node: Node, names: Collection[str], is_loop: bool) -> Alternative:
-        choosers = [self._by_id(name) for name in sorted(names) if node.id in self._by_id(name).then]
-        return Alternative(
-            self._place[node.id],
-            frozenset(self._place[name] for name in names),
-            is_loop,
-            tuple((self._place[one.id], one.odds[node.id]) for one in choosers),
-            tuple((self._place[one.id], self._rivals(one, node)) for one in choosers),
-        )
+    def _alternative(self, node: Node, members: Nodes, is_loop: bool) -> Alternative:
+        choosers = [one for one in map(self._by_id.__getitem__, sorted(members)) if node.id in one.then]
+        odds = {one.id: one.odds[node.id] for one in choosers}
+        return Alternative(node.id, members, is_loop, odds, {one.id: self._rivals(one, node) for one in choosers})
 
-    def _rivals(self, chooser: Node, chosen: Node) -> frozenset[int]:
-        forward = (name for name in chooser.then if _waits_for(self._by_id(name).after, chooser.id))
-        return frozenset(self._place[name] for name in forward if name != chosen.id)
-
-    def _by_id(self, name: str) -> Node:
-        return self.nodes[self._place[name]]
+    def _rivals(self, chooser: Node, chosen: Node) -> Nodes:
+        forward = (name for name in chooser.then if _waits_for(self._by_id[name].after, chooser.id))
+        return frozenset(name for name in forward if name != chosen.id)
 
     @cached_property
-    def _opens(self) -> tuple[tuple[int, ...], ...]:
+    def _opens(self) -> Mapping[str, list[int]]:
         """Node -> the alternatives that it is a member of."""
-        opens: list[list[int]] = [[] for _ in self.nodes]
+        opens: dict[str, list[int]] = {node: [] for node in self.ids}
         for at, one in enumerate(self._alternatives):
             for member in one.members:
                 opens[member].append(at)
-        return tuple(map(tuple, opens))
+        return opens
 
     @cached_property
-    def _followers(self) -> Mapping[NodeId, set[NodeId]]:
+    def _followers(self) -> Mapping[str, set[str]]:
         """Node -> the nodes that wait for it, back edges apart."""
-        followers: dict[NodeId, set[NodeId]] = {node: set() for node in self.ids}
+        followers: dict[str, set[str]] = {node: set() for node in self.ids}
         for node in self.nodes:
             for name in _members(node.after):
-                followers[NodeId(name)].add(NodeId(node.id))
+                followers[name].add(node.id)
         return followers
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kedge.types import AgentId, GenerateRequest
+from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 
@@ -18,11 +18,12 @@ QUESTION = "user_question"
 
 @dataclass(frozen=True)
 class Question:
-    """One question and its answer; `facts` is further data for scorers and reference answers."""
+    """One question and its answer."""
 
     text: str
     answer: str
-    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    others: tuple[str, ...] = ()
+    """Other answers that are right as well"""
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,14 @@ class Team:
     """(decision, question) -> whether the decision is correct."""
     silent: frozenset[AgentId] = frozenset()
     """Agents without a scored answer."""
-    grammar: Callable[[AgentId, Question], str] = field(default=lambda *_: "", repr=False)
-    """(agent, question) -> the grammar of its answer, as `SamplingParams.grammar` takes it; "" for none."""
 
-    def workflow(self) -> Workflow:
-        """Return the team as a workflow in which every agent reads the answers of all before it."""
-        return connect(self.name, self.agents, fully_connected(self.agents), self.wording, (QUESTION,))
+    def workflow(self, longest: int | None = None) -> Workflow:
+        """Return the team as a workflow in which every agent reads the answers of all before it. Answers have at most
+        `longest` tokens, or as many as their agents say.
+        """
+        agents = [replace(one, max_tokens=min(one.max_tokens, longest or one.max_tokens)) for one in self.agents]
+        return connect(self.name, agents, fully_connected(agents), self.wording, (QUESTION,))
 
     def right(self, agent: AgentId, answer: str, question: Question) -> bool | None:
         """Return whether an agent's answer is correct; None for agents without a scored answer."""
         return None if agent in self.silent else self.accepts(self.final(answer), question)
-
-    def constrained(self, question: Question, request: GenerateRequest) -> GenerateRequest:
-        """Return a request whose answer has to conform to the grammar of this question."""
-        grammar = self.grammar(request.agent, question)
-        return replace(request, sampling=replace(request.sampling, grammar=grammar)) if grammar else request

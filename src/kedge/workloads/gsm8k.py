@@ -92,10 +92,10 @@ def _agent(name: str, title: str, system: str) -> Agent:
 
 def question(row: Row) -> Question:
     """Convert a row with `question` and `answer`, a worked solution that ends in `#### <number>`."""
-    solution, mark, last = str(row["answer"]).rpartition("####")
+    _, mark, last = str(row["answer"]).rpartition("####")
     if not mark:
         raise ValueError("the answer has no ####")
-    return Question(str(row["question"]).strip(), spelled(last.strip()), {"solution": solution.strip()})
+    return Question(str(row["question"]).strip(), spelled(last.strip()))
 
 
 GSM8K = Team(

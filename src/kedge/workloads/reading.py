@@ -1,16 +1,12 @@
-"""Reading: three agents answer questions about paragraphs of XQuAD, with free words or with a pick of its answers; of
-one paragraph, of the last of several, or in sessions about one.
-"""
+"""Reading: three agents answer questions about a paragraph of XQuAD, about the last of several, or in sessions."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Row, Team
@@ -31,35 +27,14 @@ def stated(answer: str) -> str | None:
 
 def contains_gold(stated: str | None, asked: Question) -> bool:
     """Return whether one of the question's answers is in what was stated."""
-    return stated is not None and any(normal(gold) in stated for gold in asked.facts["answers"])
+    return stated is not None and any(normal(gold) in stated for gold in (asked.answer, *asked.others))
 
 
-def pick_grammar(agent: AgentId, asked: Question) -> str:
-    """Return the grammar of a pick: `{"answer": …}` with one of the question's options, word for word; none for who
-    repeats a sentence.
-    """
-    options = (json.dumps({"answer": option}, ensure_ascii=False) for option in asked.facts["options"])
-    picks = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
-    return f"start: {picks}" if picks and agent != AgentId("checker") else ""
-
-
-def questions(row: Row, longest: int = 60) -> list[Question]:
-    """Convert a row with `context` and `questions`, in a random but fixed order.
-
-    The options of a question are its answer and those of the paragraph's other questions that are neither part of it
-    nor the other way round and begin otherwise (a greedy pick is decided by its first token), up to `longest`
-    characters; a question with a longer answer has none.
-    """
-    rng = random.Random(row["context"])
-    answers = sorted({one["answers"][0] for one in row["questions"] if len(one["answers"][0]) <= longest})
-    asked = []
-    for one in rng.sample(row["questions"], len(row["questions"])):
-        gold = one["answers"][0]
-        text = f"Passage: {row['context']}\n\nQuestion: {one['question']}"
-        others = [other for other in answers if not _overlaps(other, gold)]
-        options = sorted([*others, gold]) if others and gold in answers else []
-        asked.append(Question(text, gold, {"id": one["id"], "answers": one["answers"], "options": options}))
-    return asked
+def questions(row: Row) -> list[Question]:
+    """Convert a row with `context` and `questions`, in a random but fixed order."""
+    asked = random.Random(row["context"]).sample(row["questions"], len(row["questions"]))
+    text = f"Passage: {row['context']}\n\nQuestion: "
+    return [Question(text + one["question"], one["answers"][0], tuple(one["answers"][1:])) for one in asked]
 
 
 def lengthened(paragraphs: Sequence[Sequence[Question]], passages: int = 4) -> list[list[Question]]:
@@ -82,10 +57,6 @@ def continued(about: Sequence[Question]) -> list[Question]:
     return turns
 
 
-def _overlaps(one: str, other: str) -> bool:
-    return one[:1] == other[:1] or normal(one) in normal(other) or normal(other) in normal(one)
-
-
 _COPY = "with a few words copied from the passage"
 READING = Team(
     "reading",
@@ -106,11 +77,5 @@ READING = Team(
     stated,
     contains_gold,
 )  # fmt: skip
-PICKS = replace(
-    READING,
-    name="reading-picks",
-    agents=tuple(replace(agent, max_tokens=48) for agent in READING.agents),
-    grammar=pick_grammar,
-)
 LONG = replace(READING, name="reading-long")
 SESSIONS = replace(READING, name="reading-sessions")

@@ -15,7 +15,7 @@ from kedge.workloads.base import Question, Row, Team
 
 Item = TypeVar("Item")
 
-TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.PICKS, reading.LONG, reading.SESSIONS)}
+TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.LONG, reading.SESSIONS)}
 
 
 def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list[Question]]:
@@ -31,8 +31,6 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
         asked = read_rows(file or data / "gsm8k.jsonl", gsm8k.question, "GSM8K")
         return TEAMS[name], rng.sample(asked, len(asked))
     paragraphs = read_rows(file or data / "xquad-en.jsonl", reading.questions, "XQuAD")
-    if name == reading.PICKS.name:
-        paragraphs = [[one for one in about if one.facts["options"]] for about in paragraphs]
     if name == reading.LONG.name:
         paragraphs = reading.lengthened(paragraphs)
     if name == reading.SESSIONS.name:

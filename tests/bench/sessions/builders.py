@@ -64,6 +64,6 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
 
 def shipped_traffic() -> Traffic:
     """The trace that ships, as the reference simulator replays it: 8 live, gaps cut at 3,600 s, 1,000 requests."""
-    (trace,) = load_traces([SLICE])
+    (trace,) = load_traces([SLICE]).values()
     (found,) = traffic_of(trace, SessionBenchSettings(live=(8,), requests=1000))
     return found

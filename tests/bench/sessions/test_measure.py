@@ -1,4 +1,4 @@
-"""The open loop of traces: its figures, its bounds and what a file of results has."""
+"""Hit rates in virtual time: LRU against a naive twin and a reference simulator, and Kedge's own cache."""
 
 from __future__ import annotations
 
@@ -7,13 +7,118 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kedge.bench.sessions.arrivals import QUICK, RECORDED, SLICE, SessionBenchSettings, load_traces, traffic_of
-from kedge.bench.sessions.measure import COLUMNS, measure
-from kedge.errors import ConfigError
-from tests.bench.sessions.builders import AGENT, MOONCAKE, write
+from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, Traffic, load_traces
+from kedge.bench.sessions.measure import (
+    COLUMNS,
+    SPACE,
+    CacheReplay,
+    NoCopier,
+    ceiling,
+    kedge_hit_rate,
+    lru_hit_rate,
+    measure,
+    tiered_cache,
+)
+from kedge.cache import CacheManager
+from kedge.settings import TierSettings
+from kedge.types import RequestId
+from tests.bench.sessions.builders import AGENT, arrival, shipped_traffic, traffic, write
 
+CAPACITIES = st.integers(1, 25)
+REFERENCE = {0.1: 0.1713, 0.25: 0.4778, 0.5: 0.8283}
+"""LRU by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
 SETTINGS = replace(QUICK, capacities=(0.25,), requests=120)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Traffic:
+    return shipped_traffic()
+
+
+def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
+    assert shipped.working_set == pytest.approx(1402.8675)
+    assert ceiling(shipped.arrivals) == pytest.approx(0.9716, abs=1e-4)
+    for share, expected in REFERENCE.items():
+        assert lru_hit_rate(shipped.arrivals, shipped.capacity(share)) == pytest.approx(expected, abs=1e-3)
+
+
+def naive_hits(chain: tuple[int, ...], cached: list[int]) -> int:
+    return next((at for at, block in enumerate(chain) if block not in cached), len(chain))
+
+
+def naive_lru(arrivals: list[Arrival], capacity: int) -> int:
+    cached: list[int] = []
+    hits = 0
+    for one in arrivals:
+        chain = one.chain[:capacity]
+        hits += naive_hits(one.chain, cached)
+        cached = [block for block in cached if block not in chain] + list(reversed(chain))
+        cached = cached[-capacity:]
+    return hits
+
+
+def total(arrivals: list[Arrival]) -> int:
+    return sum(len(one.chain) for one in arrivals)
+
+
+@given(traffic(), CAPACITIES)
+@settings(deadline=None)
+def test_lru_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
+    replay = CacheReplay(CacheManager(capacity, 1), has_sessions=False)
+    found = replay.hit_rate(arrivals)
+    assert found == lru_hit_rate(arrivals, capacity) == pytest.approx(naive_lru(arrivals, capacity) / total(arrivals))
+    replay.cache.check_integrity()
+
+
+@given(traffic())
+@settings(deadline=None)
+def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
+    assert lru_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
+
+
+@given(traffic(), CAPACITIES, st.sampled_from([0, 3]))
+@settings(deadline=None)
+def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capacity: int, host_times: int) -> None:
+    cache = tiered_cache(capacity, host_times)
+    replay = CacheReplay(cache)
+    for one in arrivals:
+        assert 0 <= replay.serve(one) <= len(one.chain)
+        cache.check_integrity()
+        assert (cache.stats().leased_blocks, cache.transferring) == (0, False)
+
+
+def test_a_request_without_room_hits_nothing_and_takes_nothing() -> None:
+    cache = CacheManager(4, 1)
+    replay = CacheReplay(cache, has_sessions=False)
+    assert [replay.serve(arrival(0, "a", [1, 2])), replay.serve(arrival(1, "a", [1, 2]))] == [0, 2]
+    cache.admit(RequestId("other"), SPACE, [9, 8, 7, 6], 0, 3)
+    assert replay.serve(arrival(2, "a", [1, 2, 3])) == 0
+    cache.check_integrity()
+    assert not cache.starved
+
+
+def test_what_the_host_has_is_hit_as_well() -> None:
+    chains = [range(at * 10, at * 10 + 8) for at in range(3)]
+    arrivals = [arrival(float(at), "abc"[at % 3], chains[at % 3]) for at in range(12)]
+    assert lru_hit_rate(arrivals, 9) == 0
+    tiers = TierSettings(host_memory="27 blocks", backup_hits=0)
+    cache = CacheManager(9, 1, tiers=tiers, copier=NoCopier())
+    assert CacheReplay(cache, has_sessions=False).hit_rate(arrivals) == 9 / 12
+
+
+def test_sessions_are_kept_by_when_they_return() -> None:
+    """One session that comes back soon among some that push it out under LRU; each grows by a block."""
+    pauses = {"quick": 3.0, "slow": 40.0, "idle": 41.0, "late": 43.0}
+    found = [
+        arrival(start + turn * pause, name, range(start * 1000, start * 1000 + 6 + turn), stop="tool")
+        for start, (name, pause) in enumerate(pauses.items())
+        for turn in range(30)
+    ]
+    paces = sorted(found, key=lambda one: one.at)
+    assert kedge_hit_rate(paces, 60) > lru_hit_rate(paces, 60)
 
 
 def test_every_cell_has_every_column() -> None:
@@ -30,34 +135,7 @@ def test_every_cell_has_every_column() -> None:
     assert said[0] == "claude_code_slice, 2 live, 0.25 of the working set"
 
 
-def test_mooncake_is_replayed_as_recorded(tmp_path: Path) -> None:
-    lines = [{**MOONCAKE, "timestamp": 1000 * at, "hash_ids": [0, at, 100]} for at in range(1, 9)]
-    (trace,) = load_traces([write(tmp_path / "m.jsonl.gz", lines)])
-    (found,) = traffic_of(trace, SessionBenchSettings(requests=6))
-    assert (trace.name, found.live, len(found.arrivals), found.working_set) == ("m", RECORDED, 6, 8)
-    assert [found.capacity(share) for share in (0.01, 0.25, 1.0)] == [1, 2, 8]
-
-
-def test_two_traces_of_a_name_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    files = [write(tmp_path / "t.jsonl", [AGENT]), write(tmp_path / "other" / "t.jsonl.gz", [AGENT])]
-    with pytest.raises(ConfigError, match="is the second trace named t"):
-        load_traces(files)
-
-
-def test_a_trace_of_prompts_that_are_too_long_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no conversation whose prompts are all short enough"):
-        load_traces([write(tmp_path / "t.jsonl", [{**AGENT, "n": 200_001}])])
-
-
 def test_prompts_without_a_full_block_are_replayed_too(tmp_path: Path) -> None:
     line = {**AGENT, "n": 100, "h": [[0, 1]]}
     result = measure(SETTINGS, load_traces([write(tmp_path / "t.jsonl", [line] * 3)]))
     assert set(result["t"]["open"]["8"]["0.25"].values()) == {0.0}
-
-
-def test_the_slice_says_where_it_is_from_and_under_which_licence() -> None:
-    text = (SLICE.parent / "README.md").read_text(encoding="utf-8")
-    assert SLICE.name in text and "Apache License 2.0" in text
-    assert "Apache License" in (SLICE.parent / "LICENSE-APACHE-2.0.txt").read_text(encoding="utf-8")
-    assert SLICE.stat().st_size < 60_000

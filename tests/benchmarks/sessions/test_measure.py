@@ -1,37 +1,90 @@
-"""All that is measured of sessions: every column within Belady's bound, the closed loop, and costs."""
+"""All that is measured of sessions: Belady against a naive twin and a reference simulator, columns, loop and costs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.sessions.closed import Leaves
-from benchmarks.sessions.measure import COLUMNS, measure
-from kedge.bench.sessions.arrivals import QUICK, SLICE, Conversation, load_traces
+from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure, measure_cost
+from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, Traffic, load_traces
+from kedge.bench.sessions.measure import ceiling
 from kedge.cli.bench_tables import SESSION_COLUMNS
 from kedge.cli.main import app
-from tests.bench.sessions.builders import AGENT, write
+from tests.bench.sessions.builders import shipped_traffic, traffic
+from tests.bench.sessions.test_measure import naive_hits, total
 
 SETTINGS = replace(QUICK, capacities=(0.25,), requests=120)
+CAPACITIES = st.integers(1, 25)
+REFERENCE = {0.1: 0.1760, 0.25: 0.5689, 0.5: 0.8852}
+"""Belady by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Traffic:
+    return shipped_traffic()
+
+
+def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
+    for share, expected in REFERENCE.items():
+        capacity = shipped.capacity(share)
+        assert belady_hit_rate(shipped.arrivals, capacity) == pytest.approx(expected, abs=1e-3)
+
+
+def naive_belady(arrivals: list[Arrival], capacity: int) -> int:
+    """Look through all that is to come for each victim, and remember depths of blocks as last used."""
+    cached: list[int] = []
+    depth: dict[int, int] = {}
+    hits = 0
+    for number, one in enumerate(arrivals):
+        chain = one.chain[:capacity]
+        hits += naive_hits(chain, cached)
+        new = [block for block in chain if block not in cached]
+
+        def next_use(block: int, future: list[Arrival] = arrivals[number:]) -> float:
+            return next((later.at for later in future if block in later.chain), inf)
+
+        while len(cached) + len(new) > capacity:
+            others = [block for block in cached if block not in chain]
+            cached.remove(max(others, key=lambda block: (next_use(block), depth[block], -block)))
+        cached += new
+        depth |= {block: at for at, block in enumerate(chain)}
+    return hits
+
+
+@given(traffic(), CAPACITIES)
+@settings(deadline=None)
+def test_belady_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
+    assert belady_hit_rate(arrivals, capacity) == pytest.approx(naive_belady(arrivals, capacity) / total(arrivals))
+
+
+@given(traffic())
+@settings(deadline=None)
+def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
+    assert belady_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
+
+
+def test_costs_are_of_requests_and_of_blocks(shipped: Traffic) -> None:
+    cost = measure_cost(shipped.arrivals[:120], shipped.capacity(0.25)).as_json()
+    assert all(value > 0 for value in cost.values())
 
 
 def no_loop(*_: object) -> Leaves:
     return {}
 
 
-def test_every_column_has_a_heading() -> None:
-    assert list(SESSION_COLUMNS) == list(COLUMNS)
-
-
 def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
     said: list[str] = []
     data = measure(replace(SETTINGS, live=(2, 4)), load_traces([SLICE]), no_loop, said.append)
     assert json.loads(json.dumps(data)) == data
+    assert list(SESSION_COLUMNS) == list(COLUMNS)
     (trace,) = data["traces"].values()
     assert list(trace["open"]) == ["2", "4"] and trace["closed"] == {}
     for live in ("2", "4"):
@@ -42,20 +95,6 @@ def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
         assert trace["working_set_blocks"][live] > 0
     assert set(data["cost"]) == {"us_per_request", "ns_per_block", "ns_per_block_lru"}
     assert said[0] == "claude_code_slice, 2 live, 0.25 of the working set" and said[-1] == "cost"
-
-
-def test_the_closed_loop_of_every_trace_is_kept(tmp_path: Path) -> None:
-    figures: Leaves = {"8": {"lru": {"hit": 0.5, "ttft_p50_s": None}}}
-    mine = load_traces([write(tmp_path / "mine.jsonl", [AGENT] * 3)])
-    said: list[str] = []
-
-    def closed_loop(conversations: Sequence[Conversation], progress: Callable[[str], None]) -> Leaves:
-        progress("closed")
-        return figures if conversations is mine[0].conversations else {}
-
-    result = measure(SETTINGS, mine, closed_loop, said.append)
-    assert result["traces"]["mine"]["closed"] == figures
-    assert "mine, closed" in said
 
 
 def test_the_command_prints_and_writes_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

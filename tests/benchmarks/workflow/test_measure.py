@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from benchmarks.workflow.measure import (
     POLICIES,
-    ROLES,
     CaseResult,
     CaseSizes,
     Lane,
@@ -25,20 +24,14 @@ from benchmarks.workflow.measure import (
     Oracle,
     WorkflowSettings,
     WrongHints,
-    branching,
-    cases,
     controls,
     measure,
-    peer,
-    random_order,
-    spread,
 )
-from kedge.bench.flows import FlowWorkload, Sizes, cycle, single_flow
+from kedge.bench.flows import FlowWorkload, Sizes, single_flow
 from kedge.bench.shapes import random_runner
 from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.errors import ConfigError
 from kedge.types import AgentId
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
@@ -103,20 +96,6 @@ def test_a_trial_goes_on_where_the_last_one_ended_and_counts_only_its_own_calls(
     assert first.tokens != second.tokens
 
 
-def test_without_pressure_nothing_is_computed_twice_or_loaded() -> None:
-    (trial,) = trials(single_flow(SMALL, VOCAB, 0, room=12), "full", count=1)
-    assert trial.counts["hit_tokens"] == 10 * SMALL.fixed
-    assert trial.counts["bytes_h2d"] == trial.counts["stall_s"] == 0
-
-
-def test_the_full_policy_loads_ahead_what_the_others_wait_for() -> None:
-    workload = single_flow(SMALL, VOCAB, 0)
-    (full,) = trials(workload, "full", count=1)
-    (reactive,) = trials(workload, "lru_host", count=1)
-    assert full.counts["prefetched_hit_tokens"] > 0 == reactive.counts["prefetched_hit_tokens"]
-    assert reactive.counts["host_hit_tokens"] > full.counts["host_hit_tokens"]
-
-
 # speed-ups ------------------------------------------------------------------------------------------------------
 
 
@@ -134,62 +113,7 @@ def test_speedups_are_of_trials_that_belong_together() -> None:
     assert case.speedups()["lru_host"]["full"] == {"median": 2, "min": 1, "max": 3}
 
 
-def test_spread_rounds() -> None:
-    assert spread([3.26, 1.0, 2.04], 1) == {"median": 2.0, "min": 1.0, "max": 3.3}
-
-
 # workloads ------------------------------------------------------------------------------------------------------
-
-
-def test_controls_are_those_that_were_promised() -> None:
-    assert set(controls(TINY, VOCAB, 0)) == {
-        "no pressure", "no hints", "10% wrong hints", "50% wrong hints", "100% wrong hints", "random order",
-        "1 branches", "2 branches", "4 branches",
-    }  # fmt: skip
-
-
-def test_the_same_seed_gives_the_same_workload_and_another_one_another() -> None:
-    def prompts(seed: int) -> list[tuple[int, ...]]:
-        flow = random_order(SMALL, VOCAB, seed).flows[0]
-        return [flow.request(turn).tokens for turn in range(20)]
-
-    assert prompts(1) == prompts(1) != prompts(2)
-
-
-@pytest.mark.parametrize("branches", [1, 2, 4])
-def test_a_branching_flow_walks_its_own_graph(branches: int) -> None:
-    workload = branching(branches, SMALL, VOCAB, 0)
-    flow = workload.flows[0]
-    seen = set()
-    for turn in range(200):
-        agent, successor = flow.agent(turn), flow.agent(turn + 1)
-        steps = flow.graph.steps(running={agent}, done={flow.agent(back) for back in range(turn)} - {agent})
-        assert steps[successor] == 1  # type: ignore[index]
-        seen.add(agent)
-    assert seen == set(flow.fixed)
-
-
-def test_a_cycle_has_every_agent_once() -> None:
-    assert [node.id for node in cycle(3).nodes] == ["a0", "a1", "a2"]
-    assert cycle(3).steps(running={"a1"}, done={"a0"}) == {"a0": 2, "a1": 0, "a2": 1}
-
-
-def test_peer_agents_share_their_house_rules_and_read_each_other() -> None:
-    workload = peer(lambda text: tuple(text.encode()), 0, output=4, rounds=1)
-    flow = workload.flows[0]
-    planner, executor = (flow.fixed[AgentId(role)] for role in ("planner", "executor"))
-    shared = next(i for i, (a, b) in enumerate(zip(planner, executor, strict=False)) if a != b)
-    assert len(planner) / 4 < shared < len(planner) / 1.1
-    assert [flow.agent(turn) for turn in range(4)] == list(ROLES)
-    assert flow.request(1, answer=(7, 8)).tokens[-2:] == (7, 8)
-    assert flow.request(0).tokens[len(planner) :] == flow.request(1).tokens[len(executor) :]
-    assert flow.request(3).tokens[-20:] != flow.request(4).tokens[-20:]
-
-
-@pytest.mark.parametrize("figure", [0, 7])
-def test_an_unknown_figure_is_refused(figure: int) -> None:
-    with pytest.raises(ConfigError, match=f"figure={figure}"):
-        cases(figure, TINY, VOCAB, 0, lambda text: tuple(text.encode()))
 
 
 # hints and the oracle -------------------------------------------------------------------------------------------

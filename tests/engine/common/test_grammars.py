@@ -9,7 +9,6 @@ from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import InvalidGrammar
-from kedge.types import TenantId
 
 GRAMMAR = 'start: "abc"'
 
@@ -63,7 +62,7 @@ def test_a_very_long_grammar_is_not_kept(tokenizer: HFTokenizer, compiled: list[
 def test_what_is_kept_is_a_tenants_own_and_bounded(tokenizer: HFTokenizer, compiled: list[str]) -> None:
     known, size = grammars(tokenizer), MAX_GRAMMAR // 3
     first, *others = (f"{GRAMMAR}\n// {number}{'x' * size}" for number in range(3))
-    one, other = TenantId("a"), TenantId("b")
+    one, other = "a", "b"
     for grammar in (first, *others):
         known.begin(grammar, one)
     known.begin(others[1], one)

@@ -14,10 +14,7 @@ from transformers import PreTrainedModel
 
 from kedge.engine.common.logprobs import token_logprobs
 from kedge.engine.common.tokenizer import Spelling
-from kedge.engine.local import scheduler
-from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
-from kedge.engine.local.model.runner import ModelRunner
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TokenLogprob
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
@@ -85,40 +82,6 @@ def test_a_scored_prompt_is_computed_and_leaves_its_kv(reuse: ReuseMode) -> None
         assert engine.submit(replace(plain, request_id="c")).result(60).receipt.exact == 96
         engine.wait_idle()
         engine.query(EngineParts.check_integrity)
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of logits of every pass."""
-    counted: list[int] = []
-    forward = ModelRunner.forward
-
-    def counting(runner: ModelRunner, batch: Batch) -> Tensor:
-        counted.append(len(batch.logits_rows))
-        return forward(runner, batch)
-
-    monkeypatch.setattr(ModelRunner, "forward", counting)
-    return counted
-
-
-def test_no_pass_computes_more_logits_than_are_allowed(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
-    monkeypatch.setattr(scheduler, "LOGIT_ROWS", 16)
-    asked = [replace(request(prompt(n, 100)), prompt_logprobs=1, logprobs=1) for n in range(3)]
-    with engine_of(tiny_model("llama")) as engine:
-        done = [stream.result(60) for stream in [engine.submit(one) for one in asked]]
-    assert [len(one.prompt_logprobs) for one in done] == [100] * 3
-    assert max(rows) <= 16 + 2, "16 of prompts, one of each that decodes"
-
-
-def test_answers_need_no_share_of_the_logits_that_are_for_prompts(
-    monkeypatch: pytest.MonkeyPatch, rows: list[int]
-) -> None:
-    monkeypatch.setattr(scheduler, "LOGIT_ROWS", 1)
-    asked = [replace(request(prompt(n, 3), max_tokens=40), prompt_logprobs=0) for n in range(3)]
-    with engine_of(tiny_model("llama")) as engine:
-        for stream in [engine.submit(one) for one in asked]:
-            stream.result(60)
-    assert rows.count(3) > 20, "all three decode at once"
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=20), st.integers(0, 25), st.data())

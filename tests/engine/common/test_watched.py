@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -10,19 +9,11 @@ import pytest
 from kedge.engine.common.watched import WatchedEngine, Watcher
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.types import (
-    Completion,
-    GenerateRequest,
-    Namespace,
-    RequestId,
-    SamplingParams,
-    Segment,
-    TenantId,
-)
+from kedge.types import Completion, GenerateRequest, Namespace, RequestId, SamplingParams, Segment, TenantId
 from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.steps import NextRun
 
-ACME = TenantId("acme")
+ACME = "acme"
 KEY = AgentKey(Namespace(ACME), "", "run", "agent")
 
 
@@ -51,21 +42,13 @@ class Notebook(Watcher):
 
 def request(name: str, max_tokens: int = 4) -> GenerateRequest:
     segments = (Segment(tuple(b"hello"), "p0"),)
-    return GenerateRequest(segments, SamplingParams(max_tokens), request_id=RequestId(name), tenant=ACME)
-
-
-def listened(stream: Any) -> str:
-    items: SimpleQueue[Any] = SimpleQueue()
-    stream.listen(items.put)
-    while (delta := items.get(timeout=60)).completion is None:
-        pass
-    return str(delta.completion.text)
+    return GenerateRequest(segments, SamplingParams(max_tokens), request_id=name, tenant=ACME)
 
 
 READERS: dict[str, Any] = {
     "iterated": lambda stream: "".join(delta.text for delta in stream),
     "result": lambda stream: stream.result(60).text,
-    "listened": listened,
+    "listened": lambda stream: (stream.listen(lambda _: None), stream.result(60).text)[1],
 }
 
 
@@ -83,7 +66,7 @@ def test_a_cancelled_answer_is_none() -> None:
     with EchoEngine(delay_s=0.05) as engine:
         watched = WatchedEngine(engine, notebook)
         stream = watched.submit(request("a", max_tokens=200))
-        assert watched.cancel(RequestId("a")) and not watched.cancel(RequestId("b"))
+        assert watched.cancel("a") and not watched.cancel("b")
         stream.result(60)
     assert notebook.notes == [("submitted", "a"), ("cancelled", "a"), ("ended", ACME, "a", None)]
 
@@ -107,6 +90,6 @@ def test_a_watcher_that_overrides_nothing_is_told_everything() -> None:
     with EchoEngine() as engine:
         watched = WatchedEngine(engine, Watcher())
         assert [delta.text for delta in watched.submit(request("a"))]
-        watched.cancel(RequestId("a"))
+        watched.cancel("a")
         watched.forecast({KEY: NextRun(1.0)})
         watched.end_run(KEY.run)

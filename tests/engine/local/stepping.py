@@ -14,8 +14,7 @@ from kedge.engine.local.core import EngineCore
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Sampler
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import RequestSequence
+from kedge.engine.local.sequence import RequestSequence, Work
 from kedge.reuse.costs import EngineCosts, LinearCost
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
 from kedge.types import GenerateRequest
@@ -118,7 +117,7 @@ class Stepped:
         for _ in range(ENOUGH):
             if not self.core.can_learn:
                 return
-            self.core.parts.learning.step()
+            self.core.parts.learning.backlog.step()
             self.check()
         pytest.fail("learning never ends")
 

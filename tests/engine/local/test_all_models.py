@@ -99,22 +99,18 @@ def test_every_model_is_right_or_refused(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_so_many_were_tried_that_it_means_something() -> None:
+def test_so_many_were_tried_that_it_means_something_and_the_limits_have_these_counts() -> None:
     outcomes = {kind: outcome(kind) for kind in KINDS}
     counts = Counter(outcomes.values())
     assert counts["unbuilt"] <= MOST_UNBUILT, [kind for kind, was in outcomes.items() if was == "unbuilt"]
     assert counts["right"] >= FEWEST_RIGHT
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not transformers.__version__.startswith(f"{COUNTED}."), reason=f"the counts are of {COUNTED}")
-def test_the_limits_have_these_counts() -> None:
-    counts = Counter(map(outcome, KINDS))
-    assert (
+    said = (
         f"Of the {len(KINDS)} causal models of Transformers {COUNTED}, each tiny and with random weights, "
         f"{counts['right']} run correctly and {counts['refused']} are refused; "
         f"{counts['unbuilt']} cannot be built tiny."
-    ) in " ".join(LIMITS.read_text(encoding="utf-8").split())
+    )
+    is_counted = transformers.__version__.startswith(f"{COUNTED}.")
+    assert said in " ".join(LIMITS.read_text(encoding="utf-8").split()) or not is_counted
 
 
 def test_the_comparison_sees_an_answer_that_is_wrong() -> None:

@@ -18,26 +18,20 @@ from torch import Tensor
 
 from kedge.engine.common import logprobs
 from kedge.engine.common.stream import TextStream, TokenStream
-from kedge.engine.local.assembler import Assembler
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
-from kedge.kv.storage import SlotTable
-from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
 from kedge.types import (
-    AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
-    WorkflowId,
     new_request_id,
 )
 from tests.engine.local.conftest import engine_of, tiny_model
@@ -46,7 +40,7 @@ T = TypeVar("T")
 PATIENCE = 20.0
 MARK = 200
 """A token that is in a victim's prompt, and in no other."""
-VICTIM = AgentId("victim")
+VICTIM = "victim"
 FAULTS = [RuntimeError("a fault"), torch.OutOfMemoryError("out of memory"), KeyError("a fault"), MemoryError()]
 
 
@@ -62,9 +56,9 @@ def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseM
         segments,
         SamplingParams(count, ignore_eos=True),
         reuse,
-        workflow=WorkflowId("flow"),
-        run=RunId("run"),
-        agent=AgentId(agent),
+        workflow="flow",
+        run="run",
+        agent=agent,
         produces=SampleId.parse(f"agent_{agent}@0"),
     )
 
@@ -256,21 +250,14 @@ def test_log_probabilities_that_raise_end_their_request(
 # reuse and learning ---------------------------------------------------------------------------------------------------
 
 
-class FailingAssembler(Assembler):
-    """Brings no KV to the victim."""
+def test_a_write_that_raises_ends_its_request(engine: LocalEngine) -> None:
+    def brings_none(parts: EngineParts) -> None:
+        error = torch.OutOfMemoryError("out of memory")
+        parts.write = fails_for(lambda request, *_: request.agent == VICTIM, error, parts.write)
 
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        if request.agent == VICTIM:
-            raise torch.OutOfMemoryError("out of memory")
-        return super().assemble(request, table, plan)
-
-
-def test_an_assembly_that_raises_ends_its_request() -> None:
-    with engine_of(tiny_model("llama")) as template:
-        runner, tokenizer, config = template.runner, template.tokenizer, template.config
-    with LocalEngine.from_runner(runner, tokenizer, config, assembler=FailingAssembler) as engine:
-        for reuse in ReuseMode:
-            assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
+    engine.query(brings_none)
+    for reuse in ReuseMode:
+        assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)

@@ -1,8 +1,9 @@
-"""The embedded engine against Transformers itself."""
+"""The embedded engine against Transformers itself, and what it tells of itself."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from transformers import PreTrainedModel
 
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
+from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
-from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
-from tests.engine.local.conftest import FAMILIES, engine_of, tiny_model
+from kedge.settings import AnchorSettings, TierSettings
+from kedge.types import GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment
+from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
+from tests.engine.local.stepping import OPEN
+from tests.real import NEW, RealModel
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -38,16 +43,35 @@ def greedy(model: PreTrainedModel, tokens: tuple[int, ...], count: int) -> tuple
     return tuple(out[0, len(tokens) :].tolist())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_continues_as_transformers_does(family: str) -> None:
-    model = tiny_model(family)
-    expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate((5, 70, 200))]
-    with engine_of(model, max_batch_tokens=64) as engine:
-        streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate((5, 70, 200))]
-        assert [stream.result(60).tokens for stream in streams] == expected
-        again = [engine.submit(request(prompt(i, n))).result(60) for i, n in enumerate((5, 70, 200))]
-        assert [c.tokens for c in again] == expected
-        assert [c.receipt.exact for c in again] == [4, 69, 199], "all but the last token, also within blocks"
+SIZES = (5, 70, 200)
+NARROW = {"kv_memory": "32 blocks", "tiers": TierSettings(host_memory="200 blocks", backup_hits=0)}
+ON_GPU = DEVICE.type == "cuda"
+
+
+WITH_TIERS = FAMILIES if ON_GPU else ["llama"]
+
+
+@pytest.mark.parametrize(
+    ("family", "room"),
+    [
+        *(pytest.param(one, {}, id=one) for one in FAMILIES),
+        *(pytest.param(one, NARROW, id=f"{one}-tiers") for one in WITH_TIERS),
+    ],
+)
+def test_every_family_continues_as_transformers_does(family: str, room: dict[str, object]) -> None:
+    """From the second time on with KV of the cache, be it on the host; on a GPU with graphs."""
+    model = tiny_model(family).to(DEVICE)
+    expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate(SIZES)]
+    with engine_of(model, max_batch_tokens=64, **room) as engine:
+        assert (engine.runner.graphs is not None) == ON_GPU
+        for _ in range(3):
+            streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate(SIZES)]
+            again = [stream.result(120) for stream in streams]
+            assert [one.tokens for one in again] == expected
+        if not room:
+            assert [one.receipt.exact for one in again] == [4, 69, 199], "all but the last token, also within blocks"
+        engine.wait_idle()
+        engine.query(EngineParts.check_integrity)
 
 
 def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +92,104 @@ def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.Mon
         engine.wait_idle()
         engine.query(EngineParts.check_integrity)
         assert engine.inspect()["cache"]["leased_blocks"] == 0
+
+
+SIZE = 16
+
+
+def answers(engine: LocalEngine, smollm2: RealModel, count: int = NEW, numbers: range = range(4)) -> list[int]:
+    """Ask one after the other, check all tokens, and return how many of each prompt's were in the cache."""
+    exact = []
+    for number in numbers:
+        prompt = smollm2.prompts[number]
+        done = engine.submit(request(prompt, max_tokens=count)).result(60)
+        assert len(done.tokens) == count and smollm2.greedy[prompt].agrees(done.tokens), f"prompt {number}"
+        exact.append(done.receipt.exact)
+        engine.wait_idle(60)
+    return exact
+
+
+def common(smollm2: RealModel) -> int:
+    """Return how many tokens all prompts begin with."""
+    return next(at for at, tokens in enumerate(zip(*smollm2.prompts, strict=False)) if len(set(tokens)) > 1)
+
+
+def test_a_shared_beginning_and_the_same_prompts_again(smollm2: RealModel) -> None:
+    with smollm2.engine() as engine:
+        assert answers(engine, smollm2, 1, range(1)) == [0]
+        for count, computed in ((NEW, None), (8, SIZE)):
+            streams = [engine.submit(request(prompt, max_tokens=count)) for prompt in smollm2.prompts]
+            for prompt, stream in zip(smollm2.prompts, streams, strict=True):
+                done = stream.result(60)
+                assert len(done.tokens) == count and smollm2.greedy[prompt].agrees(done.tokens)
+                assert done.receipt.exact >= (len(prompt) - computed if computed else common(smollm2) - 1)
+            engine.wait_idle(60)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(NEW, marks=pytest.mark.slow)])
+def test_blocks_that_were_on_the_host_come_back(smollm2: RealModel, count: int) -> None:
+    """The device holds the longest prompt and its answer, the host all."""
+    room = -(-(len(max(smollm2.prompts, key=len)) + NEW) // SIZE)
+    tiers: dict[str, Any] = {"host_memory": f"{4 * room} blocks", "backup_hits": 0, "policy": "lru"}
+    with smollm2.engine(kv_memory=f"{room} blocks", block_size=SIZE, tiers=tiers) as engine:
+        answers(engine, smollm2, count=1)
+        exact = answers(engine, smollm2, count)
+        stats: Any = engine.inspect()["cache"]
+        assert all(one > common(smollm2) for one in exact)
+        assert stats["host_hit_tokens"] > 0 and stats["evictions"] > 0
+        assert stats["failed_copies"] == 0
+
+
+ACME, OTHER = Namespace("acme"), Namespace("other")
+FULL = 16
+
+
+def team_request(space: Namespace, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
+    return GenerateRequest(
+        (
+            Segment(prompt(1, 40), "p0"),
+            Segment(prompt(seed, 24), "user_question", SampleId.parse(f"input@{seed}")),
+            Segment(prompt(2, 10), "p1"),
+        ),
+        SamplingParams(2, ignore_eos=True),
+        reuse,
+        tenant=space.tenant,
+        run=f"run-{seed}",
+        agent="solver",
+    )
+
+
+def serve(engine: LocalEngine, *requests: GenerateRequest) -> None:
+    for one in requests:
+        engine.submit(one).result(60)
+        engine.wait_idle(60)
+
+
+def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
+    with engine_of(tiny_model("llama"), block_size=FULL) as engine:
+        asked = team_request(ACME, 3, ReuseMode.EXACT)
+        serve(engine, asked)
+        held = engine.inspect_tenants(
+            lambda space: space == ACME,
+            [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, prompt(9, 40))],
+        )
+    assert [one["device"] for one in held["prompts"]] == [64, 32, 0, 0]
+    assert {one["host"] for one in held["prompts"]} == {0}
+    assert held["pools"] == []
+
+
+def test_pools_are_told_to_whom_they_belong() -> None:
+    with engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN)) as engine:
+        serve(engine, *(team_request(ACME, seed) for seed in (3, 4, 5)), team_request(OTHER, 6))
+        mine, theirs, nobodys = (
+            engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
+            for name in (ACME, OTHER, Namespace("acm"))
+        )
+        everything = engine.inspect()["anchors"]
+    (pool,), (foreign,) = mine, theirs
+    assert (pool["workflow"], pool["placeholder"], pool["sites"]) == ("", "user_question", 1)
+    assert pool["anchors"] + foreign["anchors"] == everything["anchors"]
+    assert pool["nbytes"] + foreign["nbytes"] == everything["nbytes"]
+    assert (pool["uses"] > 0) == (everything["used"] > 0)
+    assert nobodys == []
+    assert "tenant" not in pool

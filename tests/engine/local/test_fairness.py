@@ -7,17 +7,8 @@ from itertools import count
 
 import pytest
 
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import RequestSequence
-from kedge.types import (
-    FinishReason,
-    GenerateRequest,
-    Namespace,
-    RequestId,
-    ReuseMode,
-    SamplingParams,
-    Segment,
-)
+from kedge.engine.local.sequence import RequestSequence, Work
+from kedge.types import FinishReason, GenerateRequest, Namespace, ReuseMode, SamplingParams, Segment
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import tokens
 
@@ -39,7 +30,7 @@ def call(
         (Segment(tokens(seed, size), "p0"),),
         SamplingParams(answer, ignore_eos=True),
         reuse,
-        RequestId(f"{tenant}-{next(_ids)}"),
+        f"{seed}-{tenant}-{next(_ids)}",
         *Namespace.parse(tenant),
         logprobs=0,
         prompt_logprobs=prompt_logprobs,

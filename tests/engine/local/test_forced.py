@@ -1,24 +1,70 @@
-"""Requests whose answer is forced: the tokens and log-probabilities of step-by-step decoding, in one pass."""
+"""Tokens of an answer: when they are told, and those that are forced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kedge.engine.local.engine import LocalEngine
+from kedge.engine.local.learning import Learning
 from kedge.engine.local.sampler import ForcedAnswer
 from kedge.engine.local.sequence import RequestSequence
-from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, TokenLogprob, Tokens
+from kedge.settings import AnchorSettings
+from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, Source, TokenLogprob, Tokens
 from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.stage import ASKED, prompt_of
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_fairness import ROOM, STRANGER, call
-from tests.engine.local.test_translation import request, tokens
+from tests.engine.local.test_translation import OPEN, request, tokens
+
+
+def opened(**settings: object) -> LocalEngine:
+    return engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN), planner={"by_cost": False}, **settings)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_first_token_is_told_before_anything_is_kept_of_its_prompt(
+    max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    tell, started = RequestSequence.tell, Learning.started
+
+    def noted_tell(self: RequestSequence, text: str, tokens: Tokens = (), *more: Any) -> None:
+        happened.extend(["told"] * len(tokens))
+        tell(self, text, tokens, *more)
+
+    def noted_start(self: Learning, sequence: RequestSequence) -> None:
+        happened.append("started")
+        started(self, sequence)
+
+    monkeypatch.setattr(RequestSequence, "tell", noted_tell)
+    monkeypatch.setattr(Learning, "started", noted_start)
+    with opened() as engine:
+        done = engine.submit(prompt_of("writer", ASKED, max_tokens=max_tokens, ignore_eos=True)).result(60)
+    assert len(done.tokens) == max_tokens
+    assert happened == ["told", "started", *["told"] * (max_tokens - 1)]
+
+
+@pytest.mark.parametrize("batch_tokens", [7, 2048])
+def test_readers_find_the_same_of_a_forced_answer_as_of_one_that_is_drawn_step_by_step(batch_tokens: int) -> None:
+    """Also where a pass has no room for all of it."""
+    answer, spans = tokens(71, 24), []
+    drawn = iter(answer)
+    for draw in (lambda _: next(drawn), ForcedAnswer(answer, rows=0)):
+        with opened(max_batch_tokens=batch_tokens) as engine:
+            written = prompt_of("writer", ASKED, produces="agent_writer@0", max_tokens=24)
+            assert engine.submit(written, draw).result(60).tokens == answer
+            engine.wait_idle(60)
+            spans.append(engine.submit(prompt_of("reader", ASKED, answer)).result(60).receipt.spans)
+    assert spans[0] == spans[1] and any(span.source is Source.TRANSLATED for span in spans[0])
+
 
 SIZE = 20
-ASKED = replace(request(tokens(70, 27), reuse=ReuseMode.OFF, max_tokens=SIZE), logprobs=20)
+CALLED = replace(request(tokens(70, 27), reuse=ReuseMode.OFF, max_tokens=SIZE), logprobs=20)
 
 
 def forced(asked: GenerateRequest, answer: Tokens) -> GenerateRequest:
@@ -46,9 +92,9 @@ def ask(engine: LocalEngine, asked: GenerateRequest) -> Completion:
 @pytest.mark.parametrize("reuse", list(ReuseMode))
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_it_is_what_was_decoded_step_by_step(engine: LocalEngine, temperature: float, reuse: ReuseMode) -> None:
-    sampling = replace(ASKED.sampling, temperature=temperature, seed=5 if temperature else None)
-    slow = ask(engine, replace(ASKED, sampling=sampling, reuse=reuse, request_id="slow"))
-    quick = ask(engine, forced(replace(ASKED, reuse=reuse), slow.tokens))
+    sampling = replace(CALLED.sampling, temperature=temperature, seed=5 if temperature else None)
+    slow = ask(engine, replace(CALLED, sampling=sampling, reuse=reuse, request_id="slow"))
+    quick = ask(engine, forced(replace(CALLED, reuse=reuse), slow.tokens))
     assert quick.tokens == slow.tokens and quick.text == slow.text and quick.finish_reason is FinishReason.LENGTH
     assert len(quick.logprobs) == SIZE
     assert_alike(quick.logprobs, slow.logprobs)
@@ -56,9 +102,12 @@ def test_it_is_what_was_decoded_step_by_step(engine: LocalEngine, temperature: f
 
 def test_what_the_model_would_never_say_has_the_log_probabilities_of_its_prompt(engine: LocalEngine) -> None:
     answer = tokens(71, SIZE)
-    done = ask(engine, forced(ASKED, answer))
+    done, kept = ask(engine, forced(CALLED, answer)), ForcedAnswer(answer, rows=SIZE - 3)
+    assert engine.submit(replace(CALLED, request_id="kept"), kept).result(60).tokens == answer
     with torch.inference_mode():
-        logits = tiny_model("llama")(torch.tensor([ASKED.tokens + answer])).logits[0, len(ASKED.tokens) - 1 : -1]
+        logits = tiny_model("llama")(torch.tensor([CALLED.tokens + answer])).logits[0, len(CALLED.tokens) - 1 : -1]
+    assert sorted(kept.logits) == list(range(SIZE - 3))
+    assert all(torch.allclose(row, logits[at], atol=1e-4) for at, row in kept.logits.items())
     expected = logits.double().log_softmax(-1)[range(SIZE), answer].tolist()
     assert done.tokens == answer and [one.token for one in done.logprobs] == [*answer]
     assert [one.logprob for one in done.logprobs] == pytest.approx(expected, abs=1e-3)
@@ -66,22 +115,19 @@ def test_what_the_model_would_never_say_has_the_log_probabilities_of_its_prompt(
 
 @pytest.mark.parametrize("size, max_tokens", [(1, 1), (1, 9), (5, 3), (5, 5), (5, 9)])
 def test_there_are_as_many_log_probabilities_as_tokens(engine: LocalEngine, size: int, max_tokens: int) -> None:
-    asked = forced(ASKED, tokens(72, size))
+    asked = forced(CALLED, tokens(72, size))
     done = ask(engine, replace(asked, sampling=replace(asked.sampling, max_tokens=max_tokens)))
     assert done.tokens == asked.forced[: min(size, max_tokens)]
     assert tuple(one.token for one in done.logprobs) == done.tokens
-
-
-def test_without_log_probabilities_only_its_tokens_are_given(engine: LocalEngine) -> None:
-    done = ask(engine, replace(forced(ASKED, tokens(73, 6)), logprobs=None))
-    assert done.tokens == tokens(73, 6) and done.logprobs == ()
+    silent = ask(engine, replace(asked, logprobs=None))
+    assert silent.tokens == asked.forced and silent.logprobs == ()
 
 
 def test_one_ends_at_no_end_of_text_and_leaves_its_neighbours_alone(engine: LocalEngine) -> None:
     end = 257
-    alone = ask(engine, replace(ASKED, request_id="alone"))
-    mine = replace(forced(ASKED, (40, end, 41, 42)), request_id="mine")
-    streams = [engine.submit(one) for one in (replace(ASKED, request_id="beside"), mine)]
+    alone = ask(engine, replace(CALLED, request_id="alone"))
+    mine = replace(forced(CALLED, (40, end, 41, 42)), request_id="mine")
+    streams = [engine.submit(one) for one in (replace(CALLED, request_id="beside"), mine)]
     beside, done = (stream.result(60) for stream in streams)
     assert done.tokens == (40, end, 41, 42) and len(done.logprobs) == 4
     assert beside.tokens == alone.tokens

@@ -10,7 +10,7 @@ import pytest
 from kedge.anchors.anchor import PoolKey
 from kedge.engine.local import learning as local_learning
 from kedge.engine.local.sequence import RequestSequence
-from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings
+from kedge.settings import AnchorSettings, PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
 from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of
 from tests.engine.local.stepping import KnownCosts, Stepped
@@ -27,7 +27,7 @@ def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
 def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
     """An engine that learns while requests run as far as the budget lets it."""
     engine = Stepped(**{"kv_memory": "512 blocks", **settings})
-    engine.core.parts.learning._share = engine.core.scheduler._learning_share = budget
+    engine.core.parts.learning.budget._share = engine.core.scheduler._learning_share = budget
     return engine
 
 
@@ -48,19 +48,6 @@ def all_is_given_back(engine: Stepped) -> None:
 
 
 # bounds ---------------------------------------------------------------------------------------------------------------
-
-
-def test_only_so_many_requests_wait_to_be_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_learning, "MAX_PENDING", 3)
-    engine = engine_of()
-    for seed in range(10):
-        engine.submit(reader(seed))
-    while not engine.core.idle:
-        engine.step()
-        assert learning(engine)["pending"] <= 3
-    assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (3, 7)
-    all_is_given_back(engine)
-    assert learning(engine)["observed"] == 3
 
 
 def test_only_so_many_base_prefills_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +72,7 @@ def test_a_request_takes_the_blocks_of_what_waits_to_be_learned_from_the_oldest_
     engine.submit(prompt_of("writer", tokens(90, 60), reuse=ReuseMode.OFF))
     engine.step()
     assert (learning(engine)["pending"], learning(engine)["reclaimed"]) == (2, 1)
-    assert [one.sequence for one in engine.core.parts.learning._pending] == kept[1:]
+    assert list(engine.core.parts.learning.backlog) == kept[1:]
     all_is_given_back(engine)
 
 
@@ -143,22 +130,13 @@ def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> N
     engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
     assert is_known(engine, first), "it is still to be learned from"
     while learning(engine)["pending"] == 2:
-        engine.core.parts.learning.step()
+        engine.core.parts.learning.backlog.step()
     assert (is_known(engine, first), is_known(engine, second)) == (False, True), "whoever else is pending"
     engine.learn()
     assert is_known(engine, second), "its run goes on"
     engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
     assert not is_known(engine, second)
-    assert not engine.core.parts.learning._pending and not engine.core.parts.learning._ended
-
-
-def test_a_run_of_which_learning_was_given_up_is_forgotten() -> None:
-    engine = engine_of()
-    writer = wrote(engine, 1, "first")
-    engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
-    assert engine.core.parts.learning.reclaim()
-    assert not is_known(engine, writer)
-    all_is_given_back(engine)
+    assert not engine.core.parts.learning.backlog and not engine.core.parts.learning.backlog._ended
 
 
 # requests that are taken out ------------------------------------------------------------------------------------------
@@ -209,32 +187,13 @@ def taught_while_busy(engine: Stepped) -> int:
     return observed(engine) - before
 
 
-def test_requests_that_wait_do_not_keep_the_engine_from_learning() -> None:
+def test_requests_that_wait_keep_the_engine_from_learning_only_without_a_budget() -> None:
     assert taught_while_busy(engine_of(1.0, max_batch_tokens=96)) > 0
-
-
-def test_without_a_budget_nothing_is_learned_while_requests_run() -> None:
     engine = engine_of(0.0, max_batch_tokens=96)
     assert taught_while_busy(engine) == 0
     assert learning(engine)["pending"] == 1
     all_is_given_back(engine)
     assert observed(engine) > 0
-
-
-def test_learning_takes_no_more_than_its_budget() -> None:
-    """Nothing is learned on credit that no pass has earned."""
-    engine = engine_of(0.0)
-    for seed in range(4):
-        engine.submit(reader(seed))
-    engine.rest()
-    assert learning(engine)["pending"] == 4
-    learns = engine.core.parts.learning
-    learns._share, learns._credit = 0.5, -1.0
-    for _ in range(2):
-        learns.spend(1.0)
-        assert (learning(engine)["pending"], observed(engine)) == (4, 0)
-    learns.spend(1e-9)
-    assert observed(engine) == 1, "some credit is enough to begin"
 
 
 # first readers --------------------------------------------------------------------------------------------------------
@@ -292,18 +251,3 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
     assert ("user_question" in reasons) == (readers == 2)
     base_prefills = 1 + 4 if readers == 6 else 1
     assert learning(engine)["base_prefills_done"] == base_prefills, "the template's, and one a value"
-
-
-def test_where_nothing_is_worth_translating_the_engine_only_computes() -> None:
-    class Dear(KnownCosts):
-        translations = (1.0, 1.0)
-
-    engine = Stepped(Dear, planner=PlannerSettings())
-    why = "computing it takes less time than translating it"
-    for seed in (1, 2, 1):
-        receipt = engine.serve(reader(seed)).receipt()
-        assert receipt.translated == 0
-        assert [miss.reason for miss in receipt.misses if miss.segment in PLACEHOLDERS] == [why, why]
-        engine.core.parts.cache.clear()
-    assert observed(engine) == 0
-    assert learning(engine)["base_prefills_done"] == learning(engine)["observed"] == 0

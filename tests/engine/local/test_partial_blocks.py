@@ -13,20 +13,7 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.storage import SlotTable
 from kedge.settings import PlannerSettings
-from kedge.types import (
-    AgentId,
-    GenerateRequest,
-    ReuseMode,
-    RunId,
-    SampleId,
-    SamplingParams,
-    Segment,
-    Source,
-    Span,
-    TenantId,
-    Tokens,
-    WorkflowId,
-)
+from kedge.types import GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, Source, Span, Tokens
 from tests.engine.local.model.test_architectures import model_of
 from tests.engine.local.stepping import Stepped, runner
 from tests.engine.local.test_engine import greedy
@@ -47,7 +34,7 @@ def expected(prompt: Tokens, count: int) -> Tokens:
 def ask(seed: int, size: int = 20, count: int = 4, tenant: str = "") -> GenerateRequest:
     """A prompt with the head and a value of its own, which begins as no other one does."""
     asked = exact_request((*HEAD, seed, *tokens(seed, size - 1)), max_tokens=count)
-    return replace(asked, tenant=TenantId(tenant)) if tenant else asked
+    return replace(asked, tenant=tenant) if tenant else asked
 
 
 def require_right(sequence: RequestSequence) -> None:
@@ -72,7 +59,7 @@ def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
     """With full attention, with windows that are shorter than the head, and with a latent cache."""
     engine = Stepped(model=checked_runner(model_of(name)))
     first = engine.serve(ask(1))
-    blocks = engine.core.parts.cache.match(first.namespace, first.tokens).blocks
+    blocks = engine.core.parts.cache.match(first.namespace, first.tokens)
     second = engine.submit(ask(2))
     engine.until(lambda: second.first_token is not None)
     assert second.table is not None
@@ -96,8 +83,8 @@ def call(agent: str, question: Tokens, size: int) -> GenerateRequest:
         Segment(question, "q", SampleId.parse("input_q@0"), tokens(21, 21), tokens(2, 6), in_context=True),
         Segment(tokens(size + 1, 9), "p1"),
     )
-    params, run = SamplingParams(4, ignore_eos=True), RunId(f"run-{question[0]}")
-    names = {"run": run, "workflow": WorkflowId("test"), "agent": AgentId(agent)}
+    params, run = SamplingParams(4, ignore_eos=True), f"run-{question[0]}"
+    names = {"run": run, "workflow": "test", "agent": agent}
     return GenerateRequest(segments, params, ReuseMode.TRANSLATE, **names)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import AnchorSettings, DiscoveryMode, DiscoverySettings, PlannerSettings
-from kedge.types import Completion, GenerateRequest, ReuseMode, SamplingParams, Segment, TenantId, Tokens
+from kedge.types import Completion, GenerateRequest, ReuseMode, Tokens
 from tests.discovery.teams import judge, solver, words
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.engine.local.test_engine import greedy
+from tests.engine.local.test_engine import greedy, request
 
 OPEN = AnchorSettings(min_anchors=2, max_error=1e9, weak_error=1e9)
 """Random weights have no meaning that translation could lose."""
@@ -26,8 +27,7 @@ def engine(mode: DiscoveryMode) -> LocalEngine:
 
 
 def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    return GenerateRequest((Segment(tokens, "p0"),), sampling, ReuseMode.EXACT, tenant=TenantId(tenant), is_plain=True)
+    return replace(request(tokens, max_tokens=ANSWER), tenant=tenant, is_plain=True)
 
 
 def team(engine: LocalEngine, number: int, tenant: str = "default") -> tuple[Completion, Completion]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from kedge.anchors.offsets import split_rows
+from kedge.anchors.translator import Translation
 from kedge.bench.fidelity import DENSELY
 from kedge.bench.probe import Probe, ProbeResult, Recorder, method_named
-from kedge.engine.local.assembler import Assembler
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
 from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
-from kedge.reuse.plan import ReusePlan
 from kedge.runner.run import run
 from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source, Tokens
@@ -98,23 +99,28 @@ class Written:
     offsets: KVSegment | None
 
 
-class Noting(Assembler):
-    """Notes the offsets that the anchor store estimates for each request, and writes as ever."""
+class Noting:
+    """Notes what an engine writes for each request, and the offsets that the anchor store estimates for it."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+    def __init__(self, engine: LocalEngine) -> None:
         self.written: dict[RequestId, list[Written]] = {}
+        engine.query(self._watch)
 
-    def assemble(self, request: GenerateRequest, table: SlotTable, plan: ReusePlan) -> ReusePlan:
-        self.written[request.request_id] = [
-            Written(
-                one.start,
-                one.tokens,
-                split_rows(one.table.blend(one.blend).float(), one.base) if one.blend.adds else None,
-            )
-            for one in plan.translations
-        ]
-        return super().assemble(request, table, plan)
+    def _watch(self, parts: EngineParts) -> None:
+        write = parts.write
+
+        def noting(request: GenerateRequest, table: SlotTable, items: Sequence[Translation]) -> None:
+            self.written[request.request_id] = [
+                Written(
+                    one.start,
+                    one.tokens,
+                    split_rows(one.table.blend(one.blend).float(), one.base) if one.blend.adds else None,
+                )
+                for one in items
+            ]
+            write(request, table, items)
+
+        parts.write = noting
 
 
 class TeamTwin:
@@ -163,20 +169,30 @@ class TeamTwin:
         return self._llama.prefilled(template_tokens(request)).slice(start, start + len(one))
 
 
+class Told(Recorder):
+    """A recorder with orders for every request."""
+
+    def __init__(self, engine: LocalEngine, probe: Probe, orders: GuardOrders) -> None:
+        super().__init__(engine, probe, kv=True)
+        self._orders = orders
+
+    def submit(self, request: GenerateRequest) -> Any:
+        return super().submit(replace(request, guard=self._orders))
+
+
 @dataclass
 class Serving:
     """An engine with a method, and the team that asks it."""
 
     engine: LocalEngine
     probe: Probe
-    noting: list[Noting]
+    noting: Noting
 
     def ask(self, number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
         """Return the results of question `number` of `reading`, in speaking order."""
         team, questions = real.load("reading")
-        flow = team.workflow()
-        flow = replace(flow, agents=tuple(replace(agent, max_tokens=ANSWER) for agent in flow.agents))
-        recorder = Recorder(self.engine, self.probe, lambda request: replace(request, guard=orders), kv=True)
+        flow = team.workflow(ANSWER)
+        recorder = Told(self.engine, self.probe, orders)
         run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
         self.engine.wait_idle()
         return [one.result() for one in recorder.pending]
@@ -184,16 +200,10 @@ class Serving:
 
 @contextmanager
 def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
-    noting: list[Noting] = []
-
-    def assembler(*args: object) -> Noting:
-        noting.append(Noting(*args))
-        return noting[-1]
-
-    probe, chosen = Probe(assembler, rows=1), method_named(method)
-    own = {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
-    with chosen.open(smollm2.loaded, assembler=probe.assembler, **own) as engine:
-        yield Serving(engine, probe, noting)
+    probe, own = Probe(rows=1), {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
+    with method_named(method).open(smollm2.loaded, **own) as engine:
+        probe.watch(engine)
+        yield Serving(engine, probe, Noting(engine))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +216,7 @@ def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, 
             team.ask(number, DENSELY)
         results = team.ask(taught)
         requests = [one.request for one in results]
-        written = [team.noting[0].written.get(one.request_id, []) for one in requests]
+        written = [team.noting.written.get(one.request_id, []) for one in requests]
     twin = TeamTwin(Llama(smollm2.oracle))
     compared = with_offsets = 0
     for request, result, plan in zip(requests, results, written, strict=True):

@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from kedge.checks import require_sampling
 from kedge.engine.common.stream import TextStream
 from kedge.engine.local.sampler import Draw, Sampler, draw_tokens
-from kedge.errors import RequestError
 from kedge.types import SamplingParams
 from tests.engine.local.conftest import tiny_tokenizer
 
@@ -49,29 +42,18 @@ def test_a_batch_draws_what_each_row_draws_alone() -> None:
     batch, alone = ([sampler_of(**kind) for kind in KINDS] for _ in range(2))
     for step in range(50):
         logits = logits_of(len(KINDS), seed=step)
-        assert draw_tokens(logits, batch) == [one(row) for one, row in zip(alone, logits, strict=True)]
-
-
-@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
-def test_a_seed_repeats_exactly_whatever_else_is_in_the_batch(kind: dict[str, Any]) -> None:
-    logits, draws = logits_of(1)[0], []
-    for others in (0, 1, 6):
-        one, rest = sampler_of(**kind), [sampler_of(temperature=1.0, top_p=0.8) for _ in range(others)]
-        at = others // 2
-        rows = [*rest[:at], one, *rest[at:]]
-        batch = logits_of(len(rows), seed=others)
-        batch[at] = logits
-        draws.append([draw_tokens(batch, rows)[at] for _ in range(20)])
-    assert draws[0] == draws[1] == draws[2]
+        turned = [(row + step) % len(KINDS) for row in range(len(KINDS))]  # wherever it is in the batch
+        drawn = draw_tokens(logits[turned], [batch[row] for row in turned])
+        assert drawn == [alone[row](logits[row]) for row in turned]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tokens_come_as_often_as_the_model_says(dtype: torch.dtype) -> None:
     """Within five standard deviations of each token's count, for every row of a batch."""
-    many, logits = 3000, logits_of(3, vocab=12).to(dtype)
-    temperatures = (0.7, 1.0, 2.0)
+    many, logits = 3000, logits_of(4, vocab=12).to(dtype)
+    temperatures = (0.7, 1.0, 2.0, 1e30)
     samplers = [sampler_of(temperature=one, seed=at) for at, one in enumerate(temperatures)]
-    counts = torch.zeros(3, 12)
+    counts = torch.zeros(4, 12)
     for _ in range(many):
         for row, token in enumerate(draw_tokens(logits, samplers)):
             assert isinstance(token, int)
@@ -91,29 +73,8 @@ def test_a_nucleus_is_drawn_from_in_its_own_proportions() -> None:
     assert abs(drawn.count(1) - many * share) <= 5 * math.sqrt(many * share * (1 - share))
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324, 1e-9, 0.0])
-def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
-    logits = logits_of(4)
-    assert draw_tokens(logits, [sampler_of(temperature=temperature)] * 4) == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("temperature", [1e30, 1e300])
-def test_a_huge_temperature_draws_evenly(temperature: float) -> None:
-    many, sampler = 1000, sampler_of(temperature=temperature, seed=0)
-    logits = logits_of(1, vocab=4)[0]
-    drawn = [sampler(logits) for _ in range(many)]
-    bound = 5 * math.sqrt(many * 0.25 * 0.75)
-    assert all(abs(drawn.count(token) - many / 4) <= bound for token in range(4))
-
-
-@pytest.mark.parametrize("top_p", [1e-46, 5e-324, 1e-12])
-def test_the_smallest_nucleus_holds_the_likeliest_token(top_p: float) -> None:
-    logits, sampler = logits_of(1)[0], sampler_of(temperature=1.0, top_p=top_p, seed=0)
-    assert {sampler(logits) for _ in range(50)} == {int(logits.argmax())}
-
-
 @pytest.mark.parametrize("top_p", [1e-46, 0.5, 1.0])
-@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-40, 1e-5, 1.0, 1e30])
 def test_extreme_logits_give_tokens(temperature: float, top_p: float) -> None:
     """Tokens that a model rules out have logits of minus infinity."""
     rows = torch.tensor([[3e38, -3e38, 0.0, -math.inf], [-3e38, -3e38, -3e38, -math.inf], [0.0, -math.inf, 5.0, -1.0]])
@@ -122,6 +83,8 @@ def test_extreme_logits_give_tokens(temperature: float, top_p: float) -> None:
         drawn = draw_tokens(rows, samplers)
         assert all(isinstance(token, int) for token in drawn)
         assert all(math.isfinite(rows[row, token]) for row, token in enumerate(drawn))  # type: ignore[index]
+        if temperature < 1 or (temperature, top_p) == (1.0, 1e-46):
+            assert all(rows[row, token] == rows[row].max() for row, token in enumerate(drawn)), "next to zero: greedy"
 
 
 def test_the_last_token_can_be_drawn_and_none_behind_it() -> None:
@@ -144,15 +107,6 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(kind: dict[st
     before, error, after = draw_tokens(logits, [beside[0], sampler_of(**kind), beside[1]])
     assert isinstance(error, ArithmeticError)
     assert [before, after] == alone
-
-
-def test_a_row_in_trouble_leaves_the_random_numbers_of_others_as_they_are() -> None:
-    with_it, without = sampler_of(temperature=1.0, seed=7), sampler_of(temperature=1.0, seed=7)
-    bad = torch.full((1, 50), math.nan)
-    for step in range(10):
-        row = logits_of(1, seed=step)
-        drawn = draw_tokens(torch.cat([bad, row]), [sampler_of(temperature=1.0), with_it])
-        assert drawn[1] == without(row[0])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), MemoryError(), StopIteration()], ids=repr)
@@ -249,15 +203,3 @@ def test_requests_beside_each_other_keep_their_own_counts() -> None:
     together = [Sampler(SamplingParams(**one)) for one in asked]
     for _ in range(8):
         assert draw_tokens(LOGITS.repeat(3, 1), together) == [sampler(LOGITS.clone()) for sampler in alone]
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("top_k", -1), ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", math.nan),
-        ("frequency_penalty", -3),
-    ],
-)  # fmt: skip
-def test_impossible_penalties_are_refused(name: str, bad: float) -> None:
-    with pytest.raises(RequestError, match=name):
-        require_sampling(SamplingParams(**{name: bad}))

@@ -32,7 +32,7 @@ def driver(*seeds: int, refutes: bool = False) -> tuple[Driver, list[dict[Sentin
         made.serve(asked(taught))
     for seed in seeds:
         made.serve(asked(seed, agent="solver"))
-    made.core.judge = lambda one, errors: (seen.append(dict(errors)), (one, refutes))[1]
+    made.core.judge = lambda _, errors: (seen.append(dict(errors)), refutes)[1]
     return made, seen
 
 
@@ -46,25 +46,13 @@ def test_sentinels_are_computed_and_lie_in_translated_values() -> None:
     assert all(error > 0 for error in seen[0].values())
 
 
-def test_other_requests_have_other_sentinels() -> None:
+def test_every_request_has_sentinels_of_its_own() -> None:
     made, seen = driver(70)
     for _ in range(6):
         made.serve(asked(70))
     assert len({frozenset(one) for one in seen}) > 1
-
-
-def test_without_a_guard_there_are_none() -> None:
-    made, seen = driver(70)
     made.serve(replace(asked(70), guard=GuardOrders()))
-    assert not seen
-
-
-def test_short_values_have_none() -> None:
-    """At most one translated token in eight is computed for a comparison."""
-    made, seen = driver()
-    made.serve(request(tokens(70, 7), tokens(71, 20)))
-    made.serve(replace(request(tokens(70, 7), tokens(71, 20), agent="critic"), guard=WATCHED))
-    assert [len(one) for one in seen] == [2]
+    assert len(seen) == 6, "and without a guard none"
 
 
 def test_a_refuted_translation_is_computed_before_the_first_token() -> None:
@@ -100,20 +88,12 @@ def test_what_was_refuted_is_learned_from() -> None:
 
 
 @pytest.mark.parametrize("part", ["keys", "values"])
-def test_an_error_is_relative_to_what_is_computed(part: str) -> None:
+def test_an_error_is_relative_to_what_is_computed_and_the_first_layer_does_not_count(part: str) -> None:
     storage = Driver().core.parts.storage
     table, sentinels = SlotTable.of([3, 1], storage.block_size), Sentinels(storage)
     torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
     before = [sentinels.read(table, [Sentinel(at, False)]) for at in (2, 17)]
+    getattr(storage, part)[0] += 1
     assert sentinels.errors(before) == [0.0, 0.0]
     getattr(storage, part)[:, table.slots[17]] *= 2  # half of what is there now is missing
     assert sentinels.errors(before) == pytest.approx([0.0, 0.5])
-
-
-def test_the_first_layer_does_not_count() -> None:
-    storage = Driver().core.parts.storage
-    table, sentinels = SlotTable.of([3], storage.block_size), Sentinels(storage)
-    torch.nn.init.normal_(storage.keys), torch.nn.init.normal_(storage.values)
-    before = sentinels.read(table, [Sentinel(0, False)])
-    storage.keys[0] += 1
-    assert sentinels.errors([before]) == [0.0]

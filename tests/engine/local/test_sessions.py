@@ -16,27 +16,11 @@ from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import chain_of
-from kedge.types import (
-    AgentId,
-    AgentKey,
-    FinishReason,
-    GenerateRequest,
-    Namespace,
-    RunId,
-    SamplingParams,
-    Segment,
-    Source,
-    TenantId,
-    Tokens,
-)
-from tests.engine.local.test_engine import prompt
-from tests.engine.local.tiering import AMPLE, engine_with, expected
+from kedge.types import AgentKey, FinishReason, Namespace, Source, Tokens
+from tests.engine.local.test_engine import prompt, request
+from tests.engine.local.test_tiers import AMPLE, engine_with, expected
 
 SYSTEM = prompt(5000, 16)
-
-
-def plain(tokens: Tokens, count: int = 4) -> GenerateRequest:
-    return GenerateRequest((Segment(tokens, "p0"),), SamplingParams(count, ignore_eos=True))
 
 
 def grown(tokens: Tokens, answer: Tokens, by: int, seed: int) -> Tokens:
@@ -55,10 +39,10 @@ class Replay:
     def serve(self, tokens: Tokens, wait: float = 1.0) -> int:
         """One request, `wait` seconds after the last one. Returns how many of its tokens were cached."""
         self.now += wait
-        request = plain(tokens)
-        turn = self.sessions.arrived(request)
-        lease = self.cache.admit(request.request_id, request.namespace, tokens, len(tokens), len(tokens))
-        self.cache.finish(request.request_id, tokens)
+        asked = request(tokens, max_tokens=4)
+        turn = self.sessions.arrived(asked)
+        lease = self.cache.admit(asked.request_id, asked.namespace, tokens, len(tokens), len(tokens))
+        self.cache.finish(asked.request_id, tokens)
         if turn:
             self.sessions.answered(turn, tokens, TurnEnd())
         self.cache.check_integrity()
@@ -89,7 +73,8 @@ def test_hashes_that_collide_mix_up_sessions_and_no_answers(monkeypatch: pytest.
         texts = {(tenant, number): prompt(10 * number + 7, 40) for tenant in "ab" for number in range(3)}
         for _ in range(3):
             asked = {
-                key: engine.submit(replace(plain(tokens), tenant=TenantId(key[0]))) for key, tokens in texts.items()
+                key: engine.submit(replace(request(tokens, max_tokens=4), tenant=key[0]))
+                for key, tokens in texts.items()
             }
             for key, stream in asked.items():
                 done = stream.result(60)
@@ -104,7 +89,7 @@ def test_a_cache_follows_the_guard() -> None:
     for turn in range(60):
         for seed in (1, 2):
             replay.serve(prompt(seed, 40 + turn // 6))
-            wrong = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId(f"{turn}{seed}"))
+            wrong = AgentKey(Namespace("default"), "", "r", f"{turn}{seed}")
             replay.cache.on_forecast({wrong: (0.0, 1.0)})
             replay.sessions.on_forecast({wrong: (0.0, 1.0)})
             tokens = prompt(10_000 + 10 * turn + seed, 30)
@@ -117,13 +102,13 @@ def test_a_cache_follows_the_guard() -> None:
 def test_a_whole_history_comes_back_from_the_host() -> None:
     with engine_with(num_blocks=24, host_blocks=AMPLE) as engine:
         tokens = (*SYSTEM, *prompt(1, 48))
-        done = engine.submit(plain(tokens)).result(60)
+        done = engine.submit(request(tokens, max_tokens=4)).result(60)
         engine.wait_idle(60)
         for other in range(6):
-            engine.submit(plain(prompt(2000 + other, 100), 1)).result(60)
+            engine.submit(request(prompt(2000 + other, 100), max_tokens=1)).result(60)
             engine.wait_idle(60)
         after = grown(tokens, done.tokens, 5, 7)
-        again = engine.submit(plain(after)).result(60)
+        again = engine.submit(request(after, max_tokens=4)).result(60)
         assert again.tokens == expected(after, 4)
         assert again.receipt.tokens(Source.HOST) + again.receipt.tokens(Source.DEVICE) >= len(tokens) // 8 * 8
 
@@ -135,10 +120,10 @@ def test_many_sessions_at_once_with_aborts_keep_the_books() -> None:
         answers: list[tuple[Tokens, Tokens]] = []
         tokens = (*SYSTEM, *prompt(number, 8 + number % 20))
         for turn in range(4):
-            request = plain(tokens, 3)
-            stream = engine.submit(request)
+            asked = request(tokens, max_tokens=3)
+            stream = engine.submit(asked)
             if rng.random() < 0.2:
-                engine.cancel(request.request_id)
+                engine.cancel(asked.request_id)
                 stream.result(60)
                 continue
             done = stream.result(60)
@@ -185,9 +170,9 @@ def test_a_fixed_prompt_is_known_by_the_hashes_of_the_turn_that_begins_with_it(m
 
     replay = Replay("sessions", 200)
     tokens = prompt(1, 60)
-    turn = replay.sessions.arrived(plain(tokens))
+    turn = replay.sessions.arrived(request(tokens, max_tokens=4))
     monkeypatch.setattr(sessions, "chain_of", watched)
-    agent = AgentKey(Namespace(TenantId("default")), "", RunId("r"), AgentId("a"))
+    agent = AgentKey(Namespace("default"), "", "r", "a")
     replay.sessions.label(agent, tokens[:40], turn)
     assert hashed == [40 - 60]
     replay.sessions.label(agent, tokens[:40])

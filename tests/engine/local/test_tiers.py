@@ -1,54 +1,140 @@
-"""The host tier and forecasts inside the engine: not one token changes, whatever fails."""
+"""The host tier and forecasts inside the engine, and requests that wait for KV from the host: not one token changes."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from kedge.cache import Copied, Direction
-from kedge.engine.local import build
+from kedge.engine.local import build, scheduler
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
 from kedge.kv.copy import PoolCopier
-from kedge.settings import TierSettings
+from kedge.policies.prefetch import PREFETCH_WINDOW
+from kedge.settings import ThrottledTiers, TierSettings
 from kedge.types import (
-    AgentId,
-    ClientId,
+    Completion,
+    FinishReason,
     GenerateRequest,
     Namespace,
-    RunId,
+    ReuseMode,
+    SampleId,
     SamplingParams,
     Segment,
     Source,
-    TenantId,
+    Tokens,
 )
-from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
+from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
+from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import NextRun
-from tests.engine.local.conftest import engine_of
-from tests.engine.local.test_engine import prompt
-from tests.engine.local.tiering import (
-    AGENTS,
-    AMPLE,
-    BLOCK,
-    FIXED,
-    GRAPH,
-    OUT,
-    ROOM,
-    RUN,
-    VARYING,
-    ask,
-    engine_with,
-    expected,
-    figures,
-    fixed,
-    model,
-    put_on_host,
-    serve_cycle,
-    settle,
-)
+from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.test_engine import greedy, prompt
+
+AGENTS, ROUNDS, FIXED, VARYING, OUT = 5, 3, 48, 8, 6
+BLOCK = 8
+ROOM = 3 * (FIXED + VARYING + 8) // BLOCK
+"""Blocks of the device: three agents of five."""
+AMPLE = 200
+RUN = RunKey(Namespace("default"), "client", "run")
+FIRST = Node("a0", loops=[f"a{AGENTS - 1}"])
+GRAPH = StepGraph("cycle", (FIRST, *(Node(f"a{i}", after=[f"a{i - 1}"]) for i in range(1, AGENTS))))
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@cache
+def oracle() -> PreTrainedModel:
+    """The same weights once more: the engine's own model may be running while it is asked."""
+    return tiny_model("llama")
+
+
+@cache
+def expected(tokens: Tokens, count: int = OUT) -> Tokens:
+    return greedy(oracle(), tokens, count)
+
+
+def fixed(agent: int) -> Tokens:
+    return own(agent, prompt(1000 + agent, FIXED))
+
+
+def own(number: int, tokens: Tokens) -> Tokens:
+    """The tokens with a first one that those of other numbers do not have: no part of a block is theirs, too."""
+    return (number % 256, *tokens[1:])
+
+
+def ask(agent: int, asked: int, *, size: int = VARYING, **sampling: object) -> GenerateRequest:
+    """Call number `asked` of an agent: its fixed prompt and something new."""
+    params = SamplingParams(**{"max_tokens": OUT, "ignore_eos": True, **sampling})
+    new = Segment(own(asked, prompt(asked, size)), "x", SampleId.parse(f"x@{asked}"))
+    segments = (Segment(fixed(agent), "p0"), new)
+    return GenerateRequest(segments, params, ReuseMode.EXACT, client="client", run=RUN.run_id, agent=f"a{agent}")
+
+
+@contextmanager
+def engine_with(**tiers: object) -> Iterator[LocalEngine]:
+    """An engine with little room; when it is left, its books are right."""
+    blocks, window = tiers.pop("num_blocks", ROOM), tiers.pop("prefetch_window", PREFETCH_WINDOW)
+    if "host_blocks" in tiers:
+        tiers["host_memory"] = f"{tiers.pop('host_blocks')} blocks"
+    with engine_of(model(), kv_memory=f"{blocks} blocks", block_size=BLOCK, tiers=ThrottledTiers(**tiers)) as engine:
+        engine.query(lambda parts: setattr(parts.cache.prefetcher, "window", window))
+        yield engine
+        settle(engine)
+
+
+def settle(engine: LocalEngine) -> None:
+    engine.wait_idle(60)
+    engine.query(EngineParts.check_integrity)
+    assert figures(engine)["cache"]["leased_blocks"] == 0
+    assert not engine._core.parts.cache._demands._waiting, "nobody waits any more, but the cache believes it"
+
+
+def figures(engine: LocalEngine) -> Any:
+    return engine.inspect()
+
+
+def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
+    """The agents one after the other, round after round, with the forecast that `run` would give; checks all tokens."""
+    progress, done = RunProgress(GRAPH, RUN, ForecastBoard()), []
+    engine.forecast(progress.begin(0.0))
+    for asked in range(rounds * AGENTS):
+        agent = asked % AGENTS
+        request = ask(agent, asked)
+        stream = engine.submit(request)
+        engine.forecast(progress.started(request.agent, float(asked)))
+        done.append(stream.result(60))
+        engine.forecast(progress.finished(request.agent, asked + 0.5))
+        assert done[-1].tokens == expected(request.tokens)
+        assert done[-1].receipt.prompt_tokens == request.prompt_tokens
+    return done
+
+
+def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
+    """Leaves the fixed prompt of `agent` on the host only."""
+    key = AgentKey(*RUN, f"a{agent}")
+    engine.forecast({key: NextRun(1e6)})  # later than any other prompt is expected to return
+    engine.submit(ask(agent, 900)).result(60)
+    settle(engine)
+    for n in range(others):
+        engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(60)
+        engine.wait_idle(60)
+    status = engine.query(lambda parts: parts.cache.status(RUN.namespace, fixed(agent)))
+    assert (status.device_tokens, status.host_tokens) == (0, FIXED)
+
 
 # output and receipts ------------------------------------------------------------------------------------------------
 
@@ -167,58 +253,34 @@ def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored(
     blocks = 16
     huge = prompt(5, 2 * blocks * BLOCK)
     with engine_with(host_blocks=AMPLE, num_blocks=blocks) as engine:
-        key = AgentKey(*RUN, AgentId("a0"))
+        key = AgentKey(*RUN, "a0")
         engine.forecast({key: NextRun(0.0)}, {key: huge})
         with pytest.raises(PromptTooLong):
-            engine.submit(GenerateRequest((Segment(huge, "p0"),), agent=AgentId("a0")))
+            engine.submit(GenerateRequest((Segment(huge, "p0"),), agent="a0"))
         assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
 
 
-@pytest.mark.parametrize("marker", [None, -1, 10_000, 17])
-def test_what_the_request_says_is_fixed_is_what_is_backed_up(marker: int | None) -> None:
-    with engine_with(host_blocks=AMPLE) as engine:
-        engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(1.0)})
-        request = ask(0, 1)
-        engine.submit(
-            GenerateRequest(
-                request.segments, request.sampling, client=request.client, run=request.run, agent=request.agent,
-                fixed=marker,
-            )
-        ).result(60)  # fmt: skip
-        engine.wait_idle(60)
-        assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == (16 if marker == 17 else FIXED)
-
-
-def test_plain_requests_are_watched_for_what_they_have_in_common() -> None:
-    with engine_with(host_blocks=AMPLE, backup_hits=None) as engine:
-        engine.forecast({AgentKey(*RUN, AgentId("a0")): NextRun(1.0)})
-        for asked in range(5):
-            tokens = (*fixed(0), *prompt(asked, VARYING))
-            request = GenerateRequest(
-                (Segment(tokens, "p0"),), SamplingParams(1), client=ClientId("client"), run=RUN.run_id,
-                agent=AgentId("a0"),
-            )  # fmt: skip
-            engine.submit(request).result(60)
-            engine.wait_idle(60)
-        assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == FIXED
-
-
-def test_requests_without_an_agent_have_no_fixed_prompt() -> None:
+@pytest.mark.parametrize(
+    ("agent", "marker", "backed_up"),
+    [("a0", None, FIXED), ("a0", -1, FIXED), ("a0", 10_000, FIXED), ("a0", 17, 16), ("", 17, 0)],
+)
+def test_what_the_request_says_is_fixed_is_what_is_backed_up(agent: str, marker: int | None, backed_up: int) -> None:
+    """Requests without an agent have no fixed prompt."""
     with engine_with(host_blocks=AMPLE, policy="steps") as engine:
-        engine.forecast({AgentKey(Namespace(TenantId("default")), "", RunId(""), AgentId("")): NextRun(1.0)})
-        engine.submit(GenerateRequest(ask(0, 1).segments, SamplingParams(1))).result(60)
+        engine.forecast({AgentKey(*RUN, agent): NextRun(1.0)})
+        engine.submit(replace(ask(0, 1), agent=agent, fixed=marker)).result(60)
         engine.wait_idle(60)
-        assert figures(engine)["cache"]["host_cached_blocks"] == 0
+        assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == backed_up
 
 
 def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None:
     with engine_with(host_blocks=AMPLE) as engine:
         put_on_host(engine)
-        key = AgentKey(Namespace(TenantId("default")), "client", RunId("next run"), AgentId("a0"))
-        engine.forecast({AgentKey(*RUN, AgentId("a0")): None})
+        key = AgentKey(Namespace("default"), "client", "next run", "a0")
+        engine.forecast({AgentKey(*RUN, "a0"): None})
         engine.forecast({key: NextRun(0.0)}, {key: fixed(0)})
         engine.wait_idle(60)
-        assert engine.query(lambda parts: parts.cache.match(RUN.namespace, fixed(0)).tokens_count) == FIXED
+        assert engine.query(lambda parts: parts.cache.status(RUN.namespace, fixed(0)).device_tokens) == FIXED
 
 
 def test_the_size_of_the_host_tier() -> None:
@@ -243,3 +305,106 @@ def test_a_policy_of_ones_own() -> None:
         for n in (0, 1, 2, 3, 0):
             done = engine.submit(ask(n, n)).result(60)
         assert seen and done.receipt.exact == FIXED + VARYING - 1
+
+
+class Gate(PoolCopier):
+    """Lets no load pass until it is opened."""
+
+    opened = threading.Event()
+
+    def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
+        if order.copy.direction is Direction.LOAD:
+            self.opened.wait(60)
+        return super()._copy(order, piece)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every engine's loads wait for it."""
+    monkeypatch.setattr(Gate, "opened", threading.Event())
+    monkeypatch.setattr(build, "PoolCopier", Gate)
+    yield Gate.opened
+    Gate.opened.set()
+
+
+def wait_for_load(engine: LocalEngine) -> None:
+    """Return once a request waits for its KV."""
+    while not figures(engine)["loading"]["waited"]:
+        time.sleep(1e-3)
+
+
+def test_others_decode_while_a_request_waits_for_its_load(gate: threading.Event) -> None:
+    with engine_with(host_blocks=AMPLE, num_blocks=40) as engine:
+        put_on_host(engine, others=8)
+        running = engine.submit(ask(1, 1, max_tokens=150))
+        deltas = iter(running)
+        next(deltas)
+        loading = engine.submit(ask(0, 2))
+        late = engine.submit(ask(2, 3, max_tokens=1))
+        assert late.result(60).tokens, "who comes later goes first"
+        for _ in range(12):
+            next(deltas)  # decoding goes on
+        gate.set()
+        done = loading.result(60)
+        assert done.tokens == expected(ask(0, 2).tokens)
+        assert done.receipt.tokens(Source.HOST) == FIXED
+        engine.cancel(running.request_id)
+        seen = running.result(60).tokens
+        assert seen == expected(ask(1, 1).tokens, 150)[: len(seen)]
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threading.Event) -> None:
+    with engine_with(host_blocks=AMPLE) as engine:
+        put_on_host(engine)
+        stream = engine.submit(ask(0, 1))
+        wait_for_load(engine)
+        assert engine.cancel(stream.request_id)
+        done = stream.result(60)
+        assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
+        gate.set()
+        engine.query(EngineParts.check_integrity)
+        again = engine.submit(ask(0, 2)).result(60)
+        assert again.tokens == expected(ask(0, 2).tokens)
+        assert again.receipt.exact == FIXED
+
+
+def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    """Its load never comes."""
+    monkeypatch.setattr(scheduler, "MAX_WAIT_S", 0.02)
+    with engine_with(host_blocks=AMPLE, num_blocks=60) as engine:
+        put_on_host(engine, others=10)
+        stream = engine.submit(ask(0, 1))
+        wait_for_load(engine)
+        engine.submit(ask(1, 2)).result(60)
+        done = stream.result(60)
+        assert done.tokens == expected(ask(0, 1).tokens)
+        assert done.receipt.computed == FIXED + VARYING
+        gate.set()
+
+
+def test_a_load_without_room_waits_for_room_and_starves_nobody() -> None:
+    with engine_with(host_blocks=AMPLE, num_blocks=20) as engine:
+        put_on_host(engine)
+        running = engine.submit(ask(1, 1, max_tokens=80))
+        next(iter(running))
+        stream = engine.submit(ask(0, 2))
+        assert stream.result(60).tokens == expected(ask(0, 2).tokens)
+        assert running.result(60).tokens == expected(ask(1, 1).tokens, 80)
+
+
+def test_closing_while_copies_are_under_way() -> None:
+    before = copiers()
+    tiers = ThrottledTiers(host_memory=f"{AMPLE} blocks", throttle=1000)
+    with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
+        engine.forecast({AgentKey(*RUN, "a0"): NextRun(9.0)})
+        engine.submit(ask(0, 1)).result(60)
+        assert figures(engine)["cache"]["offloading_blocks"] > 0
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), "a single block takes a quarter of an hour"
+    assert copiers() == before
+
+
+def copiers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kedge-copier"}

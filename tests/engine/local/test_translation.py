@@ -104,19 +104,6 @@ def test_an_exact_repeat_of_an_anchor_reproduces_its_dense_kv(estimator: str) ->
     assert relative(translated.values, dense.values) < 1e-3
 
 
-def test_receipts_account_for_every_token_and_name_the_misses() -> None:
-    driver = Driver()
-    first, _ = driver.serve(request(tokens(50, 30), tokens(51, 12)))
-    driver.serve(request(tokens(52, 30), tokens(53, 12)))
-    again, _ = driver.serve(request(tokens(50, 30), tokens(51, 12)))
-    for sequence in (first, again):
-        receipt = sequence.receipt()
-        assert receipt.prompt_tokens == receipt.exact + receipt.translated + receipt.computed == 20 + 30 + 9 + 12 + 5
-    assert first.receipt().misses
-    assert first.receipt().translated == 0
-    assert again.receipt().translated > 40
-
-
 @pytest.mark.parametrize(
     "room",
     [{}, {"kv_memory": "24 blocks", "tiers": TierSettings(host_memory="100 blocks", backup_hits=0)}],
@@ -137,29 +124,6 @@ def _served(engine: LocalEngine, item: GenerateRequest):  # noqa: ANN202
     done = engine.submit(item).result(60)
     engine.wait_idle(60)
     return done
-
-
-def test_an_agent_without_offsets_is_prefilled_densely_and_learns() -> None:
-    driver = Driver()
-    driver.serve(request(tokens(50, 30), agent="solver"))
-    driver.serve(request(tokens(51, 30), agent="solver"))
-    reasons = []
-    for seed in (51, 50, 51):
-        critic, _ = driver.serve(request(tokens(seed, 30), agent="critic"))
-        reasons.append([miss.reason for miss in critic.plan.misses])
-    assert reasons == [["no anchor of this agent yet"], ["not calibrated yet"], []]
-    assert critic.plan.translates
-
-
-def test_another_wording_of_the_template_uses_nothing_of_the_old_one() -> None:
-    driver = Driver()
-    for seed in (50, 51, 51):
-        known, _ = driver.serve(request(tokens(seed, 30)))
-    assert known.plan.translates
-    reworded = request(tokens(51, 30))
-    segments = (*reworded.segments[:-1], replace(reworded.segments[-1], tokens=tokens(99, 7)))
-    other, _ = driver.serve(replace(reworded, segments=segments))
-    assert not other.plan.translates
 
 
 @pytest.mark.parametrize("size", [0, 1])
@@ -184,19 +148,6 @@ def test_a_placeholder_used_twice_has_two_slots() -> None:
     assert again.plan.translates
     assert len(again.plan.translations) == 4
     assert driver.core.parts.stats()["anchors"]["sites"] == 2
-
-
-def test_a_cancelled_request_holds_nothing() -> None:
-    """What its prompt taught until then stays, as its exact prefix does; what it has not taught it never will."""
-    with engine_of(tiny_model("llama"), **SETTINGS) as engine:
-        stream = engine.submit(request(tokens(50, 30), max_tokens=500))
-        next(iter(stream))
-        assert engine.cancel(stream.request_id)
-        assert stream.result(60).finish_reason == "cancelled"
-        engine.wait_idle(60)
-        after = engine.inspect()
-        assert after["learning"]["pending"] == 0
-        assert after["cache"]["leased_blocks"] == 0
 
 
 def test_a_model_that_cannot_be_translated_is_served_exactly_with_the_reason() -> None:
@@ -283,30 +234,6 @@ def test_a_question_is_moved_from_the_first_prompt_that_reads_it() -> None:
     assert stats["base_prefills_done"] == stats["observed"] == 0
 
 
-def test_text_behind_a_moved_question_is_moved_from_whichever_agent_of_the_run_computed_it_first() -> None:
-    driver, question = Driver(planner=PlannerSettings(by_cost=False)), tokens(50, 30)
-    driver.serve(in_context(request(question, run="earlier")))
-    asked = in_context(request(question, agent="critic"))
-    _, read = driver.serve(asked)
-    third = replace(asked, segments=(Segment(tokens(27, 27), "p0"), *asked.segments[1:]), agent=AgentId("judge"))
-    sequence, kv = driver.serve(replace(third, request_id="third"))
-    assert (sequence.receipt().translated, sequence.receipt().computed) == (30 + 9, 27 + 5)
-    moved, text = kv.slice(57, 66), read.slice(63, 72)
-    assert relative(moved.keys, text.keys) < 1e-5 and relative(moved.values, text.values) < 1e-5
-    driver.core.parts.learned[1].end_run(asked.run_key)
-    assert driver.serve(replace(third, request_id="later"))[0].receipt().translated == 30
-
-
-def test_a_question_that_its_first_reader_has_not_read_yet_is_computed_in_its_prompt() -> None:
-    driver, question = Driver(), tokens(50, 30)
-    asked = in_context(request(question, agent="critic"))
-    assert driver.serve(asked)[0].receipt().translated == 0
-    again, moved = driver.serve(replace(asked, request_id="again"))
-    _, read = driver.serve(in_context(request(question)))
-    assert again.receipt().translated == len(question)
-    assert relative(moved.slice(33, 63).values, read.slice(20, 50).values) < 1e-5
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
     """Readers at once, some before the one in whose prompt the question's base KV is computed; some are cancelled, and
@@ -362,10 +289,3 @@ def test_a_team_learns_from_what_its_readers_compute() -> None:
         moved = kv.slice(54, 78)
         assert relative(moved.keys, base.kv.keys) < 1e-5 and relative(moved.values, base.kv.values) < 1e-5
     assert translated == [24, 24, 24 + 12 + 9 + 4]
-
-
-def test_where_unknown_values_are_dense_a_reader_computes_its_whole_prompt() -> None:
-    planner = PlannerSettings(by_cost=False, move="never")
-    driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}), planner=planner)
-    sequence, _ = driver.serve(reading(answered(driver, tokens(50, 12), "first"), tokens(50, 12), "first"))
-    assert sequence.receipt().translated == 0

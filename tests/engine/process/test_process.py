@@ -28,12 +28,9 @@ from kedge.types import (
     FinishReason,
     GenerateRequest,
     Namespace,
-    RequestId,
     ReuseMode,
-    RunId,
     RunKey,
     SamplingParams,
-    TenantId,
     is_owned,
     new_request_id,
 )
@@ -64,7 +61,7 @@ def long(engine: ProcessEngine) -> GenerateRequest:
     return SUITE.request(engine, fresh_text("death"), max_tokens=5000)
 
 
-RUN = RunKey(Namespace(TenantId("t")), "", RunId("run"))
+RUN = RunKey(Namespace("t"), "", "run")
 
 
 def closed(call: Callable[[], object]) -> EngineClosed:
@@ -104,28 +101,13 @@ def test_a_killed_process_ends_every_stream_and_caller_with_a_typed_error(echo: 
     echo.close()
 
 
-def test_who_waits_for_a_killed_process_is_released(local_alone: ProcessEngine) -> None:
-    local_alone.submit(replace(SUITE.request(local_alone, fresh_text("work"), max_tokens=900)))
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            local_alone.wait_idle()
-        except BaseException as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    local_alone.inspect()
-    os.kill(local_alone.pid, signal.SIGKILL)
-    waiting.join(SECONDS)
-    assert [type(error) for error in errors] == [EngineClosed]
-
-
-@pytest.fixture
-def local_alone() -> Iterator[ProcessEngine]:
-    with ProcessEngine(tiny_engine) as engine:
-        yield engine
+def test_who_waits_for_a_killed_process_is_released() -> None:
+    with ProcessEngine(tiny_engine) as engine, ThreadPoolExecutor(1) as pool:
+        engine.submit(SUITE.request(engine, fresh_text("work"), max_tokens=900))
+        waiting = pool.submit(engine.wait_idle)
+        engine.inspect()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert isinstance(waiting.exception(SECONDS), EngineClosed)
 
 
 def test_an_engine_that_fails_ends_its_process() -> None:
@@ -143,7 +125,7 @@ def test_closing_is_no_failure_and_ends_the_process(echo: ProcessEngine) -> None
     assert stream.result(SECONDS).finish_reason is FinishReason.CANCELLED
     assert echo.failure is None
     assert echo._process.returncode == 0
-    assert "was closed" in str(closed(lambda: echo.cancel(RequestId("x"))))
+    assert "was closed" in str(closed(lambda: echo.cancel("x")))
 
 
 def test_signals_to_the_group_leave_the_process_to_its_program(echo: ProcessEngine) -> None:
@@ -183,7 +165,7 @@ def test_grammars_of_a_tenant_hold_up_no_others(tmp_path: Path) -> None:
     file = tmp_path / "go"
     with ProcessEngine(partial(SlowToRead, file)) as engine, ThreadPoolExecutor(64) as pool:
         plain = SUITE.request(engine, "hello", max_tokens=3)
-        read = replace(plain, sampling=replace(plain.sampling, grammar='start: "x"'), tenant=TenantId("a"))
+        read = replace(plain, sampling=replace(plain.sampling, grammar='start: "x"'), tenant="a")
         waiting = [
             pool.submit(lambda one=one: engine.submit(one).result(SECONDS))
             for one in (replace(read, request_id=new_request_id()) for _ in range(50))
@@ -191,7 +173,7 @@ def test_grammars_of_a_tenant_hold_up_no_others(tmp_path: Path) -> None:
         refused, _ = wait(waiting, SECONDS, return_when=FIRST_COMPLETED)
         assert {type(one.exception()) for one in refused} == {Overloaded}, "what waits is bounded"
         assert engine.submit(plain).result(SECONDS).tokens
-        other = pool.submit(lambda: engine.submit(replace(read, tenant=TenantId("b"))).result(SECONDS))
+        other = pool.submit(lambda: engine.submit(replace(read, tenant="b")).result(SECONDS))
         file.touch()
         assert other.result(SECONDS).tokens
         served = [one for one in waiting if one.exception(SECONDS) is None]
@@ -224,11 +206,9 @@ def test_figures_quotas_and_state_cross(local: ProcessEngine, tmp_path: Path) ->
     request = replace(asked, partition="part")
     SUITE.run(local, request)
     local.wait_idle()
-    local.limit(TenantId("acme"), Quota(anchor_bytes=3))
+    local.limit("acme", Quota(anchor_bytes=3))
     assert local.inspect()["cache"]["cached_blocks"] > 0
-    held = local.inspect_tenants(
-        partial(is_owned, TenantId("acme")), [(Namespace(TenantId("acme"), "part"), request.tokens)]
-    )
+    held = local.inspect_tenants(partial(is_owned, "acme"), [(Namespace("acme", "part"), request.tokens)])
     assert held["prompts"][0]["device"] > 0
     assert local.save(tmp_path).nbytes == local.load(tmp_path).nbytes
     local.clear()
@@ -239,20 +219,12 @@ def test_a_method_that_the_engine_lacks_is_named(echo: ProcessEngine, tmp_path: 
     with pytest.raises(ConfigError, match=r"EchoEngine.*no `save`"):
         echo.save(tmp_path)
     with pytest.raises(ConfigError, match="EchoEngine cannot bound"):
-        echo.limit(TenantId("t"), Quota(anchor_bytes=3))
-
-
-def test_a_bad_value_is_refused_by_the_engine_with_its_own_error(local: ProcessEngine, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("no folder")
-    with pytest.raises((OSError, ConfigError)):
-        local.save(file)
-    SUITE.serves(local)
+        echo.limit("t", Quota(anchor_bytes=3))
 
 
 def test_errors_that_cannot_be_pickled_read_the_same() -> None:
     error = ForwardFailed("request_id", threading.Lock(), "the model raised")
     sent = pickle.loads(pickle.dumps(portable(error)))
-    assert (type(sent), str(sent), sent.key) == (ForwardFailed, str(error), "request_id")
+    assert (type(sent), sent.key, sent.why) == (ForwardFailed, "request_id", error.why) and "lock" in str(sent)
     foreign = pickle.loads(pickle.dumps(portable(ValueError(threading.Lock()))))
     assert isinstance(foreign, RuntimeError) and "ValueError" in str(foreign)

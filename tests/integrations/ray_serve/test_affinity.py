@@ -56,12 +56,6 @@ def test_a_busy_home_is_still_the_best_of_the_busy() -> None:
     assert order[0] == "new" and order[1] == home
 
 
-def test_a_new_run_goes_where_its_fixed_prompt_is() -> None:
-    affinity = Affinity()
-    home = send(affinity, caller("r1"))
-    assert {send(affinity, caller(f"r{number}")) for number in range(2, 9)} == {home}
-
-
 def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> None:
     affinity = Affinity(spill=1)
     home = send(affinity, caller("r1"))
@@ -75,13 +69,6 @@ def test_fixed_prompts_are_spread_evenly_while_nobody_is_busy() -> None:
     affinity = Affinity()
     homes = Counter(send(affinity, Caller(workflow=f"w{number}", run=f"r{number}")) for number in range(30))  # type: ignore[arg-type]
     assert homes == dict.fromkeys(IDLE, 10)
-
-
-def test_runs_without_agents_are_spread_and_stay() -> None:
-    affinity = Affinity()
-    homes = {f"r{number}": send(affinity, Caller(run=f"r{number}")) for number in range(30)}  # type: ignore[arg-type]
-    assert Counter(homes.values()) == dict.fromkeys(IDLE, 10)
-    assert all(send(affinity, Caller(run=run)) == home for run, home in homes.items())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("other", [{"namespace": Namespace(TenantId("t2"))}, {"client": "c2"}])
@@ -114,27 +101,6 @@ def test_calls_that_come_at_the_same_time_spread_before_any_has_arrived() -> Non
     assert chosen == dict.fromkeys(IDLE, 3)
 
 
-def test_a_wrong_expectation_is_dropped() -> None:
-    affinity = Affinity(most_templates=2)
-    affinity.expect(caller(agent="x"), "east")
-    affinity.routed(caller(agent="x"), "west")
-    assert +affinity._held == {"west": 1} and not affinity._expected
-    for number in range(5):
-        affinity.expect(caller(agent=f"y{number}"), "north")
-    assert +affinity._held == {"west": 1, "north": 2}
-    affinity.retain(["west"])
-    assert +affinity._held == {"west": 1}
-
-
-def test_prompts_of_a_dead_replica_do_not_count() -> None:
-    affinity = Affinity()
-    home = send(affinity, caller("r1"))
-    affinity.retain({name for name in IDLE if name != home})
-    affinity.retain(IDLE)
-    fresh = [send(affinity, Caller(workflow=f"w{number}")) for number in range(3)]  # type: ignore[arg-type]
-    assert Counter(fresh) == dict.fromkeys(IDLE, 1)
-
-
 def test_an_ended_run_is_forgotten() -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
@@ -156,10 +122,6 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
 def test_bad_settings_are_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=name):
         Affinity(**{name: value})
-
-
-def test_no_replica_no_order() -> None:
-    assert Affinity().order(caller(), {}) == []
 
 
 def test_load_stays_within_the_margin_and_few_runs_move() -> None:

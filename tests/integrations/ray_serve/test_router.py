@@ -21,7 +21,6 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID  # no
 from ray.serve.llm.ingress import OpenAiIngress  # noqa: E402
 from ray.serve.request_router import PendingRequest, ReplicaID  # noqa: E402
 
-from kedge.errors import ConfigError  # noqa: E402
 from kedge.integrations.ray_serve.app import ATTEMPTS, ResendingIngress, ScaleOut  # noqa: E402
 from kedge.integrations.ray_serve.router import RunRouter  # noqa: E402
 
@@ -106,14 +105,6 @@ def test_calls_without_hints_are_left_to_the_queues() -> None:
         return [await router.choose_replicas(list(REPLICAS), request) for request in (pending(), None)]  # type: ignore[arg-type]
 
     assert with_router(act) == [[REPLICAS], [REPLICAS]]
-
-
-def test_bad_settings_are_refused() -> None:
-    async def act(router: RunRouter) -> None:
-        pass
-
-    with pytest.raises(ConfigError, match="spill"):
-        with_router(act, spill=-1)
 
 
 def responses(monkeypatch: pytest.MonkeyPatch, tries: list[list[str | Exception]]) -> list[str]:

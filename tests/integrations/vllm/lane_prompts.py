@@ -91,7 +91,6 @@ def lane_engine(model: Path, *, asynchronous: bool, **more: Any) -> Iterator[Dri
     """Starts vLLM with lanes; with its scheduler ahead of the device, if asked."""
     is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     settings = {
-        "policy": "fail" if asynchronous or is_v2 else "recompute",
         "extra": SETTINGS,
         "scheduler_cls": SCHEDULER,
         "max_logprobs": VOCABULARY,

@@ -96,7 +96,7 @@ def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine: Driver, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed: list[list[int]] = []
-    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda _, tokens: needed.append(list(tokens)))
+    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda _, tokens, **__: needed.append(list(tokens)))
     head, after = prompt(41, 1), prompt(70, 2)
     value = engine.answer(prompt(50, 11), ANSWER, ASKED)
     segments = [

@@ -14,7 +14,6 @@ from tests.coding_clients import CLAUDE_CODE, CODEX, claude_code, codex, events
 from tests.integrations.vllm.test_plain_server import MIDDLEWARE, NAMES, reported
 from tests.integrations.vllm.test_server import MODEL, Server, serving
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")

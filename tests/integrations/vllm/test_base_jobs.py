@@ -11,9 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.integrations.vllm.plugin.translations import MAX_WAITS  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
-from kedge.reuse.lanes import LaneBudget  # noqa: E402
 from tests.integrations.vllm.conftest import SCHEDULING, Driver, driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     PARTS,
@@ -129,20 +127,3 @@ def test_a_busy_engine_computes_base_kv_before_the_prompts_that_read_it(
     assert receipt(engine.finished[stranger])["tokens"]["translated"] == 0
     assert receipt(engine.finished[reader])["tokens"]["translated"] > 200
     assert len(captured.prompts) >= 2 and neighbour in engine.finished
-
-
-def test_a_request_waits_for_base_kv_for_so_many_steps_and_no_more(
-    engine: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    translations, learner = engine.side.translations, engine.worker._learner
-    neighbour = engine.add(tokens(0), 2 * MAX_WAITS, hints(0))
-    engine.run(until=lambda: bool(engine.scheduler.running))
-    monkeypatch.setattr(learner.rotation, "refusal", None)
-    monkeypatch.setattr(learner, "_prerequisites", lambda _: (tuple(prompt(50, 41)),))
-    monkeypatch.setattr(translations.lanes.jobs, "grant", lambda *_, **__: LaneBudget(0, 0))
-    name = engine.add(tokens(5), 4, hints(5))
-    live = [*engine.side.requests.values()][-1]
-    engine.run(until=lambda: name in engine.finished)
-    assert live.waits == MAX_WAITS + 1 and neighbour not in engine.finished
-    translations.lanes.jobs.give_up()
-    monkeypatch.undo()

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from tests.integrations.vllm.conftest import (  # noqa: E402
+from tests.integrations.vllm.conftest import (
     SHAPE,
     Driver,
     driver,
     prompt,
     receipt,
+    turn_of,
 )
-from tests.integrations.vllm.test_translation import VALUES, hints, tokens  # noqa: E402
+from tests.integrations.vllm.test_translation import VALUES, hints, tokens
 
 AGENTS = 6
 LAYERS = {"tie_word_embeddings": False, "pad_token_id": 0}
@@ -91,8 +91,7 @@ def cycle(built: Driver, block: int) -> list[list[int]]:
     answers = []
     for turn in range(3):
         for agent, fixed in enumerate(fixed_prompts(block)):
-            steps = {f"a{other}": (other - agent) % AGENTS for other in range(AGENTS)}
-            given = {"run": "r", "agent": f"a{agent}", "fixed_tokens": len(fixed) - 8, "steps": steps}
+            given = turn_of(agent, len(fixed) - 8)
             answers.append(built.answer([*fixed, *prompt(20, turn)], count=8, kedge=given))
     return answers
 
@@ -110,8 +109,6 @@ def conversation(built: Driver, block: int) -> list[list[int]]:
 @pytest.fixture(scope="module", params=MODELS, ids=lambda build: build.__name__)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A random model, and with what vLLM is started."""
-    import torch
-
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param.__name__)
     request.param().eval().save_pretrained(folder)
@@ -185,28 +182,3 @@ def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: tuple[
         built.reset()
         assert built.answer(prompts[0], count=6) == expected[0]
         check_rest(built)
-
-
-def left_behind(built: Driver, tokens: list[int]) -> list[int]:
-    """How many blocks of a request are null once its prompt is computed, by group."""
-    name = built.add(tokens, count=2)
-    (request,) = built.scheduler.requests.values()
-    built.run(until=lambda: request.num_computed_tokens >= len(tokens))
-    blocks = built.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    built.run()
-    assert name in built.finished
-    return [group.count(built.pool.null_block.block_id) for group in blocks]
-
-
-def test_what_windows_leave_behind_is_in_no_block(tmp_path: Path) -> None:
-    """So nothing can be learned from it, and holes in the middle have neither KV to read nor room for their own."""
-    import torch
-
-    torch.manual_seed(0)
-    gemma3().eval().save_pretrained(tmp_path)
-    asked = prompt(300, 5)
-    with driver(tmp_path, plugged=False, max_num_batched_tokens=128, enable_prefix_caching=True) as built:
-        specs = [group.kv_cache_spec for group in built.scheduler.kv_cache_config.kv_cache_groups]
-        slides = [bool(getattr(spec, "sliding_window", None)) for spec in specs]
-        assert left_behind(built, asked) == [6 if one else 0 for one in slides], "the last chunk begins at 256"
-        assert left_behind(built, asked) == [7 if one else 0 for one in slides], "288 tokens were cached"

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from tests.integrations.vllm.conftest import driver, receipt
+from tests.integrations.vllm.test_translation import EXTRA, VALUES, hints, tokens
 
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.test_translation import EXTRA, VALUES, hints, tokens  # noqa: E402
-
-AGENTS = 6
-FIXED = [prompt(4 * BLOCK + 8, 700 + agent) for agent in range(AGENTS)]
 SIZE: dict[str, Any] = {"num_gpu_blocks_override": 20, "max_model_len": 256}
 KEDGE = {
     "kv_connector": "KedgeConnector",
@@ -27,21 +23,11 @@ KEDGE = {
 }  # fmt: skip
 
 
-def cycle(built: Driver) -> list[list[int]]:
-    """Answers of agents that do not fit the device at once, in two turns."""
-    answers = []
-    for agent in [*range(AGENTS)] * 2:
-        steps = {f"a{other}": (other - agent) % AGENTS for other in range(AGENTS)}
-        given = {"run": "r", "agent": f"a{agent}", "fixed_tokens": 4 * BLOCK, "steps": steps}
-        answers.append(built.answer(FIXED[agent], count=8, kedge=given))
-    return answers
-
-
 @pytest.fixture(scope="module")
 def stock(tiny_llama: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Answers to the cycle, and to prompts with values."""
     with driver(tiny_llama, plugged=False, **SIZE) as plain:
-        return cycle(plain), [plain.answer(tokens(value), count=8) for value in VALUES]
+        return plain.cycle(), [plain.answer(tokens(value), count=8) for value in VALUES]
 
 
 def example(folder: Path) -> dict[str, Any]:
@@ -78,7 +64,7 @@ def test_beside_another_connector_kv_is_cached_and_not_translated(
     config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=both)
     why = "another KV connector"
     with driver(tiny_llama, plugged=False, kv_transfer_config=config, scheduler_cls=SCHEDULER, **SIZE) as built:
-        assert cycle(built) == stock[0]
+        assert built.cycle() == stock[0]
         for value, expected in zip(VALUES, stock[1], strict=True):
             for _ in range(2):
                 output = built.ask(tokens(value), count=8, kedge=hints(value))

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.reuse.costs import LinearCost  # noqa: E402
-from kedge.reuse.planner import CHEAPER  # noqa: E402
-from tests.integrations.vllm.conftest import Driver, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import ONE, SETTINGS, ask, lane_engine  # noqa: E402
+from kedge.reuse.costs import LinearCost
+from kedge.reuse.planner import CHEAPER
+from tests.integrations.vllm.conftest import Driver, receipt
+from tests.integrations.vllm.lane_prompts import ONE, SETTINGS, ask, lane_engine
 
 DEAR, CHEAP = LinearCost((1.0, 1.0)), LinearCost((1e-9, 1e-9))
 
@@ -41,7 +39,7 @@ def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
 
 
 def test_what_is_cheaper_to_compute_is_computed_until_translation_pays_again(engine: Driver) -> None:
-    learned = engine.worker._learner._captured
+    learned = engine.worker._learner.captured
     for translations in (CHEAP, DEAR, DEAR, CHEAP):
         price(engine, translations)
         engine.reset()

@@ -1,23 +1,26 @@
-"""The flags in `deploy/`, read by the parser of `vllm serve` itself, and what they name."""
+"""The flags in `deploy/`, read by the parser of `vllm serve` itself; what vLLM finds; and the guide's example."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-import yaml  # noqa: E402
-from vllm.entrypoints.cli.serve import make_arg_parser  # noqa: E402
-from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
-from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: E402
+import yaml
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kedge.integrations.vllm import entry_point
+from kedge.integrations.vllm.entry_point import NAME, register
+from kedge.integrations.vllm.plugin.connector import KedgeConnector
 from kedge.integrations.vllm.plugin.settings import SCHEDULER, PluginSettings
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -76,3 +79,23 @@ def test_the_session_header_is_the_one_that_vllm_reads() -> None:
     key, folder = values["routerSpec"]["sessionKey"], Path(vllm.entrypoints.__path__[0])
     files = (file.read_text(encoding="utf-8").lower() for file in folder.rglob("*.py"))
     assert any(f'"{key}"' in text for text in files)
+
+
+def test_vllm_finds_the_entry_point() -> None:
+    found = entry_points(group="vllm.general_plugins")
+    assert [one.load() for one in found if one.name == "kedge"] == [register]
+
+
+def test_the_connector_is_known_by_its_name_however_often_it_is_registered() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name(NAME) is KedgeConnector
+
+
+@pytest.mark.slow
+def test_the_cycle_is_found_from_the_second_turn_on() -> None:
+    command = [sys.executable, str(DEPLOY.parent / "examples" / "vllm_cycle.py")]
+    found = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    turns = re.findall(r"^turn \d: (\d+) of 2590 prompt tokens found$", found.stdout, re.MULTILINE)
+    assert turns[0] == "0" and len(turns) == 3
+    assert all(int(tokens) > 1280 for tokens in turns[1:]), "vLLM alone finds none: the cycle does not fit"

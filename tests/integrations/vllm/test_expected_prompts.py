@@ -1,4 +1,4 @@
-"""Prompts that are translated before their requests arrive: the same answers, whatever became of the hint."""
+"""Prompts that are drafted before their requests arrive: the same answers, whatever became of the hint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
-from kedge.integrations.vllm.plugin import learner  # noqa: E402
-from kedge.integrations.vllm.plugin.learner import ExpectedPrompts  # noqa: E402
+from kedge.integrations.vllm.plugin.learner import DraftedPrompts  # noqa: E402
 from kedge.reuse.costs import MAX_PENDING  # noqa: E402
-from kedge.types import RunId  # noqa: E402
 from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     FACTS,
@@ -56,17 +54,17 @@ def answers(engine: Driver) -> dict[int, list[int]]:
 
 
 @pytest.fixture
-def translated(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The first positions of what is translated only once its request is admitted."""
+def looked_up(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The segments that are drafted from now on."""
     found: list[int] = []
-    writes = engine.worker._learner.writes
-    write = writes._translate_into
+    planner = engine.worker._learner._runtime.planner
+    fill = planner._fill
 
-    def noting(table: Any, items: Any) -> None:
-        found.extend(one.start for one in items)
-        write(table, items)
+    def noting(request: Any, draft: Any, here: Any, after: Any) -> None:
+        found.extend([here.index] if here.segment.is_placeholder else [])
+        fill(request, draft, here, after)
 
-    monkeypatch.setattr(writes, "_translate_into", noting)
+    monkeypatch.setattr(planner, "_fill", noting)
     return found
 
 
@@ -93,53 +91,54 @@ def expect(engine: Driver, number: int, segments: int = WHOLE, **more: Any) -> N
     engine.run()
 
 
-def prepared(engine: Driver) -> ExpectedPrompts:
-    found: ExpectedPrompts = engine.worker._learner._expected
+def prepared(engine: Driver) -> DraftedPrompts:
+    found: DraftedPrompts = engine.worker._learner.expected
     return found
 
 
-@pytest.mark.parametrize(("segments", "left"), [(WHOLE, []), (3, [221 - 50, 221])])
-def test_what_was_known_is_not_translated_again(
-    engine: Driver, answers: dict[int, list[int]], translated: list[int], segments: int, left: list[int]
+@pytest.mark.parametrize(("segments", "left"), [(WHOLE, []), (3, [3])])
+def test_what_was_known_is_not_looked_up_again(
+    engine: Driver, answers: dict[int, list[int]], looked_up: list[int], segments: int, left: list[int]
 ) -> None:
     expect(engine, ONE, segments)
     assert len(prepared(engine)) == 1 and not prepared(engine).is_due
+    looked_up.clear()
     output = ask(engine, ONE)
     assert list(output.outputs[0].token_ids) == answers[ONE]
     assert receipt(output)["tokens"]["computed"] == sum(map(len, HOLES))
     assert receipt(output)["preassembled"] == (LENGTH if segments == WHOLE else 171)
-    assert translated == left and not len(prepared(engine)) and not prepared(engine).nbytes
+    assert looked_up == left and not prepared(engine)
 
 
-def test_a_hint_that_knows_more_goes_on_from_the_one_before(
-    engine: Driver, answers: dict[int, list[int]], translated: list[int]
+def test_a_hint_that_knows_more_goes_on_from_the_one_before_and_a_late_one_changes_nothing(
+    engine: Driver, answers: dict[int, list[int]], looked_up: list[int]
 ) -> None:
     expect(engine, ONE, 3)
-    half = prepared(engine).nbytes
     expect(engine, ONE)
-    assert 0 < half < prepared(engine).nbytes
-    assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
-    assert not translated
+    expect(engine, ONE, 3)
+    assert looked_up == [1, 3]
+    assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE] and looked_up == [1, 3]
 
 
 def test_another_prompt_than_expected_is_translated_as_ever(
-    engine: Driver, answers: dict[int, list[int]], translated: list[int]
+    engine: Driver, answers: dict[int, list[int]], looked_up: list[int]
 ) -> None:
     expect(engine, OTHER, run=f"r{ONE}")
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
-    assert len(translated) == 4 and not len(prepared(engine))
+    assert looked_up == [1, 3, 1, 3] and not prepared(engine)
 
 
-def test_offsets_that_moved_since_do_not_spoil_it(
-    engine: Driver, answers: dict[int, list[int]], translated: list[int]
+def test_offsets_that_moved_since_are_looked_up_again(
+    engine: Driver, answers: dict[int, list[int]], looked_up: list[int]
 ) -> None:
-    """Learning moves the rows of tables, which makes blends of them invalid; what is ready needs none."""
+    """Learning moves the rows of tables, which makes blends of them invalid."""
     expect(engine, ONE)
     for pool in engine.worker._learner.learned[0].pools.values():
         for table in pool.tables:
             table.version += 1
-    assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]
-    assert not translated
+    output = ask(engine, ONE)
+    assert list(output.outputs[0].token_ids) == answers[ONE] and receipt(output)["preassembled"] == 0
+    assert looked_up == [1, 3, 1, 3]
 
 
 def test_an_exact_prefix_that_reaches_further_is_not_written_over(engine: Driver) -> None:
@@ -153,28 +152,17 @@ def test_an_exact_prefix_that_reaches_further_is_not_written_over(engine: Driver
     assert later == engine.answer(tokens(ONE), count=12), "what is in the prefix cache is exact"
 
 
-def test_the_end_of_a_run_and_a_cleared_cache_forget_it(engine: Driver) -> None:
+def test_the_end_of_a_run_forgets_it_and_the_oldest_of_too_many_are_forgotten(engine: Driver) -> None:
     expect(engine, ONE)
     message(engine, [5], {"run": f"r{ONE}", "final": True})
     engine.run()
     engine.ask(prompt(40, 9))
-    assert not len(prepared(engine))
-    expect(engine, ONE)
-    prepared(engine).clear()
-    assert not prepared(engine).is_due
-
-
-def test_preparations_are_bounded_in_number_and_in_bytes(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not prepared(engine)
     for at in range(MAX_PENDING + 3):
         expect(engine, ONE, run=f"many-{at}")
-    assert len(prepared(engine)) == MAX_PENDING
-    each = prepared(engine).nbytes // MAX_PENDING
-    monkeypatch.setattr(prepared(engine), "_max_bytes", 3 * each)
-    expect(engine, OTHER, run="one-more")
-    assert prepared(engine).nbytes <= 3 * each
-    kept = {one.request.run for one in prepared(engine)._expected.values()}
-    assert RunId("one-more") in kept
+    assert [key.run_id for key in prepared(engine).expected] == [f"many-{at}" for at in range(3, MAX_PENDING + 3)]
     prepared(engine).clear()
+    assert not prepared(engine).is_due
 
 
 @pytest.mark.parametrize("wrong", [{"segments": "all"}, {"agent": "stranger"}, {"reuse": "exact"}, {"segments": []}])
@@ -190,11 +178,11 @@ def test_hints_that_are_of_no_use_are_harmless(
 def test_a_preparation_that_fails_is_dropped(
     engine: Driver, answers: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(learner, "translated", fail)
+        patched.setattr(engine.worker._learner._runtime.planner, "grow", fail)
         expect(engine, ONE)
-    assert not len(prepared(engine))
+    assert not prepared(engine)
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]

@@ -73,7 +73,9 @@ def read(engine: Driver, number: int, agent: str = "reader", **more: Any) -> Any
 def test_the_first_reader_of_an_answer_translates_it(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda *_: None)  # they would reuse its blocks
+    monkeypatch.setattr(
+        engine.side.translations.lanes.jobs, "add", lambda *_, **__: None
+    )  # they would reuse its blocks
     tokens, hints = reads(0, written(engine, 0))
     with recorded(engine) as recorder:
         found = receipt(engine.ask(tokens, 4, hints))

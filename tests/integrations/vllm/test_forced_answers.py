@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.integrations.vllm.entry_point import FORCED  # noqa: E402
-from kedge.integrations.vllm.forced_answers import ForcedAnswers  # noqa: E402
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, save_tiny_llama  # noqa: E402
-from tests.integrations.vllm.model_runner_v2 import call  # noqa: E402
+from kedge.integrations.vllm.entry_point import FORCED
+from kedge.integrations.vllm.forced_answers import ForcedAnswers
+from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, save_tiny_llama
+from tests.integrations.vllm.model_runner_v2 import call
 
 PROMPTS = [prompt(40, 1), prompt(55, 2), prompt(24, 3)]
 FORCED_TO = [prompt(6, 4), prompt(9, 5)]

@@ -9,23 +9,19 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
-from kedge.kv.segment import KVSegment  # noqa: E402
-from tests.integrations.vllm import lane_prompts  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.test_translation import EXTRA, hints, tokens  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.kv.segment import KVSegment
+from tests.integrations.vllm import lane_prompts
+from tests.integrations.vllm.conftest import SMALL, VOCABULARY, Driver, driver, prompt, receipt
+from tests.integrations.vllm.test_translation import EXTRA, hints, tokens
 
 if not torch.cpu._is_avx512_supported():
     pytest.skip("vLLM keeps 8 bits on a CPU with AVX-512 only", allow_module_level=True)
 
 SEEN, VALUES = 6, [prompt(60, 100 + number) for number in range(24)]
-FLOWING = [prompt(4 * BLOCK + 8, 700 + number) for number in range(6)]
 
 
 class Answered(NamedTuple):
@@ -99,14 +95,9 @@ def test_translation_loses_no_more_by_8_bits_than_vllm_does(exact: list[Answered
 
 def test_answers_are_stocks_and_blocks_come_back_from_the_host_as_they_were(tiny_llama: Path) -> None:
     with engine(tiny_llama, "fp8", plugged=False) as plain:
-        expected = [plain.answer(one, count=12) for one in FLOWING]
-    size = {"num_gpu_blocks_override": 16, "max_model_len": 256}
-    with engine(tiny_llama, "fp8", extra={"tiers": {"host_memory": "40 blocks"}}, **size) as built:
-        for _ in range(3):
-            for number, one in enumerate(FLOWING):
-                steps = {f"a{other}": (other - number) % len(FLOWING) for other in range(len(FLOWING))}
-                given = {"run": "r", "agent": f"a{number}", "fixed_tokens": 4 * BLOCK, "steps": steps}
-                assert built.answer(one, count=12, kedge=given) == expected[number]
+        expected = plain.cycle(turns=1)
+    with engine(tiny_llama, "fp8", extra={"tiers": {"host_memory": "40 blocks"}}, **SMALL) as built:
+        assert built.cycle(turns=3) == expected * 3
         totals = built.side.totals()
         assert totals["blocks_loaded"] > 0 and not totals.get("failed_copies")
 

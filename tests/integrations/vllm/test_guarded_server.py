@@ -12,28 +12,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import tokens_input
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from vllm import SamplingParams  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.inputs import tokens_input  # noqa: E402
-from vllm.logprobs import Logprob  # noqa: E402
-from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
-
-from kedge.engine.common.model_folder import model_path  # noqa: E402
-from kedge.engine.common.tokenizer import HFTokenizer  # noqa: E402
-from kedge.integrations.vllm.guarded_server import ServerGuard, start_guard  # noqa: E402
-from kedge.integrations.vllm.plugin.settings import SCHEDULER, PluginSettings  # noqa: E402
-from kedge.integrations.vllm.plugin.translations import UNPROVED_HERE  # noqa: E402
-from kedge.reuse.guard.comparison import TOP  # noqa: E402
-from kedge.reuse.guard.fidelity import LEAST, RUNGS, RungFinding  # noqa: E402
-from kedge.reuse.planner import UNPROVED  # noqa: E402
-from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment  # noqa: E402
-from tests.integrations.vllm.conftest import driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.test_server import MODEL, TAIL, Server, serving  # noqa: E402
+from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.integrations.vllm.guarded_server import ServerGuard, start_guard
+from kedge.integrations.vllm.plugin.settings import SCHEDULER, PluginSettings
+from kedge.integrations.vllm.plugin.translations import UNPROVED_HERE
+from kedge.reuse.guard.comparison import TOP
+from kedge.reuse.guard.fidelity import LEAST, RUNGS, RungFinding
+from kedge.reuse.planner import UNPROVED
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
+from tests.integrations.vllm.conftest import driver, prompt, receipt
+from tests.integrations.vllm.test_server import MODEL, Server, serving
+from tests.integrations.vllm.test_translation import HEAD as ROLE
+from tests.integrations.vllm.test_translation import TAIL
+from tests.integrations.vllm.test_translation import hints as with_value
 
 TRANSFER = {
     "kv_connector": "KedgeConnector",
@@ -48,7 +48,7 @@ FLAGS = (
 QUESTIONS = 4 * LEAST
 WIDE, NONE = 5.0, 1e-12
 """Budgets that any rung, and none, is within"""
-HEAD = 41
+HEAD = len(ROLE)
 """Tokens of an agent's role"""
 
 
@@ -57,11 +57,7 @@ def asked(number: int, agent: str, **more: Any) -> dict[str, Any]:
     The run ends with the second one.
     """
     role, value = prompt(HEAD, sum(map(ord, agent))), prompt(60, 500 + number)
-    segments = [
-        {"name": "p0", "length": len(role)},
-        {"name": "q", "length": len(value), "sample": "q@0", "base_context": [5, 6], "placeholder_text": [7, 8]},
-        {"name": "p1", "length": len(TAIL)},
-    ]
+    segments = with_value(value)["segments"]
     hints = {"workflow": "w", "run": f"{more.get('kedge')}/{number}", "agent": agent, "segments": segments}
     given = {"kv_transfer_params": {"kedge": {**hints, "final": agent == "second"}}, **more}
     tokens = role + value + TAIL

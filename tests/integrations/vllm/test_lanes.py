@@ -1,4 +1,6 @@
-"""Holes in the middle of a prompt, computed by lanes: equal to plain PyTorch over the same KV, whatever the batch."""
+"""Holes in the middle of a prompt, computed by lanes: equal to plain PyTorch over the same KV, alone and among other
+requests, the prefix cache, aborts and preemption. Nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,29 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from kedge.errors import PlanError  # noqa: E402
 from kedge.kv.segment import KVSegment  # noqa: E402
 from kedge.reuse.holes import Holes, between, joined  # noqa: E402
-from tests.integrations.vllm.conftest import SCHEDULING, VOCABULARY, Driver, receipt  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, prompt, receipt  # noqa: E402
 from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     HOLES,
     LENGTH,
+    ONE,
     OTHER,
+    PLAIN,
+    WIDE,
+    Recorder,
+    add,
+    answers,
     ask,
     computed_by_torch,
     difference,
     first_logprobs,
     lane_engine,
     more_holes,
+    preempted,
     recorded,
+    solo,
     tokens,
 )
 
@@ -40,18 +51,21 @@ LAYOUTS: dict[str, Holes] = {
 }
 
 
-@pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
-def taught(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
     with lane_engine(tiny_llama, asynchronous=request.param) as built:
         yield built
 
 
+# over KV that is known --------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_holes_are_what_torch_computes_over_translated_kv(taught: Driver, tiny_llama: Path, layout: str) -> None:
+def test_holes_are_what_torch_computes_over_translated_kv(engine: Driver, tiny_llama: Path, layout: str) -> None:
     holes = joined((*HOLES, *LAYOUTS[layout]), nearer_than=4)
-    taught.reset()
-    with recorded(taught) as recorder, more_holes(taught, LAYOUTS[layout]):
-        output = ask(taught, OTHER, logprobs=VOCABULARY)
+    engine.reset()
+    with recorded(engine) as recorder, more_holes(engine, LAYOUTS[layout]):
+        output = ask(engine, OTHER, logprobs=VOCABULARY)
         found = recorder.read()
     assert recorder.admission() == [(hole.start, len(hole)) for hole in holes], "all in one pass"
     assert recorder.written is not None
@@ -69,15 +83,164 @@ def test_holes_are_what_torch_computes_over_translated_kv(taught: Driver, tiny_l
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_over_true_kv_everything_is_as_in_dense_prefill(
-    stock_answers: dict[Any, list[int]], taught: Driver, tiny_llama: Path, layout: str
+    stock_answers: dict[Any, list[int]], engine: Driver, tiny_llama: Path, layout: str
 ) -> None:
-    taught.reset()
-    with recorded(taught) as recorder, more_holes(taught, LAYOUTS[layout]):
+    engine.reset()
+    with recorded(engine) as recorder, more_holes(engine, LAYOUTS[layout]):
         true, logprobs = computed_by_torch(tiny_llama, tokens(OTHER), EMPTY, (range(LENGTH),))
         recorder.replacement = true
-        output = ask(taught, OTHER, logprobs=VOCABULARY)
+        output = ask(engine, OTHER, logprobs=VOCABULARY)
         found = recorder.read()
     assert receipt(output)["tokens"]["translated"] > 0
     assert difference(found, true) < EXACT
     assert float((first_logprobs(output) - logprobs).abs().max()) < EXACT
     assert list(output.outputs[0].token_ids) == stock_answers[OTHER][:12]
+
+
+# among others ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorder(engine: Driver) -> Iterator[Recorder]:
+    """Every test begins and ends with an idle engine."""
+    engine.reset()
+    before = state(engine)
+    with recorded(engine) as recorder, more_holes(engine, WIDE):
+        yield recorder
+    engine.run()
+    engine.ask(prompt(40, 9), 1)  # a step tells the workers what has finished
+    assert state(engine) == before
+    assert recorder.lanes <= recorder.finished, "the workers drop every lane"
+
+
+def state(engine: Driver) -> dict[str, int]:
+    """What has to be as before once an engine is idle."""
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    known = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
+    return {
+        "free blocks": engine.pool.get_num_free_blocks(),
+        "lanes of the runner": sum(one.startswith("lane-") for one in known),
+        "requests": len(engine.scheduler.requests),
+        "live requests": len(engine.side.requests),
+        "planned writes": len(engine.worker._learner.writes),
+    }
+
+
+def test_a_busy_batch_answers_as_each_alone(
+    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]]
+) -> None:
+    alone = [solo(engine, ONE), solo(engine, OTHER)]
+    engine.reset()
+    decoding = [engine.add(PLAIN[at], 40) for at in (0, 1)]
+    for _ in range(5):
+        engine.step()
+    first, prefill, second = add(engine, ONE), engine.add(PLAIN[2], 40), add(engine, OTHER)
+    engine.run()
+    widest = max(recorder.steps, key=len)
+    assert len(widest) >= 2 * len(joined((*HOLES, *WIDE), 4)) + 2, "lanes of both beside decodes"
+    assert answers(engine, first, second) == alone
+    assert answers(engine, *decoding, prefill) == [stock_answers["plain", at] for at in (0, 1, 2)]
+
+
+def test_nothing_translated_is_found_in_the_prefix_cache(
+    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]]
+) -> None:
+    """The head that is computed in front of the first translated token is exact, and may be found."""
+    head: Holes = (range(BLOCK + 40),)
+    with more_holes(engine, head):
+        ask(engine, ONE)
+    again = engine.ask(tokens(ONE), 40)
+    assert again.num_cached_tokens == 2 * BLOCK, "the full blocks of the head, and no other"
+    assert list(again.outputs[0].token_ids) == stock_answers[ONE]
+    engine.reset()
+    ask(engine, OTHER)
+    again = engine.ask(tokens(OTHER), 40)
+    assert again.num_cached_tokens == 0
+    assert list(again.outputs[0].token_ids) == stock_answers[OTHER]
+    assert recorder.lanes
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
+def test_an_abort_harms_no_other(
+    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]], steps: int
+) -> None:
+    other = engine.add(PLAIN[0], 40)
+    engine.step()
+    name = add(engine, ONE)
+    for _ in range(steps):
+        engine.step()
+    engine.engine.abort_request([name])
+    engine.run()
+    assert answers(engine, other) == [stock_answers["plain", 0]]
+    assert steps in (1, 2, 3) or bool(recorder.lanes) == (steps == 4)
+
+
+def test_a_preempted_request_gets_its_lanes_again(engine: Driver, recorder: Recorder) -> None:
+    alone = [solo(engine, ONE, 90), solo(engine, OTHER, 90)]
+    engine.reset()
+    before = len(recorder.lanes)
+    assert answers(engine, *preempted(engine, ONE, OTHER)) == alone
+    lanes = len(joined((*HOLES, *WIDE), 4)) - 1
+    assert len(recorder.lanes) - before >= 3 * lanes
+
+
+def test_a_failed_write_ends_its_request_alone(
+    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lanes of that step are of no use."""
+
+    def fail(*_: object) -> None:
+        raise PlanError("blend", 1, "the table is at version 2")
+
+    other = engine.add(PLAIN[0], 40)
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.worker._learner.writes, "_translate_into", fail)
+        name = add(engine, ONE)
+        engine.run()
+    assert recorder.lanes
+    assert answers(engine, name, other) == [[], stock_answers["plain", 0]]
+    assert engine.answer(tokens(ONE), 40) == stock_answers[ONE]
+
+
+def test_an_exact_prefix_that_grew_is_not_written(engine: Driver, recorder: Recorder) -> None:
+    engine.add(PLAIN[0], 40)  # beside which a step passes until the answer
+    engine.step()
+    name = add(engine, ONE)
+    engine.add(tokens(ONE)[: 2 * BLOCK] + prompt(20, 8), 4)  # computed while the workers are asked
+    engine.run()
+    assert receipt(engine.finished[name])["tokens"]["device"] == 2 * BLOCK
+    assert min(start for start, _ in recorder.admission()) >= 2 * BLOCK
+    assert engine.answer(tokens(ONE)[: 2 * BLOCK] + prompt(20, 8), 4)
+
+
+def test_an_exact_prefix_that_shrank_is_asked_for_again(
+    engine: Driver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.connector, "ask_at_once", lambda _: None)
+    engine.ask(tokens(ONE), 1)
+    name = add(engine, ONE)
+    request = next(iter(engine.scheduler.requests.values()))
+    live = engine.side.requests[request.request_id]
+    engine.run(until=lambda: live.verdict is not None)
+    assert live.exact > 2 * BLOCK
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert live.queries == 2 and receipt(engine.finished[name])["tokens"]["device"] == 0
+    assert answers(engine, name) == [solo(engine, ONE)]
+    assert recorder.lanes
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_request_is_judged_before_its_step_where_nothing_else_runs(
+    engine: Driver, recorder: Recorder, is_idle: bool
+) -> None:
+    if not is_idle:
+        engine.add(PLAIN[0], 40)
+        engine.step()
+    name = add(engine, ONE)
+    engine.step()
+    request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
+    assert bool(request.num_computed_tokens) is is_idle, "else in a step, which has a pass anyway"
+    engine.run()
+    assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]

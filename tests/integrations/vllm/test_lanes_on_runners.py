@@ -23,7 +23,7 @@ CHOSEN = "planner or busy or (abort and 2) or preempted or crowds"
 @pytest.mark.slow
 def test_model_runner_v2_does_the_same() -> None:
     """Its kernels run on Triton's interpreter, which has to be chosen before vLLM is imported."""
-    files = [HERE / f"test_lanes{name}.py" for name in ("", "_in_batches", "_in_small_steps")]
+    files = [HERE / f"test_lanes{name}.py" for name in ("", "_in_small_steps")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:logging", *map(str, files), "-k", CHOSEN]
     done = subprocess.run(
         command,

@@ -1,10 +1,14 @@
-"""Hints in any dialect reach the plug-in through vLLM's own server, and nothing else of a request changes."""
+"""Hints in any dialect reach the plug-in through vLLM's own server, and nothing else of a request changes.
+
+Hints without a prompt: who may send them, what is refused, and how answers are joined.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.discovery import PlainRequests
+from kedge.hints import ActionOutcome
+from kedge.hints.actions import ActionResult
 from kedge.integrations.vllm import middleware
 from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
+from kedge.integrations.vllm.plugin import metrics
 from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.metrics import LateAnswers
 from kedge.settings import DiscoverySettings
-from kedge.types import ReuseMode, TurnHints
-from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex, with_other_ids
+from kedge.types import Namespace, ReuseMode, TurnHints
+from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
 
 CHAT = PATHS[0]
 
@@ -40,28 +48,42 @@ class Upstream:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
+def called(
+    vllm: Any,
+    body: bytes,
+    headers: Mapping[str, str],
+    path: str = CHAT,
+    pieces: int = 1,
+    method: str = "POST",
+    **scope: Any,
+) -> tuple[list[Any], Any]:
+    """Call the middleware before an application: what it sends, and what is left to read of the body's pieces."""
+    size = -(-len(body) // pieces) or 1
+    chunks = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": at + 1 < len(chunks)} for at, chunk in enumerate(chunks)
+    ]
+    left, sent = iter([*messages, {"type": "http.disconnect"}]), list[Any]()
+
+    async def receive() -> Any:
+        return next(left)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    given = {"type": "http", "method": method, "path": path, "headers": raw, **scope}
+    asyncio.run(KedgeMiddleware(vllm)(given, receive, send))
+    return sent, left
+
+
 def passed(
     body: bytes, headers: Mapping[str, str] | None = None, path: str = CHAT, *, pieces: int = 1, method: str = "POST"
 ) -> Upstream:
     """Return what vLLM gets of a request that comes in so many pieces."""
     upstream = Upstream()
     sent = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
-    scope = {"type": "http", "method": method, "path": path, "headers": raw}
-    size = -(-len(body) // pieces) or 1
-    chunks = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
-    messages = [
-        {"type": "http.request", "body": chunk, "more_body": at + 1 < len(chunks)} for at, chunk in enumerate(chunks)
-    ]
-    left = iter([*messages, {"type": "http.disconnect"}])
-
-    async def receive() -> Any:
-        return next(left)
-
-    async def send(_: Any) -> None:
-        pass
-
-    asyncio.run(KedgeMiddleware(upstream)(scope, receive, send))
+    called(upstream, body, sent, path, pieces, method)
     assert int(upstream.headers.get("content-length", len(upstream.body))) == len(upstream.body)
     assert upstream.after == {"type": "http.disconnect"}
     return upstream
@@ -84,17 +106,7 @@ def refused(body: bytes) -> str:
     """Return the field that a refusal of the body names, whatever vLLM makes of it."""
     fields = []
     for app in (fastapi_like, careless):
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": body}
-
-        async def send(message: Any, sent: list[Any] = sent) -> None:
-            sent.append(message)
-
-        asyncio.run(
-            KedgeMiddleware(app)({"type": "http", "method": "POST", "path": CHAT, "headers": []}, receive, send)
-        )
+        sent, _ = called(app, body, {})
         assert [one.get("status") for one in sent] == [400, None]
         fields.append(json.loads(sent[1]["body"])["error"]["param"])
     assert len(set(fields)) == 1
@@ -129,13 +141,6 @@ def test_the_plugin_reads_what_clients_send(
     call = read_hints("r", [1, 2], None, json.loads(upstream.body)["kv_transfer_params"], ReuseMode.EXACT)
     assert call and not call.ignored and call.request.turn == expected
     assert {key: value for key, value in json.loads(upstream.body).items() if key != "kv_transfer_params"} == body
-
-
-@pytest.mark.parametrize("case", with_other_ids("any"))
-def test_of_several_ids_one_is_the_session(case: str) -> None:
-    path, body, headers, session = with_other_ids("any")[case]
-    given = hints_of(passed(json.dumps(body).encode(), headers, path)) if session else {}
-    assert (given.get("session", ""), given.get("run", "")) == (session, session)
 
 
 def test_all_hints_of_the_kedge_field_are_passed_on() -> None:
@@ -193,17 +198,11 @@ def test_a_long_body_keeps_its_cache_apart() -> None:
 
 
 def test_no_body_is_read_before_vllm_has_looked_at_the_callers_key() -> None:
-    sent: list[Any] = []
-
     async def locked(_: Any, __: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 401, "headers": []})
 
-    async def send(message: Any) -> None:
-        sent.append(message["status"])
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    asyncio.run(KedgeMiddleware(locked)(scope, None, send))  # type: ignore[arg-type]
-    assert sent == [401]
+    sent, left = called(locked, b"{}", {})
+    assert [one["status"] for one in sent] == [401] and next(left)["body"] == b"{}"
 
 
 @pytest.mark.parametrize(
@@ -252,30 +251,113 @@ def test_no_body_fails_or_loses_anything(body: Any, headers: dict[str, str]) -> 
 
 
 def test_the_report_of_plain_traffic_is_given_and_other_paths_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from kedge.integrations.vllm.plugin import metrics
+    async def passed_on(*_: Any) -> None:
+        """Vllm's application, which sends nothing here."""
 
     monkeypatch.setattr(metrics, "REPORTS", {1: PlainRequests(DiscoverySettings()).report()})
-    assert json.loads(shown("/kedge/report"))["mode"] == "observe"
-    assert shown("/kedgehog") == b""
+    sent, left = called(passed_on, b"{}", {}, "/kedge/report", method="GET")
+    assert json.loads(sent[1]["body"])["mode"] == "observe" and next(left), "no body is read"
+    assert called(passed_on, b"{}", {}, "/kedgehog", method="GET")[0] == []
 
 
-def shown(path: str) -> bytes:
-    """What the middleware answers itself."""
-    sent: list[Any] = []
+# hints without a prompt -----------------------------------------------------------------------------------------------
 
-    async def call() -> None:
-        async def keep(message: Any) -> None:
-            sent.append(message)
+KEY = "secret"
 
-        async def never() -> Any:
-            raise AssertionError("a report reads no body")
 
-        async def passed_on(*_: Any) -> None:
-            """Vllm's application, which sends nothing here."""
+class VLLM:
+    """vLLM's application as far as the route needs it: it checks the key, and knows no such route."""
 
-        scope = {"type": "http", "method": "GET", "path": path, "headers": []}
-        await middleware.KedgeMiddleware(passed_on)(scope, never, keep)
+    def __init__(self, connector: str | None = "KedgeConnector") -> None:
+        transfer = connector and SimpleNamespace(kv_connector=connector)
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        self.state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config, engine_core=object()))
+        self.bodies: list[bytes] = []
 
-    asyncio.run(call())
-    return b"".join(one.get("body", b"") for one in sent)
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.bodies.append((await receive())["body"])
+        status = 404 if (b"authorization", f"Bearer {KEY}".encode()) in scope["headers"] else 401
+        await send({"type": "http.response.start", "status": status, "headers": [(b"x-by", b"vllm")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def asked(vllm: VLLM, body: bytes, key: str = KEY, pieces: int = 1) -> tuple[int, Any]:
+    """The status and the answer to a call."""
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    sent, _ = called(vllm, body, headers, "/v1/hints", pieces, app=vllm)
+    return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
+
+
+def test_vllm_refuses_a_caller_without_its_key_before_the_body_is_read() -> None:
+    vllm = VLLM()
+    assert asked(vllm, b'{"kedge": {"session": "s", "keep_for": 5}}', key="wrong") == (401, {})
+    assert vllm.bodies == [b""]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", "body"),
+        (b"{", "body"),
+        (b"[]", "body"),
+        (b"[" * 100_000, "body"),
+        (b"\xff", "body"),
+        (b'"' + b"x" * (1 << 20) + b'"', "body"),
+        (b'{"kedge": {"reuse": "fast"}}', "kedge.reuse"),
+        (b'{"kedge": {"bindings": 5}}', "kedge.bindings"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_named(body: bytes, param: str) -> None:
+    status, data = asked(VLLM(), body, pieces=3)
+    assert (status, data["error"]["param"], data["error"]["type"]) == (400, param, "RequestError")
+
+
+@pytest.mark.parametrize("connector", [None, "OtherConnector"])
+def test_without_the_plugin_nothing_is_promised(connector: str | None) -> None:
+    status, data = asked(VLLM(connector), b"{}")
+    assert (status, data["error"]["param"]) == (501, "kv_connector")
+
+
+class Engines:
+    """vLLM's client for so many engines, which answers what is sent with what `outcomes` says, by engine."""
+
+    def __init__(self, *outcomes: list[ActionOutcome] | None) -> None:
+        self.core_engines, self.outcomes, self.calls = list(outcomes), outcomes, LateAnswers()
+        self.sent: list[Any] = []
+
+    async def add_request_async(self, request: Any) -> None:
+        self.sent.append(request)
+        found = self.outcomes[request.data_parallel_rank or 0]
+        if found is not None:
+            self.calls.answered({request.request_id: [one.to_dict() for one in found], "stranger": [{}]})
+
+    def ask(self, hints: Mapping[str, Any]) -> list[ActionOutcome] | None:
+        return asyncio.run(self.calls.ask(self, Namespace.parse("a/b"), hints, timeout=0.05))
+
+
+def test_of_several_engines_the_one_that_knows_the_session_counts() -> None:
+    unknown, known = (
+        ActionOutcome("expects", "x", session="s"),
+        ActionOutcome("expects", "y", ActionResult.APPLIED, "s"),
+    )
+    other = ActionOutcome("keep_for", "z", ActionResult.DEFERRED)
+    engines = Engines([unknown, other], [other, known], None)
+    found = engines.ask({"session": "s"})
+    assert found is not None and sorted(found) == sorted([known, other])
+    assert [one.data_parallel_rank for one in engines.sent] == [0, 1, 2] and len(engines.calls) == 0
+    for one in engines.sent:
+        assert one.cache_salt == "a/b" and one.abort_immediately
+        assert one.sampling_params.extra_args["kv_transfer_params"]["kedge"] == {"session": "s", "advice": True}
+
+
+def test_an_engine_that_does_not_answer_leaves_nothing_behind() -> None:
+    engines = Engines(None)
+    assert engines.ask({"session": "s"}) is None
+    assert len(engines.calls) == 0 and [one.data_parallel_rank for one in engines.sent] == [None]
+    engines.calls.answered({engines.sent[0].request_id: []})
+
+
+def test_calls_that_wait_for_vllm_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "ENTRIES", 0)
+    status, data = asked(VLLM(), b'{"kedge": {"session": "s", "keep_for": 5}}')
+    assert (status, data["error"]["type"]) == (503, "Overloaded")

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
-from tests.discovery.teams import judge, solver, words  # noqa: E402
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, receipt  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from tests.discovery.teams import judge, solver, words
+from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, receipt
 
 ANCHORS = {"min_anchors": 2, "max_error": 1e9, "weak_error": 1e9}
 ANSWER = 24

@@ -14,7 +14,6 @@ from kedge.workflow.template import parse
 from kedge.workloads.miniature import MATH, questions
 from tests.integrations.vllm.test_server import MODEL, Server, serving
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")

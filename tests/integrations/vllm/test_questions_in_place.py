@@ -69,7 +69,7 @@ def asked(engine: Driver, number: int, agent: str) -> dict[str, Any]:
 def test_the_second_agent_has_the_kv_that_the_first_one_computed(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda *_: pytest.fail("it is computed already"))
+    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda *_, **__: pytest.fail("it is there already"))
     assert asked(engine, 0, "first")["tokens"]["translated"] == 0
     tokens, hints = reads(0, "reader")
     with recorded(engine) as recorder:

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.models import SMOLLM2  # noqa: E402
-from kedge.settings import EngineSettings  # noqa: E402
-from kedge.types import Source  # noqa: E402
-from tests.real import NEW, RealModel, in_ci, missing, request  # noqa: E402
+from kedge.integrations.vllm.engine.engine import VLLMEngine
+from kedge.models import SMOLLM2
+from kedge.settings import EngineSettings
+from kedge.types import Source
+from tests.real import NEW, RealModel, in_ci, missing, request
 
 PATIENCE = 120.0
 

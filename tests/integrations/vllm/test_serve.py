@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import httpx
 import openai
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.engine.common.model_folder import model_path  # noqa: E402
-from kedge.errors import EngineClosed  # noqa: E402
-from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.settings import EngineSettings, ServerSettings  # noqa: E402
-from kedge.types import GenerateRequest, SamplingParams, Segment  # noqa: E402
-from tests.server.conftest import Served, serving  # noqa: E402
+from kedge.errors import EngineClosed
+from kedge.integrations.vllm.engine.engine import VLLMEngine
+from kedge.settings import EngineSettings, ServerSettings
+from kedge.types import GenerateRequest, SamplingParams, Segment
+from tests.server.conftest import Served, serving
+from tests.server.talking import TEMPLATE
+from tests.server.test_structured_output import ASK, NAMES, TOOLS, Order, Part
 
 MODEL = "kedge-nano"
 TEAM = Path(__file__).parents[3] / "examples" / "math_team.yaml"
@@ -35,8 +35,15 @@ OWN = {"max_model_len": 2048, "num_gpu_blocks_override": 512, "max_num_seqs": 8}
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = EngineSettings(backend="vllm", anchors={"max_error": 50.0}, planner={"by_cost": False}, vllm=OWN)
-    with VLLMEngine(config=config) as engine, serving(engine, ServerSettings(tools=True)) as running:
+    asked = ServerSettings(tools=True, tool_call_parser="hermes")
+    with VLLMEngine(config=config) as engine, serving(engine, asked) as running:
         yield running
+
+
+@pytest.fixture
+def templated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat template that shows tools and calls."""
+    monkeypatch.setattr(served.engine.tokenizer.inner, "chat_template", TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +66,6 @@ def test_a_chat_and_its_stream_have_the_same_text(client: openai.OpenAI) -> None
     assert whole.choices[0].message.content == text != ""
     [receipt] = whole.model_extra["kedge"]["receipts"]
     assert receipt["tokens"]["computed"] == whole.usage.prompt_tokens
-
-
-def test_the_bundled_model_answers_as_in_transformers(client: openai.OpenAI, served: Served) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    prompt = list(served.engine.tokenizer.encode(served.engine.tokenizer.chat(None, "Tom has 3 apples.")))
-    oracle: Any = AutoModelForCausalLM.from_pretrained(model_path(None), dtype=torch.float32).eval()
-    out = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-    found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0)
-    assert found.choices[0].text == served.engine.tokenizer.decode(tuple(out.tolist()))
 
 
 def test_what_is_said_of_sessions_between_requests_is_answered(http: httpx.Client) -> None:
@@ -129,6 +125,57 @@ def test_the_dashboard_is_served_without_engine_figures(http: httpx.Client) -> N
     assert "Kedge" in http.get("/").text
     assert http.get("/v1/dashboard").json()["health"]["state"] == "healthy"
     assert http.get("/v1/dashboard/engine").json() == {}
+
+
+def shaped(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+@pytest.mark.usefixtures("templated")
+def test_answers_conform_also_many_at_once_and_beside_free_ones(client: openai.OpenAI) -> None:
+    def ask(number: int) -> str:
+        more: Any = {"response_format": shaped((Part, Order)[number % 2].model_json_schema())} if number % 3 else {}
+        asked: Any = {"model": MODEL, "messages": ASK, "temperature": 0.9, "seed": number, "max_tokens": 200}
+        return client.chat.completions.create(**asked, **more).choices[0].message.content or ""
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(ask, range(16)))
+    for number, answer in enumerate(answers):
+        if number % 3:
+            (Part, Order)[number % 2].model_validate_json(answer)
+
+
+@pytest.mark.usefixtures("templated")
+def test_a_forced_call_is_one(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
+    for call in client.chat.completions.create(**asked).choices[0].message.tool_calls or pytest.fail("no call"):
+        assert call.function.name in NAMES  # type: ignore[union-attr]
+        json.loads(call.function.arguments)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("templated")
+def test_a_schema_that_cannot_be_followed_is_refused_and_the_server_goes_on(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": ASK, "max_tokens": 20}
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.chat.completions.create(**asked, response_format=shaped({"type": "string", "pattern": "(?=x)"}))
+    assert client.chat.completions.create(**asked).choices
+
+
+def test_the_page_of_plain_traffic_is_shown(served: Served, client: openai.OpenAI) -> None:
+    for number in range(4):
+        said = f"Question {number * 7919}. " + "What is the sum of all of these small numbers, and why is that so? " * 2
+        messages: Any = [
+            {"role": "system", "content": "You are a careful solver. " * 8},
+            {"role": "user", "content": said},
+        ]
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+    deadline = time.monotonic() + PATIENCE
+    with served.http() as http:
+        while not (report := http.get("/kedge/report").json()) or report["requests"] < 4:
+            assert time.monotonic() < deadline, report
+            client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1)
+            time.sleep(1)
+        assert report["mode"] == "observe" and report["namespaces"] == ["default"]
 
 
 def test_every_wait_ends_when_vllm_dies(served: Served, http: httpx.Client) -> None:

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,8 @@ import pytest
 
 import kedge.models.nano
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from tests.integrations.vllm.conftest import BLOCK, driver, prompt
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
+from tests.integrations.vllm.conftest import BLOCK, driver, prompt, turn_of
+from tests.integrations.vllm.test_translation import hints, tokens
 
 MODEL = kedge.models.nano.__path__[0]
 TRANSFER = {
@@ -37,7 +35,6 @@ TRANSFER = {
     },
 }
 FIXED = 8 * BLOCK
-HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
 
 
 class Server:
@@ -51,11 +48,11 @@ class Server:
             return answer.read().decode()
 
     def complete(
-        self, tokens: list[int], kedge: dict[str, Any], count: int = 4, rank: int | None = None
+        self, prompt: list[int], kedge: dict[str, Any], count: int = 4, rank: int | None = None
     ) -> tuple[list[int], dict[str, Any]]:
         """A greedy answer, by the data-parallel rank if there are several, and its receipt."""
         body = {
-            "model": MODEL, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+            "model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, "kv_transfer_params": {"kedge": kedge},
         }  # fmt: skip
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
@@ -134,9 +131,7 @@ def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a
 def test_a_cycle_hits_on_all_ranks(server: Server, stock: list[list[int]]) -> None:
     for turn in range(3):
         for agent in range(6):
-            steps = {f"a{other}": (other - agent) % 6 for other in range(6)}
-            kedge = {"run": "r", "agent": f"a{agent}", "fixed_tokens": FIXED, "steps": steps}
-            answer, found = server.complete(cycle(agent), kedge)
+            answer, found = server.complete(cycle(agent), turn_of(agent, FIXED))
             assert answer == stock[agent]
             computed = found["tokens"]["computed"]
             assert computed <= 40 if turn else computed == FIXED + 40, "the whole prompt may be kept as a session's"
@@ -147,12 +142,12 @@ def test_learned_values_are_translated_on_all_ranks(server: Server) -> None:
     values = [prompt(60, 200 + number) for number in range(5)]
     answers = []
     for value in values:
-        answer, found = server.complete(HEAD + value + TAIL, hints(value), 12)
+        answer, found = server.complete(tokens(value), hints(value), 12)
         answers.append(answer)
     for value, answer in zip(values, answers, strict=True):
         for agent in range(6):  # they take the place of the prompt in the cache
             server.complete(cycle(agent), {}, 1)
-        again, found = server.complete(HEAD + value + TAIL, hints(value), 12)
+        again, found = server.complete(tokens(value), hints(value), 12)
         assert again == answer and found["tokens"]["computed"] == 1 and found["tokens"]["translated"] > 0
 
 
@@ -172,7 +167,41 @@ def test_the_middleware_passes_headers_of_clients_on(server: Server, path: str) 
     assert found["kv_transfer_params"]["kedge"]["tokens"]
 
 
-def hints(value: list[int]) -> dict[str, Any]:
-    question = {"name": "q", "length": len(value), "sample": "q@0", "base_context": [5, 6], "placeholder_text": [7, 8]}
-    segments = [{"name": "p0", "length": len(HEAD)}, question, {"name": "p1", "length": len(TAIL)}]
-    return {"workflow": "w", "run": "q", "agent": "t", "segments": segments}
+# two data-parallel ranks: each has a scheduler, a cache and a host tier of its own -----------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
+    with ExitStack() as stack:
+        try:
+            built = stack.enter_context(serving("-dp", "2"))
+        except AssertionError:
+            if starts_without_plugin():
+                raise
+            pytest.skip("vLLM itself does not start two ranks here: 0.33's CPU worker wants a memory node for each")
+        yield built
+
+
+def starts_without_plugin() -> bool:
+    try:
+        with serving("-dp", "2", transfer=None):
+            return True
+    except AssertionError:
+        return False
+
+
+@pytest.mark.slow
+def test_ranks_do_not_share_kv(two_ranks: Server, stock: list[list[int]]) -> None:
+    """A run that stays on its rank finds everything again; one that changes ranks computes it once more."""
+    for turn in range(2):
+        for rank in range(2):
+            for agent in range(6):
+                answer, found = two_ranks.complete(cycle(agent), turn_of(agent, FIXED), rank=rank)
+                assert answer == stock[agent]
+                assert found["tokens"]["computed"] == (40 if turn else FIXED + 40), (turn, rank, agent)
+
+
+@pytest.mark.slow
+def test_without_a_rank_answers_are_the_same(two_ranks: Server, stock: list[list[int]]) -> None:
+    for agent in range(6):
+        assert two_ranks.complete(cycle(agent), turn_of(agent, FIXED))[0] == stock[agent]

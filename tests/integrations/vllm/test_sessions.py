@@ -11,8 +11,6 @@ import pytest
 
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 BLOCKS = 49
 """Blocks on the device; vLLM keeps one of them for itself."""
 HEAD = 8 * BLOCK
@@ -125,15 +123,6 @@ def test_a_session_that_returns_soon_outlives_later_ones(alone: Driver, clock: l
         check(alone)
     whole = chat.whole
     assert chat.turn() == whole, "least recently used, it would have gone"
-
-
-def test_the_answer_belongs_to_the_history(alone: Driver) -> None:
-    chat = Chat(alone, 1)
-    chat.took(alone.ask(chat.grow(), 2 * BLOCK))
-    assert chat.whole > HEAD + TURN
-    whole = chat.whole
-    assert chat.turn() == whole
-    check(alone)
 
 
 def test_histories_come_back_from_the_host_with_the_same_answers(hosted: Driver, stock: dict[int, list[int]]) -> None:
@@ -285,10 +274,4 @@ def test_a_session_that_a_forecast_expects_is_on_the_device_before_its_request(
     after = hosted.side.totals()
     assert after["prefetches_completed"] == before.get("prefetches_completed", 0) + 1
     assert after.get("prefetches_late", 0) == before.get("prefetches_late", 0)
-    check(hosted)
-
-
-def test_reuse_off_is_no_session(hosted: Driver, clock: list[float]) -> None:  # noqa: ARG001
-    hosted.ask(prompt(HEAD, 9), kedge={"reuse": "off"})
-    assert not len(hosted.side.sessions.ledger.tracker)
     check(hosted)

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kedge.errors import PlanError  # noqa: E402
 from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
 from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
@@ -118,45 +117,21 @@ def test_a_preempted_translation_is_written_again(taught: Driver, dense: list[li
     assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
 
 
-def test_a_translation_that_fails_ends_its_request_and_no_other(
-    taught: Driver, dense: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught.reset()
-
-    def fail(*_: object) -> None:
-        raise PlanError("blend", 1, "the table is at version 2")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(taught.worker._learner.writes, "_translate_into", fail)
-        assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == []
-    taught.reset()
-    assert taught.answer(tokens(VALUES[1]), count=12, kedge=hints(VALUES[1])) == dense[1]
-
-
-def test_an_abort_before_admission_frees_the_plan(taught: Driver) -> None:
-    taught.reset()
-    name = taught.add(tokens(VALUES[0]), kedge=hints(VALUES[0]))
-    taught.step()
-    taught.engine.abort_request([name])
-    taught.run()
-    taught.ask(prompt(40, 9))
-    assert not taught.worker._learner.writes and not taught.side.requests
-    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
-
-
 @pytest.mark.parametrize(
     ("given", "sampling", "reason"),
     [
-        ({}, {"skip_reading_prefix_cache": True}, "the request does not read the prefix cache"),
-        ({"agent": "stranger"}, {}, "the agent's template has no base KV yet"),
+        ({}, {"skip_reading_prefix_cache": True}, ["the request does not read the prefix cache"]),
+        ({"agent": "stranger"}, {}, ["the agent's template has no base KV yet"]),
+        ({"reuse": "exact"}, {}, []),
+        ({"reuse": "off"}, {}, []),
     ],
 )
 def test_dense_with_the_reason(
-    taught: Driver, dense: list[list[int]], given: dict[str, Any], sampling: dict[str, Any], reason: str
+    taught: Driver, dense: list[list[int]], given: dict[str, Any], sampling: dict[str, Any], reason: list[str]
 ) -> None:
     taught.reset()
     output = taught.ask(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0], **given), **sampling)
-    assert reason in {miss["reason"] for miss in receipt(output)["misses"]}
+    assert [miss["reason"] for miss in receipt(output)["misses"]][:1] == reason
     assert receipt(output)["tokens"]["translated"] == 0
     assert list(output.outputs[0].token_ids) == dense[0]
 
@@ -182,39 +157,8 @@ def test_requests_that_are_never_translated(odd: dict[str, Any], reason: str) ->
     assert reason in (request_refusal(SimpleNamespace(**{**plain, **odd})) or "")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("reuse", ["exact", "off"])
-def test_translation_can_be_switched_off(taught: Driver, dense: list[list[int]], reuse: str) -> None:
-    taught.reset()
-    output = taught.ask(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0], reuse=reuse))
-    assert receipt(output)["tokens"]["translated"] == 0 and not receipt(output)["misses"]
-    assert list(output.outputs[0].token_ids) == dense[0]
-
-
-@pytest.fixture
-def base_prompts(taught: Driver, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The prompts of base prefills that are asked for."""
-    found: list[list[int]] = []
-    bases = taught.side.translations.lanes.jobs
-    add = bases.add
-    monkeypatch.setattr(bases, "add", lambda namespace, one: (found.append(list(one)), add(namespace, one)))
-    return found
-
-
-def test_a_tenant_has_anchors_of_its_own(taught: Driver, base_prompts: list[list[int]]) -> None:
+def test_a_tenant_has_anchors_of_its_own(taught: Driver) -> None:
+    jobs = taught.side.translations.lanes.jobs
+    before = jobs.counters()["base_prefills_done"]
     output = taught.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]), salt="somebody else")
-    assert receipt(output)["tokens"]["translated"] == 0 and base_prompts
-
-
-def test_pages_give_back_what_the_model_wrote(taught: Driver) -> None:
-    """Layer 0 depends on token and position only, so any two prompts agree in it; and writing what was read
-    changes no number."""
-    import torch
-
-    learner = taught.worker._learner
-    pages = learner.pages
-    table = pages.table([3, 5])
-    kv = pages.read(table, 7, 50)
-    pages.write(table, 7, kv, None)
-    again = pages.read(table, 7, 50)
-    torch.testing.assert_close(again.keys, kv.keys, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(again.values, kv.values, atol=0, rtol=0)
+    assert receipt(output)["tokens"]["translated"] == 0 and jobs.counters()["base_prefills_done"] > before

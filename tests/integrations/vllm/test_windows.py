@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.kv.segment import KVSegment  # noqa: E402
-from kedge.reuse.holes import Holes, between, joined  # noqa: E402
-from tests.integrations.vllm.conftest import (  # noqa: E402
+from kedge.kv.segment import KVSegment
+from kedge.reuse.holes import Holes, between, joined
+from tests.integrations.vllm.conftest import (
     VOCABULARY,
     Driver,
     driver,
     receipt,
 )
-from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+from tests.integrations.vllm.lane_prompts import (
     HOLES,
     LENGTH,
     ONE,
@@ -39,13 +40,12 @@ from tests.integrations.vllm.lane_prompts import (  # noqa: E402
     solo,
     tokens,
 )
-from tests.integrations.vllm.test_cache_groups import (  # noqa: E402
+from tests.integrations.vllm.test_cache_groups import (
     gemma2,
     gemma3,
     gpt_oss,
 )
-from tests.integrations.vllm.test_lanes_in_batches import state  # noqa: E402
-from tests.integrations.vllm.window_models import Reference  # noqa: E402
+from tests.integrations.vllm.test_lanes import state
 
 EXACT = 1e-4
 LAYOUTS: dict[str, Holes] = {
@@ -63,6 +63,74 @@ MODELS = {
     "gpt_oss": gpt_oss,
     "gpt_oss, asynchronous": gpt_oss,
 }
+
+
+# what Transformers computes for holes in a prompt over given KV, whatever kinds of layers a model has -----------------
+
+
+class HolesCache:
+    """A cache of KV of all positions of a prompt, into which Transformers puts the KV of holes."""
+
+    def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
+        """`keys` (rotated) and `values` are [layers, kv_heads, tokens, head_dim]; `at` are the positions of holes."""
+        self.keys, self.values, self._at = keys.clone(), values.clone(), at
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep the KV of the holes in a layer; all KV of the layer."""
+        self.keys[layer][:, self._at], self.values[layer][:, self._at] = keys[0], values[0]
+        return self.keys[layer][None], self.values[layer][None]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+
+class Reference:
+    """A model as Transformers runs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model.eval()
+        self._config = self._model.config
+        self._kinds = self._config.layer_types
+
+    @torch.no_grad()
+    def compute(self, prompt: Sequence[int], kv: KVSegment, holes: Holes) -> tuple[KVSegment, Tensor]:
+        """Compute the positions in `holes` over `kv` elsewhere: all KV, keys unrotated, and the last
+        log-probabilities.
+        """
+        at = torch.tensor([position for hole in joined(holes) for position in hole])
+        cache = HolesCache(self._turned(kv.keys.transpose(1, 2)), kv.values.transpose(1, 2), at)
+        logits = self._model(
+            input_ids=torch.tensor(prompt)[at][None],
+            position_ids=at[None],
+            attention_mask=self._masks(at, len(prompt)),
+            past_key_values=cache,
+        ).logits
+        keys = self._turned(cache.keys, back=True).transpose(1, 2)
+        return KVSegment(keys, cache.values.transpose(1, 2)), logits[0, -1].log_softmax(-1)
+
+    def _masks(self, at: Tensor, length: int) -> dict[str, Tensor]:
+        distance = at[:, None] - torch.arange(length)[None]
+        seen = {"full_attention": distance >= 0}
+        seen["sliding_attention"] = seen["full_attention"] & (distance < self._config.sliding_window)
+        hidden = torch.finfo(torch.float32).min
+        return {kind: torch.zeros(mask.shape).masked_fill(~mask, hidden)[None, None] for kind, mask in seen.items()}
+
+    def _turned(self, keys: Tensor, back: bool = False) -> Tensor:
+        """Keys [layers, kv_heads, tokens, head_dim], each layer rotated by the model's own function, or rotated
+        back.
+        """
+        rotate = importlib.import_module(type(self._model).__module__).apply_rotary_pos_emb
+        positions = torch.arange(keys.shape[2])[None]
+        turned = []
+        for layer, kind in zip(keys, self._kinds, strict=True):
+            by_kind = [kind] if self._config.model_type == "gemma3_text" else []
+            cos, sin = self._model.model.rotary_emb(keys, positions, *by_kind)
+            if back:
+                scale = cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2
+                cos, sin = cos / scale, -sin / scale
+            turned.append(rotate(layer[None], layer[None], cos, sin)[1][0])
+        return torch.stack(turned)
 
 
 @dataclass

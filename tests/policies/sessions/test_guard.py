@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.policies.sessions import Guard
-from kedge.policies.sessions.guard import LruShadow, StepShadow
+from kedge.policies.sessions.guard import StepShadow
 from tests.policies.sessions.test_links import chain
 
 Prompts = list[tuple[int, list[int], float]]
 PROMPTS = st.lists(
     st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), min_size=1, max_size=6), st.floats(0, 9)), max_size=30
 )
-
-
-def lru_hits(prompts: list[list[int]], capacity: int) -> list[int]:
-    """The same with a list that is searched."""
-    cached: OrderedDict[int, None] = OrderedDict()
-    found = []
-    for blocks in prompts:
-        count = 0
-        while count < len(blocks) and blocks[count] in cached:
-            count += 1
-        found.append(count)
-        for block in reversed(blocks[:capacity]):
-            cached.pop(block, None)
-            cached[block] = None
-        while len(cached) > capacity:
-            cached.popitem(last=False)
-    return found
-
-
-@given(PROMPTS, st.integers(1, 12))
-def test_the_lru_in_miniature_is_lru(prompts: Prompts, capacity: int) -> None:
-    shadow = LruShadow(capacity)
-    chains = [chain(*blocks) for _, blocks, _ in prompts]
-    assert [shadow.access(one) for one in chains] == lru_hits(chains, capacity)
 
 
 @given(PROMPTS, st.integers(1, 12))
@@ -52,7 +27,7 @@ def test_the_steps_in_miniature_keep_their_books(prompts: Prompts, capacity: int
         assert all(block in before for block in chain(*blocks)[:hits])
         shadow.own(("fixed", owner), chain(*blocks[:2]))
         owned = [block for held in shadow._chains.values() for block in held]
-        assert len(shadow) <= capacity and +shadow._owners == {block: owned.count(block) for block in owned}
+        assert len(shadow._owners) <= capacity and +shadow._owners == {block: owned.count(block) for block in owned}
         assert set(shadow._free) == {block for block, count in shadow._owners.items() if not count}
 
 
@@ -86,7 +61,7 @@ def cycle(guard: Guard, rounds: int, step: dict[int, float]) -> list[bool]:
 def test_steps_that_are_right_rule() -> None:
     guard = Guard(60)
     assert all(cycle(guard, 50, dict.fromkeys(range(10), 1.0)))
-    assert guard.lead > 0.3
+    assert guard._lead > 0.3 * guard._accessed
 
 
 def test_steps_that_lose_give_way_to_lru_until_they_win() -> None:
@@ -99,19 +74,12 @@ def test_steps_that_lose_give_way_to_lru_until_they_win() -> None:
         for owner in range(5):
             guard.access(owner, chain(*[owner] * 10))
             guard.on_steps({owner: (50.0, 1.0)})
-    assert not guard.trusted and guard.lead < 0
+    assert not guard.trusted and guard._lead < 0
     for owner in range(1000):
         guard.on_steps({("old", owner): None})
     for _ in range(100):
         cycle(guard, 1, dict.fromkeys(range(10), 1.0))
-    assert guard.trusted and guard.switches == 2
-
-
-def test_what_a_guard_loses_is_bounded() -> None:
-    """Until it switches, hostile steps have cost at most a point of a window, and one prompt."""
-    guard = Guard(60)
-    ruled = cycle(guard, 60, dict.fromkeys(range(10), -1.0))
-    assert guard._lead >= -0.01 * guard._window - 10 or not ruled[-1]
+    assert guard.trusted
 
 
 @given(st.integers(1, 4000), st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 3), max_size=40))))

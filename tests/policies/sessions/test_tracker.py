@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
+from heapq import heappush
+from typing import Any
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, TurnEnd
-from kedge.policies.sessions.tracker import KEPT
+from kedge.policies.sessions.tracker import EDGES, KEPT, ReturnTimes, best_rate, bin_of
 from kedge.policies.sessions.turns import UNKNOWN_END
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -65,15 +69,6 @@ def test_ranks_change_with_idle_time_without_any_request() -> None:
     assert before is not None and after is not None and after > before
 
 
-def test_a_session_in_flight_ranks_first_and_a_cancelled_one_is_idle_again() -> None:
-    tracker = SessionTracker()
-    key = turn(tracker, [1], 0.0)
-    tracker.arrive(HERE, chain(1, 2), 1.0)
-    assert tracker.advance(1.0)[key] == 0.0
-    tracker.cancelled(key, 2.0)
-    assert tracker.advance(2.0)[key] != 0.0
-
-
 def test_two_requests_of_a_session_at_once_end_it_only_together() -> None:
     tracker, hints = SessionTracker(), SessionHints(session="x")
     key = tracker.arrive(HERE, chain(1), 0.0, hints)
@@ -113,15 +108,23 @@ def test_an_ended_session_is_forgotten() -> None:
     assert tracker.advance(1.0) == {}
 
 
-def test_agents_whose_prompts_only_begin_alike_do_not_continue() -> None:
-    tracker, varies, grows = SessionTracker(), SessionHints(flow="varies"), SessionHints(flow="grows")
-    for step in range(4):
-        key = tracker.arrive(HERE, chain(1, 2, 100 + step), 0.0, varies)
-        tracker.answered(key, chain(1, 2, 100 + step), 0.0)
-        key = tracker.arrive(HERE, chain(3, *range(step)), 0.0, grows)
-        tracker.answered(key, chain(3, *range(step)), 0.0)
-    assert tracker.continues("varies") == 0 and tracker.continues("grows") == 3 / 4
-    assert tracker.continues("unknown") == 0
+def test_timers_of_idle_sessions_end_however_times_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an idle time is rounded below the edge of its bin, a timer was due at once, again and again."""
+    times = [(0.1 * at, edge) for at in range(200) for edge in EDGES[1:]]
+    rounded = [(since, edge) for since, edge in times if (since + edge) - since < edge]
+    assert rounded
+    pushes = iter(())
+
+    def push(heap: list[Any], entry: Any) -> None:
+        assert next(pushes, None) is not None, "timers are set for ever"
+        heappush(heap, entry)
+
+    monkeypatch.setattr("kedge.policies.sessions.tracker.heappush", push)
+    for since, edge in rounded:
+        pushes, sessions = iter(range(100)), SessionTracker()
+        turn(sessions, [1], since)
+        sessions.advance(since + edge)
+        sessions.advance(since + edge)
 
 
 class Traffic(RuleBasedStateMachine):
@@ -189,3 +192,92 @@ def test_the_share_of_requests_that_sessions_come_back_with() -> None:
         key = tracker.arrive(HERE, history, 100.0 + number)
         tracker.answered(key, history, 100.0 + number)
     assert 0.9 < tracker.returning <= 1.0
+
+
+# return times, against direct sums over known distributions -----------------------------------------------------------
+
+
+FAST, SLOW = ("tool",), ("user",)
+
+
+def feed(times: ReturnTimes, kind: tuple[str, ...], gaps: list[float]) -> None:
+    for gap in gaps:
+        idle(times, kind, bin_of(gap))
+        times.observe(kind, bin_of(gap), returned=True)
+
+
+def idle(times: ReturnTimes, kind: tuple[str, ...], until: int) -> None:
+    """Let a session be idle into bin `until`."""
+    times.begin(kind)
+    for at in range(until):
+        times.observe(kind, at, returned=False)
+
+
+@given(st.floats(0, 1e6))
+def test_a_bin_holds_its_idle_time(idle: float) -> None:
+    at = bin_of(idle)
+    assert EDGES[at] <= idle and (at + 1 == len(EDGES) or idle < EDGES[at + 1])
+
+
+def test_before_anything_was_seen_who_was_idle_for_less_is_worth_more() -> None:
+    times = ReturnTimes()
+    rates = [times.rate(FAST, at) for at in range(len(EDGES))]
+    assert all(sooner > later for sooner, later in zip(rates, rates[1:], strict=False))
+
+
+def test_kinds_that_return_sooner_are_worth_more() -> None:
+    times, rng = ReturnTimes(), random.Random(0)
+    feed(times, FAST, [rng.expovariate(1 / 5) for _ in range(200)])
+    feed(times, SLOW, [rng.expovariate(1 / 500) for _ in range(200)])
+    assert times.rate(FAST, 0) > 20 * times.rate(SLOW, 0)
+    assert 1 / times.rate(FAST, 0) == pytest.approx(5, rel=0.3), "an exponential idle time has its mean as its price"
+
+
+def test_who_is_overdue_is_worth_less_than_who_is_not() -> None:
+    times = ReturnTimes()
+    feed(times, FAST, [10.0] * 100)
+    at = bin_of(10)
+    assert times.rate(FAST, at) > times.rate(FAST, 0) > times.rate(FAST, at + 1)
+
+
+def test_sessions_that_never_return_count() -> None:
+    """Half of all return after a second; of those that do not, nothing is expected."""
+    times = ReturnTimes()
+    for _ in range(200):
+        feed(times, FAST, [1.0])
+        idle(times, FAST, len(EDGES) - 1)
+    assert times.rate(FAST, bin_of(100)) < times.rate(FAST, 0) / 1000
+
+
+def test_a_new_kind_is_worth_what_its_wider_kind_is() -> None:
+    times = ReturnTimes()
+    feed(times, ("tool", 1), [5.0] * 300)
+    feed(times, ("user", 1), [5000.0] * 300)
+    assert times.rate(("tool", 7), 0) > 20 * times.rate(("user", 7), 0)
+
+
+@given(st.lists(st.floats(0, 1), min_size=len(EDGES), max_size=len(EDGES)), st.integers(0, len(EDGES) - 1))
+def test_the_best_rate_is_that_of_some_horizon_and_of_none_better(shares: list[float], start: int) -> None:
+    widths = [*(after - before for before, after in zip(EDGES, EDGES[1:], strict=False)), EDGES[-1]]
+    best, alive, returned, held = 0.0, 1.0, 0.0, 0.0
+    for at in range(start, len(EDGES)):
+        returned += alive * shares[at]
+        held += widths[at] * alive * (1 - shares[at] / 2)
+        best, alive = max(best, returned / held), alive * (1 - shares[at])
+    assert best_rate(shares, start) == pytest.approx(best, rel=0.01, abs=1e-9)
+
+
+def test_what_is_old_is_forgotten_slowly() -> None:
+    times = ReturnTimes()
+    feed(times, FAST, [1000.0] * 2000)
+    feed(times, FAST, [2.0] * 8000)
+    assert 1 / times.rate(FAST, 0) < 10
+
+
+def test_those_that_are_still_idle_count_from_when_they_are() -> None:
+    """A hundred have been idle for four minutes, and the first one returns: one in a hundred, and not all."""
+    times, at = ReturnTimes(), bin_of(240)
+    for _ in range(99):
+        idle(times, FAST, at)
+    feed(times, FAST, [240.0])
+    assert times.rate(FAST, at) < 1 / 2000

@@ -26,10 +26,6 @@ OTHER = position({2: 0.9, 1: 0.1})
 NAN = TokenLogprob(1, math.nan, ((1, math.nan), (2, math.nan)))
 
 
-def test_equal_answers_do_not_diverge() -> None:
-    assert mean_divergence(answer(SURE, UNSURE), answer(SURE, UNSURE)) == 0.0
-
-
 def test_the_divergence_of_an_answer_is_the_mean_of_its_tokens() -> None:
     nearby = position({1: 0.6, 2: 0.4})
     expected = (divergence(SURE, nearby) + 0.0 + divergence(UNSURE, SURE)) / 3

@@ -1,15 +1,31 @@
-"""A placeholder's state: how evidence moves it, and how often it is wrong."""
+"""A placeholder's state: how evidence moves it, how often it is wrong, and errors of sentinel tokens."""
 
 from __future__ import annotations
+
+import math
+from math import comb, exp, log
+from typing import Any
 
 import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from kedge.guard import DecisionKind, GuardState
+from kedge.reuse.guard import record as record_module
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.record import ALPHA, TRIALS, GuardRecord
+from kedge.reuse.guard.record import (
+    ALPHA,
+    FORGET,
+    SETTLED,
+    TRIALS,
+    ChangeEvidence,
+    GuardRecord,
+    UsualError,
+    refuted_by_drawn,
+    refuted_by_weak,
+)
 from kedge.settings import GuardSettings
 
 SETTINGS = GuardSettings()
@@ -90,12 +106,6 @@ def test_the_way_back_has_an_end_after_however_many_breaches() -> None:
     assert record.needed == 1024
 
 
-def test_a_withheld_one_does_not_come_back_by_being_translated_elsewhere() -> None:
-    record = observed(canary(), CHANGED)
-    record.translated()
-    assert record.withheld and record.state is GuardState.SHADOW
-
-
 @given(st.lists(st.sampled_from([CLEAN, CLEAN, CLEAN, CHANGED, OTHER_CALL, None]), max_size=400))
 def test_what_is_withheld_is_never_on(story: list[DecisionComparison | None]) -> None:
     """None: it is translated. Counts never fall, and what is withheld is in the state that says so."""
@@ -141,3 +151,151 @@ def test_an_agent_far_above_the_limit_is_breached_soon(share: float) -> None:
             if record.epoch:
                 break
         assert record.epoch == 1 and served <= 8
+
+
+SHARE = 0.02
+counts = st.integers(0, 400).flatmap(lambda checks: st.tuples(st.just(checks), st.integers(0, checks)))
+
+
+def mixture_by_sum(checks: int, changed: int) -> float:
+    """The mixture's probability of one such sequence: the Beta integral, by numerical integration."""
+    grid = (numpy.arange(400_000) + 0.5) / 400_000
+    prior = grid ** (record_module.CHANGED - 1) * (1 - grid) ** (record_module.SAME - 1)
+    return float((prior * grid**changed * (1 - grid) ** (checks - changed)).sum() / prior.sum())
+
+
+@pytest.mark.parametrize("checks, changed", [(0, 0), (1, 0), (1, 1), (10, 2), (200, 0), (200, 9)])
+def test_the_e_value_is_the_mixture_over_the_likelihood(checks: int, changed: int) -> None:
+    expected = log(mixture_by_sum(checks, changed)) - changed * log(SHARE) - (checks - changed) * log(1 - SHARE)
+    assert ChangeEvidence(checks, changed).log_e_value(SHARE) == pytest.approx(expected, abs=2e-2)
+
+
+@pytest.mark.parametrize("checks", [0, 1, 5, 30])
+def test_an_e_value_is_expected_to_be_one(checks: int) -> None:
+    """At every number of checks: it is a martingale under the share that it tests."""
+    likelihood = [comb(checks, k) * SHARE**k * (1 - SHARE) ** (checks - k) for k in range(checks + 1)]
+    values = [exp(ChangeEvidence(checks, k).log_e_value(SHARE)) for k in range(checks + 1)]
+    assert sum(p * e for p, e in zip(likelihood, values, strict=True)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.1, 0.4])
+def test_the_bound_holds_the_true_share_at_all_times_at_once(share: float) -> None:
+    """Ville: of many sequences that are looked at after every check, at most alpha ever leave it out."""
+    rng, sequences, missed = numpy.random.default_rng(0), 300, 0
+    for _ in range(sequences):
+        seen = ChangeEvidence()
+        draws = rng.random(300) < share
+        missed += any(seen.observe(bool(one)) or seen.is_below(share, ALPHA) for one in draws)
+    assert missed <= ALPHA * sequences * 1.6  # three standard deviations
+
+
+@given(counts)
+def test_the_bound_is_where_the_test_turns(seen: tuple[int, int]) -> None:
+    evidence = ChangeEvidence(*seen)
+    upper = evidence.upper(ALPHA)
+    assert evidence.share <= upper <= 1
+    if upper < 1:
+        assert evidence.is_below(min(1 - 1e-12, upper * (1 + 1e-6)), ALPHA)
+        assert not evidence.is_below(upper * (1 - 1e-6), ALPHA)
+
+
+@given(counts)
+def test_more_changes_raise_the_bound_and_more_confidence_too(seen: tuple[int, int]) -> None:
+    checks, changed = seen
+    upper = ChangeEvidence(checks, changed).upper(ALPHA)
+    assert ChangeEvidence(checks + 1, changed + 1).upper(ALPHA) >= upper - 1e-9
+    assert ChangeEvidence(checks + 1, changed).upper(ALPHA) <= upper + 1e-9
+    assert ChangeEvidence(checks, changed).upper(ALPHA / 10) >= upper - 1e-9
+
+
+# sentinel tokens ------------------------------------------------------------------------------------------------------
+
+NEW = UsualError()
+
+
+def usual(error: float, calls: int = SETTLED) -> UsualError:
+    made = UsualError()
+    for _ in range(calls):
+        made.observe(error)
+    return made
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=40))
+def test_the_usual_error_is_the_mean_of_what_was_seen(errors: list[float]) -> None:
+    made = UsualError()
+    for error in errors:
+        made.observe(error)
+    assert made.mean == pytest.approx(sum(errors) / len(errors), abs=1e-9)
+
+
+def test_the_usual_error_follows_what_changes() -> None:
+    made = usual(0.1, 1000)
+    for _ in range(round(1 / FORGET)):
+        made.observe(0.5)
+    assert 0.3 < made.mean < 0.5
+
+
+def test_all_are_blamed_where_none_alone_is_off() -> None:
+    assert refuted_by_drawn({"a": [0.49], "b": [0.5] * 9, "c": [0.51, 0.51]}, 0.5) == {"c"}
+    settled = {"a": usual(0.5), "b": usual(0.1)}
+    assert refuted_by_weak({"a": [0.9] * 4, "b": [0.4] * 4}, settled, 0.5) == {*"ab"}
+
+
+def test_weak_tokens_are_judged_together_by_what_is_usual() -> None:
+    settled = {"a": usual(0.2), "b": usual(0.4)}
+    found = [refuted_by_weak({"a": [seen] * 4, "b": [seen] * 4}, settled, 0.5) for seen in (0.59, 0.61)]
+    assert found == [set(), {"a"}], "above twice 0.3 in the mean, and the one is alone above its own bound"
+
+
+def test_weak_tokens_below_the_limit_and_new_ones_never_refute() -> None:
+    assert not refuted_by_weak({"a": [0.49] * 8}, {"a": usual(0.01)}, 0.5)
+    assert not refuted_by_weak({"a": [5.0] * 3}, {"a": usual(0.2)}, 0.5), "too few"
+    assert not refuted_by_weak({"a": [5.0] * 9}, {"a": usual(0.2, SETTLED - 1)}, 0.5)
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+@pytest.mark.parametrize("known", [NEW, usual(0.2)])
+def test_what_is_not_a_number_refutes(known: UsualError, error: float) -> None:
+    errors = {"a": [error], "b": [0.1] * 20}
+    assert refuted_by_drawn(errors, 0.5) == refuted_by_weak(errors, dict.fromkeys("ab", known), 0.5) == {"a"}
+
+
+# records as data ------------------------------------------------------------------------------------------------------
+
+FAR, CALL = DecisionKind.FAR, DecisionKind.CALL
+SEEN = st.builds(DecisionComparison, st.fixed_dictionaries({FAR: st.booleans(), CALL: st.booleans()}), st.floats(0, 1))
+EVENTS = st.lists(st.one_of(st.none(), SEEN), max_size=60)
+"""Comparisons, and None for a refutation by sentinel tokens"""
+
+
+RECORD: TypeAdapter[GuardRecord] = TypeAdapter(GuardRecord)
+
+
+def again(record: GuardRecord) -> GuardRecord:
+    """The record as it is read from a file."""
+    return RECORD.validate_json(RECORD.dump_json(record))
+
+
+def go_on(record: GuardRecord, events: list[DecisionComparison | None]) -> None:
+    for one in events:
+        record.translated()
+        if one is None:
+            record.read_sentinels(SETTINGS, refuted=True)
+        else:
+            record.observe(one, SETTINGS)
+
+
+@given(EVENTS, EVENTS)
+def test_a_restored_record_goes_on_as_if_nothing_had_happened(before: Any, after: Any) -> None:
+    record = GuardRecord()
+    go_on(record, before)
+    restored = again(record)
+    go_on(record, after)
+    go_on(restored, after)
+    assert again(restored) == again(record)
+
+
+def test_what_is_restored_is_new_to_the_sentinels() -> None:
+    record = GuardRecord()
+    go_on(record, [DecisionComparison({FAR: False}, 0.0)] * 20)
+    assert not record.is_new and again(record).is_new

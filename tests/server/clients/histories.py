@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import anthropic
-import httpx
 import openai
+from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage
+from langchain_core.tools import tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langgraph.prebuilt import ToolNode, tools_condition
 
 from tests.coding_clients import CLAUDE_CODE, CODEX, EPHEMERAL, claude_code, codex
 from tests.server.conftest import Served
@@ -41,52 +46,55 @@ class Made(NamedTuple):
     kind: str = "function"
 
 
-class Client(ABC):
-    """A client in a conversation."""
+class Client:
+    """A client in a conversation, which `begin` begins.
 
-    image_kind: ClassVar[str]
-    tools: ClassVar[Sequence[dict[str, Any]]] = (WEATHER,)
-    calls: ClassVar[Sequence[tuple[str, dict[str, Any]]]] = (("weather", {"town": "Åbo"}), ("weather", {}))
+    `ask` sends it and takes the answer into it, or raises `Overflow`; `cut_off` sends it, and hangs up when some of the
+    answer has come, which it returns.
+    """
+
+    image_kind: str
+    picture: Any
+    tools: Sequence[dict[str, Any]] = (WEATHER,)
+    calls: Sequence[tuple[str, dict[str, Any]]] = (("weather", {"town": "Åbo"}), ("weather", {}))
+    begin: Any
+    ask: Any
+    cut_off: Any
 
     def __init__(self, served: Served) -> None:
         self.served, self.http = served, served.http()
         self.made: list[Made] = []
         self.history: list[Any] = []
         self.read: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
-        self.first = len(self.read)
-        """Number of the first message that a compaction takes away"""
         self.begin()
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin a conversation."""
+    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
+        """A message as the client has it: OpenAI's, with the text, a picture, and the call that it answers."""
+        content = [{"type": "text", "text": text}, picture] if picture else text
+        return {"role": role, "content": content, **({"tool_call_id": call.id} if call else {})}
 
-    @abstractmethod
-    def user(self, text: str, *, image: bool = False) -> None:
-        """Say something."""
+    def say(self, role: str, text: str, *, image: bool = False, call: Made | None = None) -> None:
+        """Add a message; late instructions are the system's."""
+        self.history.append(self.written(role, text, self.picture if image else None, call))
+        self.seen(role, text + self.image(image))
 
-    @abstractmethod
-    def late(self, text: str) -> None:
-        """Give instructions in the middle."""
-
-    @abstractmethod
     def results(self, texts: Sequence[str], *, image: bool = False) -> None:
         """Answer the model's calls."""
+        for call, text in zip(self.made, texts, strict=True):
+            self.say("tool", text, image=image, call=call)
 
-    @abstractmethod
-    def ask(self, *, stream: bool) -> None:
-        """Send the conversation and take the answer into it. Raises `Overflow`."""
-
-    @abstractmethod
     def abort(self) -> str:
-        """Send the conversation, and hang up when some of the answer has come, which is kept."""
+        """Hang up in the middle of an answer, of which the beginning is kept."""
+        partial = self.cut_off()
+        self.say("assistant", partial)
+        return partial
 
     def compact(self, summary: str) -> None:
         """Put a summary in place of everything."""
-        del self.read[self.first :]
+        del self.read[1:]
         self.history, self.made = [], []
         self.begin()
-        self.user(summary)
+        self.say("user", summary)
 
     def seen(self, role: str, content: str, calls: Sequence[Made] = ()) -> None:
         """Note a message that the model is to read."""
@@ -95,6 +103,13 @@ class Client(ABC):
             for one in calls
         ]
         self.read.append({"role": role, "content": content, **({"tool_calls": made} if made else {})})
+
+    def hang_up(self, path: str, body: Any, headers: dict[str, str], take: Any) -> str:
+        """The first that there is to `take` of a streamed answer's events, of which the rest is not read."""
+        with self.http.stream("POST", path, json=body, headers=headers) as answer:
+            assert answer.status_code == 200, answer.read()
+            events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+            return next(found for found in map(take, events) if found)
 
     def image(self, shown: bool) -> str:
         """What the model reads of an image."""
@@ -105,15 +120,6 @@ class Client(ABC):
         return [{"type": "function", "function": one} for one in self.tools]
 
 
-@contextmanager
-def hung_up(answer: httpx.Response, take: Any) -> Iterator[str]:
-    """What had come of a streamed answer when a client hung up."""
-    assert answer.status_code == 200, answer.read()
-    lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
-    yield next(found for found in (take(json.loads(line)) for line in lines) if found)
-    answer.close()
-
-
 # Anthropic's protocol -------------------------------------------------------------------------------------------------
 
 
@@ -121,9 +127,8 @@ class ClaudeCode(Client):
     """Claude Code: streams always, reminders beside what its user says, thoughts in its history, caches marked."""
 
     image_kind = "image"
-    headers: ClassVar[dict[str, str]] = CLAUDE_CODE
     reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
-    picture: ClassVar[Any] = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 
     def begin(self) -> None:
         own = claude_code(MODEL, 2000)
@@ -137,29 +142,28 @@ class ClaudeCode(Client):
         }  # fmt: skip
         self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
 
-    def user(self, text: str, *, image: bool = False) -> None:
-        given = [{"type": "text", "text": self.reminder}, *([self.picture] if image else [])]
-        said = {"type": "text", "text": text, "cache_control": EPHEMERAL}
-        self.history.append({"role": "user", "content": [*given, said]})
-        self.seen("user", self.reminder + self.image(image) + text)
-
-    def late(self, text: str) -> None:
-        self.history.append({"role": "system", "content": [{"type": "text", "text": text}]})
-        self.seen("system", text)
+    def say(self, role: str, text: str, *, image: bool = False, call: Made | None = None) -> None:  # noqa: ARG002
+        pictures, said = [self.picture] if image else [], {"type": "text", "text": text}
+        if role == "user":
+            first, said = {"type": "text", "text": self.reminder}, {**said, "cache_control": EPHEMERAL}
+            self.history.append({"role": role, "content": [first, *pictures, said]})
+            text = self.reminder + self.image(image) + text
+        else:
+            self.history.append({"role": role, "content": [said]})
+        self.seen(role, text)
 
     def results(self, texts: Sequence[str], *, image: bool = False) -> None:
         content = []
         for call, text in zip(self.made, texts, strict=True):
-            parts = [{"type": "text", "text": text}, *([self.picture] if image else [])]
-            content.append(
-                {"type": "tool_result", "tool_use_id": call.id, "content": parts if image else text, "is_error": image}
-            )
+            parts = [{"type": "text", "text": text}, self.picture] if image else text
+            content.append({"type": "tool_result", "tool_use_id": call.id, "content": parts, "is_error": image})
             self.seen("tool", text + self.image(image))
         self.history.append({"role": "user", "content": content})
 
     def ask(self, *, stream: bool) -> None:  # noqa: ARG002
-        count = self.http.post("/v1/messages/count_tokens", json=self._counted(), headers=self.headers).json()
-        answer = self.http.post("/v1/messages?beta=true", json=self._whole(), headers=self.headers)
+        counted = {name: self._whole()[name] for name in ("model", "messages", "system", "tools", "thinking")}
+        count = self.http.post("/v1/messages/count_tokens", json=counted, headers=CLAUDE_CODE).json()
+        answer = self.http.post("/v1/messages?beta=true", json=self._whole(), headers=CLAUDE_CODE)
         if answer.status_code == 400:
             error = answer.json()["error"]
             assert error["type"] == "invalid_request_error"
@@ -177,31 +181,20 @@ class ClaudeCode(Client):
                 case "content_block_delta":
                     field, key = ("text", "text") if "text" in one["delta"] else ("input", "partial_json")
                     blocks[-1][field] += one["delta"][key]
-        self._take(blocks)
-
-    def abort(self) -> str:
-        with self.http.stream("POST", "/v1/messages?beta=true", json=self._whole(), headers=self.headers) as answer:
-            take: Any = lambda one: one.get("delta", {}).get("text")  # noqa: E731
-            with hung_up(answer, take) as partial:
-                self.history.append({"role": "assistant", "content": [{"type": "text", "text": partial}]})
-                self.seen("assistant", partial)
-                return partial
-
-    def _whole(self) -> dict[str, Any]:
-        return {**self.body, "messages": self.history}
-
-    def _counted(self) -> dict[str, Any]:
-        return {name: self._whole()[name] for name in ("model", "messages", "system", "tools", "thinking")}
-
-    def _take(self, blocks: Sequence[dict[str, Any]]) -> None:
-        texts = [one for one in blocks if one["type"] == "text"]
+        texts = [{"type": "text", "text": one["text"]} for one in blocks if one["type"] == "text"]
         uses = [one for one in blocks if one["type"] == "tool_use"]
         self.made = [Made(one["id"], one["name"], json.loads(one["input"] or "{}")) for one in uses]
         thought = {"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"}
         written = [{"type": "tool_use", "id": one.id, "name": one.name, "input": one.arguments} for one in self.made]
-        said = [{"type": "text", "text": one["text"]} for one in texts]
-        self.history.append({"role": "assistant", "content": [thought, *said, *written]})
+        self.history.append({"role": "assistant", "content": [thought, *texts, *written]})
         self.seen("assistant", "".join(one["text"] for one in texts), self.made)
+
+    def cut_off(self) -> str:
+        take: Any = lambda one: one.get("delta", {}).get("text")  # noqa: E731
+        return self.hang_up("/v1/messages?beta=true", self._whole(), CLAUDE_CODE, take)
+
+    def _whole(self) -> dict[str, Any]:
+        return {**self.body, "messages": self.history}
 
 
 class AnthropicSdk(ClaudeCode):
@@ -232,12 +225,9 @@ class AnthropicSdk(ClaudeCode):
         self.history.append({"role": "assistant", "content": answer.content})
         self.seen("assistant", "".join(one.text for one in answer.content if one.type == "text"), self.made)
 
-    def abort(self) -> str:
+    def cut_off(self) -> str:
         with self.sdk.messages.stream(**self._whole()) as events:
-            partial = next(events.text_stream)
-        self.history.append({"role": "assistant", "content": partial})
-        self.seen("assistant", partial)
-        return partial
+            return next(events.text_stream)
 
 
 # OpenAI's chats -------------------------------------------------------------------------------------------------------
@@ -247,55 +237,37 @@ class OpenAiSdk(Client):
     """The package `openai`, with chat completions."""
 
     image_kind = "image_url"
-    picture: ClassVar[Any] = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
 
     def begin(self) -> None:
         self.sdk = self.served.client()
         self.history = [{"role": "system", "content": SYSTEM}]
 
-    def user(self, text: str, *, image: bool = False) -> None:
-        content: Any = [{"type": "text", "text": text}, self.picture] if image else text
-        self.history.append({"role": "user", "content": content})
-        self.seen("user", text + self.image(image))
+    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
+        return super().written("developer" if role == "system" else role, text, picture, call)
 
-    def late(self, text: str) -> None:
-        self.history.append({"role": "developer", "content": text})
-        self.seen("system", text)
-
-    def results(self, texts: Sequence[str], *, image: bool = False) -> None:
-        for call, text in zip(self.made, texts, strict=True):
-            content: Any = [{"type": "text", "text": text}, self.picture] if image else text
-            self.history.append({"role": "tool", "tool_call_id": call.id, "content": content})
-            self.seen("tool", text + self.image(image))
+    def _whole(self) -> Any:
+        return {"model": MODEL, "messages": self.history, "tools": self.shown(), "max_tokens": 2000}
 
     def ask(self, *, stream: bool) -> None:
-        given: Any = {"model": MODEL, "messages": self.history, "tools": self.shown(), "max_tokens": 2000}
         try:
             if stream:
-                with self.sdk.chat.completions.stream(**given, stream_options={"include_usage": True}) as events:
-                    for _ in events:
-                        pass
-                    message = events.get_final_completion().choices[0].message
+                with self.sdk.chat.completions.stream(**self._whole(), stream_options={"include_usage": True}) as found:
+                    message = found.get_final_completion().choices[0].message
             else:
-                message = self.sdk.chat.completions.create(**given).choices[0].message
+                message = self.sdk.chat.completions.create(**self._whole()).choices[0].message
         except openai.BadRequestError as error:
             assert error.code == "context_length_exceeded"
             raise Overflow from error
-        self._take(message.model_dump(exclude_none=True))
-
-    def abort(self) -> str:
-        given: Any = {"model": MODEL, "messages": self.history, "max_tokens": 2000, "tools": self.shown()}
-        with self.sdk.chat.completions.create(**given, stream=True) as events:
-            partial: str = next(text for one in events if (text := one.choices[0].delta.content))
-        self.history.append({"role": "assistant", "content": partial})
-        self.seen("assistant", partial)
-        return partial
-
-    def _take(self, message: dict[str, Any]) -> None:
-        functions = [(one["id"], one["function"]) for one in message.get("tool_calls") or ()]
+        said = message.model_dump(exclude_none=True)
+        functions = [(one["id"], one["function"]) for one in said.get("tool_calls") or ()]
         self.made = [Made(number, one["name"], json.loads(one["arguments"])) for number, one in functions]
-        self.history.append(self.replayed(message))
-        self.seen("assistant", message.get("content") or "", self.made)
+        self.history.append(self.replayed(said))
+        self.seen("assistant", said.get("content") or "", self.made)
+
+    def cut_off(self) -> str:
+        with self.sdk.chat.completions.create(**self._whole(), stream=True) as events:
+            return next(text for one in events if (text := one.choices[0].delta.content))
 
     def replayed(self, message: dict[str, Any]) -> dict[str, Any]:
         """An answer as it is sent again."""
@@ -305,38 +277,100 @@ class OpenAiSdk(Client):
 class LiteLlm(OpenAiSdk):
     """litellm 1.110, as it sends its requests: tools' results have names, and answers fields of litellm's own."""
 
-    def results(self, texts: Sequence[str], *, image: bool = False) -> None:
-        super().results(texts, image=image)
-        for call, one in zip(self.made, self.history[-len(texts) :], strict=True):
-            one["name"] = call.name
+    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
+        return super().written(role, text, picture, call) | ({"name": call.name} if call else {})
 
     def replayed(self, message: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in message.items() if name != "refusal"}
         return {**kept, "provider_specific_fields": {"refusal": None, "citations": None, "thinking_blocks": None}}
 
 
+class LangGraph(OpenAiSdk):
+    """A graph of a model and its tools that stops before these, with `langchain_openai`; its checkpoints are the
+    history, and `history` what is new.
+    """
+
+    config: Any = {"configurable": {"thread_id": "t"}}
+
+    def begin(self) -> None:
+        @tool
+        def weather(town: str = "here") -> Any:  # noqa: ARG001
+            """Tells the weather."""
+            return self.returned.pop(0)
+
+        self.returned: list[Any] = []
+        self.history = [SystemMessage(SYSTEM)]
+        self.tools = [convert_to_openai_tool(weather)["function"]]
+        base = f"{self.served.url}/v1"
+        model = ChatOpenAI(base_url=base, api_key="none", model=MODEL, max_retries=0, max_tokens=2000)
+        bound = model.bind_tools([weather])
+        building = StateGraph(MessagesState)
+        building.add_node("agent", lambda state: {"messages": [bound.invoke(state["messages"])]})
+        building.add_node("tools", ToolNode([weather]))
+        building.add_edge(START, "agent")
+        building.add_conditional_edges("agent", tools_condition)
+        building.add_edge("tools", "agent")
+        self.graph = building.compile(checkpointer=InMemorySaver(), interrupt_before=["tools"])
+
+    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:  # noqa: ARG002
+        kinds = {"user": HumanMessage, "system": SystemMessage, "assistant": AIMessage}
+        return kinds[role]([{"type": "text", "text": text}, picture] if picture else text)
+
+    def results(self, texts: Sequence[str], *, image: bool = False) -> None:
+        for text in texts:
+            self.returned.append([{"type": "text", "text": text}, self.picture] if image else text)
+            self.seen("tool", text + self.image(image))
+
+    def ask(self, *, stream: bool) -> None:
+        given: Any = {"messages": self.history} if self.history else None
+        try:
+            if stream:
+                for _ in self.graph.stream(given, self.config, stream_mode="messages"):
+                    pass
+            else:
+                self.graph.invoke(given, self.config)
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            raise Overflow from error
+        self.history = []
+        answer = self.graph.get_state(self.config).values["messages"][-1]
+        assert isinstance(answer, AIMessage)
+        self.made = [Made(str(one["id"]), one["name"], one["args"]) for one in answer.tool_calls]
+        self.seen("assistant", answer.text, self.made)
+
+    def cut_off(self) -> str:
+        events = self.graph.stream({"messages": self.history}, self.config, stream_mode="messages")
+        partial = next(chunk.text for chunk, _ in events if chunk.text)
+        events.close()
+        self.history = []
+        return partial
+
+    def compact(self, summary: str) -> None:
+        del self.read[1:]
+        self.history = [RemoveMessage(id=REMOVE_ALL_MESSAGES), SystemMessage(SYSTEM)]
+        self.say("user", summary)
+
+
 # OpenAI's responses ---------------------------------------------------------------------------------------------------
 
 PATCH = "*** Begin Patch\n*** Add File: a\n+x\n*** End Patch"
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+SHELL: Any = {
+    "name": "shell",
+    "description": "Runs a command.",
+    "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
+}
+FIND: Any = {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}
+APPLY: Any = {"name": "apply_patch", "description": "Patches files."}
 
 
 class Codex(Client):
     """Codex: streams always, its own and hosted tools, thoughts that only OpenAI can read, a context of its own."""
 
     image_kind = "input_image"
-    shell: ClassVar[dict[str, Any]] = {
-        "name": "shell",
-        "description": "Runs a command.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
-    }
-    find: ClassVar[dict[str, Any]] = {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}
-    patch: ClassVar[dict[str, Any]] = {"name": "apply_patch", "description": "Patches files."}
-    tools = (shell, {**patch, "parameters": CUSTOM}, find)
+    tools = (SHELL, {**APPLY, "parameters": CUSTOM}, FIND)
     calls = (("shell", {"command": ["ls"]}), ("apply_patch", {"input": PATCH}))
-    picture: ClassVar[Any] = {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}", "detail": "high"}
-    headers: ClassVar[dict[str, str]] = CODEX
-    context = "<environment_context><cwd>/repo</cwd></environment_context>"
+    picture = {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}", "detail": "high"}
 
     def begin(self) -> None:
         grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"}
@@ -344,20 +378,19 @@ class Codex(Client):
             **codex(MODEL),
             "instructions": SYSTEM,
             "tools": [
-                {"type": "function", "strict": False, **self.shell},
-                {"type": "custom", **self.patch, "format": grammar},
+                {"type": "function", "strict": False, **SHELL},
+                {"type": "custom", **APPLY, "format": grammar},
                 {"type": "web_search", "external_web_access": True},
                 {"type": "local_shell"},
                 {"type": "namespace", "name": "mcp__docs", "description": "D.", "tools": [
-                    {"type": "function", "strict": False, "defer_loading": False, **self.find}]},
+                    {"type": "function", "strict": False, "defer_loading": False, **FIND}]},
             ],
             "parallel_tool_calls": True,
             "text": {"verbosity": "medium"},
             "client_metadata": {"x-codex-installation-id": "7"},
         }  # fmt: skip
-        self.read = [{"role": "system", "content": SYSTEM}]
-        self.late("<permissions instructions>Ask before writes.</permissions instructions>")
-        self.user(self.context)
+        self.say("system", "<permissions instructions>Ask before writes.</permissions instructions>")
+        self.say("user", "<environment_context><cwd>/repo</cwd></environment_context>")
         ran = {"type": "exec", "command": ["git", "status"], "timeout_ms": None, "env": {}}
         self.history += [
             {"type": "local_shell_call", "call_id": "c0", "status": "completed", "action": ran},
@@ -367,23 +400,17 @@ class Codex(Client):
         ]
         self.seen("assistant", "", [Made("c0", "local_shell", ran)])
         self.seen("tool", "clean")
-        self._message("assistant", "I have looked.")
+        self.say("assistant", "I have looked.")
 
-    def user(self, text: str, *, image: bool = False) -> None:
-        self._message("user", text, image=image)
-
-    def late(self, text: str) -> None:
-        self._message("developer", text)
-
-    def results(self, texts: Sequence[str], *, image: bool = False) -> None:
-        for call, text in zip(self.made, texts, strict=True):
-            parts = [{"type": "input_text", "text": text}, self.picture]
-            item = {"type": f"{call.kind}_call_output", "call_id": call.id, "output": parts if image else text}
-            self.history.append(item)
-            self.seen("tool", text + self.image(image))
+    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
+        part = {"type": "output_text" if role == "assistant" else "input_text", "text": text}
+        parts = [part, *([picture] if picture else [])]
+        if call:
+            return {"type": f"{call.kind}_call_output", "call_id": call.id, "output": parts if picture else text}
+        return {"type": "message", "role": "developer" if role == "system" else role, "content": parts}
 
     def ask(self, *, stream: bool) -> None:  # noqa: ARG002
-        answer = self.http.post("/v1/responses", json=self._whole(), headers=self.headers)
+        answer = self.http.post("/v1/responses", json=self._whole(), headers=CODEX)
         assert answer.status_code == 200, answer.text
         events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
         if events[-1]["type"] == "response.failed":
@@ -392,14 +419,14 @@ class Codex(Client):
         assert events[-1]["type"] == "response.completed" and events[-1]["response"]["usage"]["total_tokens"]
         self._take([one["item"] for one in events if one["type"] == "response.output_item.done"])
 
+    def cut_off(self) -> str:
+        take: Any = lambda one: one["type"] == "response.output_text.delta" and one["delta"]  # noqa: E731
+        return self.hang_up("/v1/responses", {**self._whole(), "stream": True}, CODEX, take)
+
     def abort(self) -> str:
-        whole = {**self._whole(), "stream": True}
-        with self.http.stream("POST", "/v1/responses", json=whole, headers=self.headers) as answer:
-            take: Any = lambda one: one["type"] == "response.output_text.delta" and one["delta"]  # noqa: E731
-            with hung_up(answer, take) as partial:
-                self._message("assistant", partial)
-                self.user("<turn_aborted>The user interrupted the turn.</turn_aborted>")
-                return partial
+        partial = super().abort()
+        self.say("user", "<turn_aborted>The user interrupted the turn.</turn_aborted>")
+        return partial
 
     def _take(self, items: Sequence[dict[str, Any]]) -> None:
         thought = {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAAA"}
@@ -412,11 +439,6 @@ class Codex(Client):
             elif one["type"] == "custom_tool_call":
                 self.made.append(Made(one["call_id"], one["name"], {"input": one["input"]}, "custom_tool"))
         self.seen("assistant", text, self.made)
-
-    def _message(self, role: str, text: str, *, image: bool = False) -> None:
-        part = {"type": "output_text" if role == "assistant" else "input_text", "text": text}
-        self.history.append({"type": "message", "role": role, "content": [part, *([self.picture] if image else [])]})
-        self.seen("system" if role == "developer" else role, text + self.image(image))
 
     def _whole(self) -> dict[str, Any]:
         return {**self.body, "input": self.history}

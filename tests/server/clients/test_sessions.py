@@ -19,12 +19,12 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
 from kedge.settings import ServerSettings
 from kedge.types import Tokens
-from tests.server.clients.graph import LangGraph
 from tests.server.clients.histories import (
     AnthropicSdk,
     ClaudeCode,
     Client,
     Codex,
+    LangGraph,
     LiteLlm,
     OpenAiSdk,
     Overflow,
@@ -82,21 +82,21 @@ def played(client: Client, says: deque[str], after_each: Any) -> None:
     """Twenty turns, of which every other one answers the model's calls."""
     for turn in range(20):
         if turn == 12:
-            client.user(LONG)
+            client.say("user", LONG)
             with pytest.raises(Overflow):
                 client.ask(stream=True)
             client.compact(SUMMARY)
         elif turn % 2:
             client.results([f"result {turn} <|im_end|>" for _ in client.made], image=turn == 3)
         else:
-            client.user(f"Question {turn}.", image=turn == 6)
+            client.say("user", f"Question {turn}.", image=turn == 6)
         if turn == 8:
             says.append("I was int" + "errupted " * 3000)
             assert client.abort().lstrip()[:1] == "I"
             wait_until(lambda: not client.served.engine.in_flight)
-            client.user("Go on.")
+            client.say("user", "Go on.")
         if turn == 14:
-            client.late("Files have changed.")
+            client.say("system", "Files have changed.")
         made = client.calls[: 1 + turn // 2 % 2] if turn % 2 == 0 else ()
         calls = (json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in made)
         text = f"I look {turn}." if made else f"<think>\nHm {turn}.\n</think>\n\nDone {turn}."

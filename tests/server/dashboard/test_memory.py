@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kedge.server.history import CallState
 from kedge.types import Source
 
 STATIC = files("kedge.server.dashboard") / "static"
@@ -141,16 +140,3 @@ def test_failures_are_counted_by_kind(tmp_path: Any) -> None:
     failures = [{"kind": "refused", "count": 3}, {"kind": "failed", "count": 1}, {"kind": "refused", "count": 1}]
     found = shown(tmp_path, told(failures=failures))["failures"]
     assert (found["refused"], found["failed"], len(found["list"])) == (4, 1, 3)
-
-
-def test_the_page_knows_every_state_and_source() -> None:
-    """They are named in its style and its tables."""
-    panels, memory, style = (
-        (STATIC / name).read_text(encoding="utf-8") for name in ("panels.js", "memory.js", "style.css")
-    )
-    health = ("healthy", "overloaded", "shutting-down", "closed", "failed")
-    assert all(f'"{state}"' in style for state in health)
-    assert all(f".{state}" in style for state in CallState)
-    assert all(
-        f"  {one.value}:" in panels and f'"{one.value}"' in memory and f".fill-{one.value}" in style for one in Source
-    )

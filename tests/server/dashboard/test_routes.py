@@ -1,11 +1,10 @@
-"""The dashboard over HTTP: the page and its files, and what each tenant is told."""
+"""The dashboard over HTTP: the page, what each tenant is told, and the reports on plain traffic and the guard."""
 
 from __future__ import annotations
 
+import math
 import re
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -13,21 +12,39 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from kedge.cli.main import app
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
-from kedge.server.dashboard import routes as dashboard
+from kedge.guard import DecisionKind
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.guard import QualityGuard
 from kedge.server.tenancy import hashed, load_keys
-from kedge.settings import LimitSettings, ServerSettings
-from kedge.types import AgentId, Namespace, TenantId, WorkflowAgent, WorkflowId
+from kedge.settings import EngineSettings, GuardSettings, LimitSettings, ServerSettings
+from kedge.types import (
+    AgentId,
+    GenerateRequest,
+    Namespace,
+    ReuseMode,
+    SampleId,
+    Segment,
+    TenantId,
+    Tokens,
+    WorkflowId,
+)
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 from tests.server.test_local import TEMPLATE
 
 STATE = "/v1/dashboard"
-SLOW = {
-    "name": "slow",
-    "agents": [{"id": "first", "user": "Q: {user_question}"}, {"id": "last", "user": "A: {agent_first_current}"}],
+PAIR: dict[str, Any] = {
+    "name": "pair",
+    "agents": [
+        {"id": "first", "user": "Q: {user_question}"},
+        {"id": "last", "user": "Q: {user_question} A: {agent_first_current}"},
+    ],
 }
 
 
@@ -138,11 +155,11 @@ def test_what_was_refused_is_listed_with_its_reason_and_its_place() -> None:
 
 def test_a_run_that_fails_is_listed_with_its_reason() -> None:
     with EchoEngine(lambda _: "x" * 500, max_prompt=100) as engine, serving(engine) as running, running.http() as http:
-        http.post("/v1/workflows", json=SLOW).raise_for_status()
-        http.post("/v1/workflows/slow/runs", json={"inputs": {"user_question": "?"}, "stream": True})
+        http.post("/v1/workflows", json=PAIR).raise_for_status()
+        http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "?"}, "stream": True})
         told = state(http)
     (run,), (listed,) = told["runs"], told["failures"]
-    assert (listed["run"], listed["workflow"], listed["kind"]) == (run["id"], "slow", "refused")
+    assert (listed["run"], listed["workflow"], listed["kind"]) == (run["id"], "pair", "refused")
     assert (run["status"], run["reason"]) == ("failed", listed["reason"])
 
 
@@ -256,38 +273,151 @@ def test_an_engine_that_can_be_looked_into_shows_tiers_and_fixed_prompts() -> No
         assert inside(http) == {"closed": True}
 
 
-def test_an_engine_that_cannot_be_looked_into_shows_the_rest(http: httpx.Client) -> None:
-    assert inside(http) == {}
+# reports --------------------------------------------------------------------------------------------------------------
+
+SYSTEM = "You are a careful solver of riddles. Think of every word, and answer in one line only. "
 
 
-def test_a_busy_engine_holds_nobody_up_and_is_asked_once() -> None:
-    with tiny_engine() as engine, serving(engine) as running, running.http() as http, ThreadPoolExecutor(3) as pool:
-        chat(http)
-        release, asked = threading.Event(), list[int]()
-        look, engine.inspect_tenants = engine.inspect_tenants, lambda *args: asked.append(1) or look(*args)  # type: ignore[method-assign, func-returns-value]
-        engine._thread.post(release.wait)
-        try:
-            waiting = [pool.submit(inside, running.http()) for _ in range(3)]
-            wait_until(lambda: bool(asked))
-            assert len(state(http)["calls"]) == 1
-        finally:
-            release.set()
-        answers = [one.result() for one in waiting]
-    assert answers[0] == answers[1] == answers[2]
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Served]:
+    with LocalEngine(config=EngineSettings()) as engine, serving(engine) as running:
+        client = running.client()
+        model = client.models.list().data[0].id
+        for number in range(5):
+            messages = [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": f"{number}. What has {number + 7} legs and sleeps? Tell me now."},
+            ]
+            client.chat.completions.create(model=model, messages=messages, max_tokens=4)  # type: ignore[arg-type]
+        yield running
 
 
-def test_the_engine_is_asked_for_the_tenants_own_with_all_its_salts() -> None:
-    class Fake:
-        def inspect_tenants(self, owns: Any, prompts: Any) -> dict[str, Any]:
-            asked = [Namespace.parse(name) for name in ("acm", "acme", "acme/0123", "acme2", "other")]
-            return {
-                "pools": [name for name in asked if owns(name)],
-                "prompts": [{"device": 1, "host": 0} for _ in prompts],
-            }
+def test_the_report_has_what_was_found_and_no_text(seen: Served) -> None:
+    with seen.http() as http:
+        shown = http.get("/kedge/report")
+    report = shown.json()
+    assert (report["mode"], report["requests"], report["known_agents"]) == ("observe", 5, 3)
+    (agent,) = report["agents"]
+    assert agent["calls"] == 3 and agent["fixed_tokens"] >= 16
+    assert "riddles" not in shown.text
 
-    name = WorkflowAgent(Namespace(TenantId("acme"), "0123"), WorkflowId("flow"), AgentId("solver"))
-    assert dashboard.look_into(Fake(), TenantId("acme"), {name: (1, 2)}, with_totals=False) == {  # type: ignore[arg-type]
-        "pools": [Namespace(TenantId("acme")), Namespace(TenantId("acme"), "0123")],
-        "cached": [{"workflow": "flow", "agent": "solver", "fixed": 2, "device": 1, "host": 0}],
-        "guard": None,
-    }
+
+def test_an_engine_that_looks_at_nothing_has_an_empty_report() -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        assert http.get("/kedge/report").json() is None
+        failed = CliRunner().invoke(app, ["inspect", "--from-traffic", running.url])
+        assert failed.exit_code == 2 and "nothing to report yet" in " ".join(failed.output.split())
+
+
+def test_inspect_reads_a_running_server(seen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = CliRunner().invoke(app, ["inspect", "--from-traffic", seen.url])
+    assert done.exit_code == 0, done.output
+    assert "plain traffic (observe): 5 requests" in done.stdout and "nothing was found" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("url", ["ftp://nowhere", "http://127.0.0.1:9", "localhost:8000"])
+def test_a_server_that_cannot_be_read_is_named(url: str) -> None:
+    failed = CliRunner().invoke(app, ["inspect", "--from-traffic", url])
+    assert failed.exit_code == 2 and url in failed.output.replace("\n", "")
+
+
+CLEAN, CHANGED = (
+    DecisionComparison({DecisionKind.FAR: False}, 0.0),
+    DecisionComparison({DecisionKind.FAR: True}, 1.0),
+)
+EMPTY = {"object": "guard", "mode": None, "max_changed": None, "agents": []}
+
+
+class Guarded(EchoEngine):
+    """An engine with records of two tenants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = QualityGuard(GuardSettings())
+        self._calls = GuardedCalls(self.submit, GuardSettings())
+        for tenant, seen in (("acme", CLEAN), ("other", CHANGED)):
+            value = Segment((1, 2), "user_question", SampleId.parse("input_user_question@0"))
+            names = {"tenant": TenantId(tenant), "workflow": WorkflowId("w"), "agent": AgentId(f"spy-of-{tenant}")}
+            self.guard.observe(GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, **names), (value.name,), seen)
+
+    def _figures(self, owns: Callable[[Namespace], bool]) -> dict[str, Any]:
+        totals = {"suspicions": self.guard.suspicions, "breaches": self.guard.breaches}
+        return {**self._calls.stats(), **totals, "agents": self.guard.stats(owns)}
+
+    def inspect(self) -> Mapping[str, Any]:
+        return {"cache": {}, "guard": self._figures(lambda _: True)}
+
+    def inspect_tenants(
+        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
+    ) -> Mapping[str, Any]:
+        return {"prompts": list(prompts), "pools": [], "guard": self._figures(owns)}
+
+
+def test_a_tenant_sees_its_own_agents_only() -> None:
+    keys = load_keys(None, f"acme:{hashed('key-a')},third:{hashed('key-c')}", LimitSettings())
+    with Guarded() as engine, serving(engine, keys=keys) as running:
+        with running.http("key-a") as acme, running.http("key-c") as third:
+            mine, none = acme.get("/v1/guard").json(), third.get("/v1/guard").json()
+            assert "kedge:guard" not in acme.get("/metrics").text
+        assert running.http("wrong").get("/v1/guard").status_code == 401
+    (record,) = mine["agents"]
+    assert (record["agent"], record["checks"], record["state"]) == ("spy-of-acme", 1, "shadow")
+    assert mine.keys() == EMPTY.keys() and "other" not in str(mine)
+    assert none["agents"] == [] and none["mode"] == "on"
+
+
+def test_metrics_count_states_without_names() -> None:
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        text = http.get("/metrics").text
+    assert 'kedge:guard_placeholders{state="shadow"} 2.0' in text and "spy" not in text
+
+
+def test_an_engine_without_a_guard_has_no_records() -> None:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
+        assert http.get("/v1/guard").json() == EMPTY
+        assert "kedge:guard" not in http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("field", "own", "asked", "expected"),
+    [
+        ("guard", None, None, None),
+        ("guard", None, "off", "off"),
+        ("guard", "shadow", None, "shadow"),
+        ("guard", "shadow", "on", "on"),
+        ("fidelity", "any", None, math.inf),
+        ("fidelity", None, "strict", 0.0003),
+        ("fidelity", 0.5, "any", math.inf),
+        ("pick", None, None, ""),
+        ("pick", "Pick:", None, "Pick:"),
+        ("pick", "Pick:", "So:", "So:"),
+    ],
+)
+def test_what_a_call_asks_for_overrides_what_its_agent_has(field: str, own: Any, asked: Any, expected: Any) -> None:
+    flow = {**PAIR, "agents": [{**one, field: own} if own else one for one in PAIR["agents"]]}
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        assert http.post("/v1/workflows", json=flow).status_code == 201
+        kedge = {"workflow": "pair", "agent": "first", "bindings": {"user_question": "why?"}, field: asked}
+        answer = http.post("/v1/chat/completions", json={"messages": [], "kedge": kedge})
+        assert answer.status_code == 200, answer.text
+        receipt = answer.json()["kedge"]["receipts"][0]
+        assert (receipt["guard"], receipt["fidelity"]) == ([], None), "this engine translates nothing"
+        assert getattr(engine.requests[-1].guard, "mode" if field == "guard" else field) == expected
+        http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "why?"}, "stream": True}).read()
+        assert field != "pick" or {one.guard.pick for one in engine.requests[1:]} == {own or ""}
+        unset = "" if field == "pick" else None
+        assert [one[field] for one in http.get("/v1/workflows/pair").json()["agents"]] == [own or unset] * 2
+
+
+def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:
+    first, *others = PAIR["agents"]
+    flow = {**PAIR, "agents": [{**first, "guard": "on"}, *others]}
+    with Guarded() as engine, serving(engine) as running, running.http() as http:
+        http.post("/v1/workflows", json=flow)
+        inputs = {"inputs": {"user_question": "why?"}, "guard": "off", "stream": True}
+        http.post(f"/v1/workflows/{PAIR['name']}/runs", json=inputs).read()
+        modes = {one.agent: one.guard.mode for one in engine.requests}
+        assert http.post(f"/v1/workflows/{PAIR['name']}/runs", json={**inputs, "guard": "maybe"}).status_code == 400
+    assert modes == {first["id"]: "on", **{one["id"]: "off" for one in others}}

@@ -231,23 +231,6 @@ def test_the_last_message_is_continued(family: str, text: str) -> None:
         assert said == list(tokenizer.inner.encode(whole.rstrip(), add_special_tokens=False))
 
 
-@pytest.mark.parametrize("family", ["prepend", "byte level"])
-def test_a_template_without_tools_gets_calls_and_their_results_as_texts(family: str) -> None:
-    tokenizer = tokenizer_of(family, LLAMA_2)
-    turns = [
-        *FIRST,
-        *20 * [called({"town": "rain"}), {"role": "tool", "tool_call_id": "c", "content": "tool has said"}],
-    ]
-    body = ChatBody(messages=turns, tools=[TOOL])
-    said = tokenizer.decode(tokens_of(of_chat(tokenizer, body)))
-    assert body.left_out == ["tools"]
-    assert said.count('{"name": "f", "arguments": {"town": "rain"}}') == said.count("tool has said [/INST]") == 20
-    assert said.count("<<SYS>>") == said.count("Be brief.") == 1
-    shown = ChatBody(messages=turns)
-    of_chat(tokenizer, shown)
-    assert not shown.left_out, "calls without tools are shown whole"
-
-
 def test_variables_reach_the_template() -> None:
     tokenizer = tokenizer_of("byte level", QWEN_3)
     said = tokens_of(segments_of(tokenizer, FIRST, chat_template_kwargs={"enable_thinking": False}))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.errors import ConfigError
 from kedge.server.openai.tool_calls import PARSERS, AnswerReader, Hermes, Llama3Json, can_end
 from kedge.settings import ServerSettings
 from tests.server.talking import CALL, MODEL, WEATHER, Talking, talking
@@ -98,11 +97,6 @@ def test_a_template_that_keeps_tools_to_itself(is_streamed: bool) -> None:
         asked = {**asked, "messages": ASK + 20 * turn}
         assert '"ignored":["tools"]' in http.post("/v1/chat/completions", json=asked).text
         assert told.prompt().count('"arguments": {"town": "Åbo"}') == told.prompt().count("|rain|") == 20
-
-
-def test_an_unknown_format_is_a_bad_setting() -> None:
-    with pytest.raises(ConfigError, match="tool_call_parser='pythonic'.*'hermes' or 'llama3_json'"):
-        ServerSettings(tool_call_parser="pythonic")
 
 
 # the formats ----------------------------------------------------------------------------------------------------------
@@ -244,7 +238,12 @@ def nodes(node: Any) -> dict[str, Any]:
         having({"$ref": "#/%24defs/node"}, **{"$defs": {"node": having(NODE)}}),
     ],
 )
-def test_a_schema_that_requires_itself_is_refused(told: Talking, schema: dict[str, Any]) -> None:
+def test_a_schema_that_requires_itself_has_no_end(schema: dict[str, Any]) -> None:
+    assert not can_end(schema)
+
+
+def test_what_has_no_end_is_refused_in_every_protocol(told: Talking) -> None:
+    schema = having(SELF)
     form = {"name": "x", "schema": schema}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
     asked: list[tuple[str, str, dict[str, Any]]] = [

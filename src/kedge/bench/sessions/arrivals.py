@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import heapq
+import itertools
 import json
 import random
 import reprlib
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -53,7 +53,9 @@ class TraceRecord(BaseModel):
     block_size: Count = Field(alias="bs")
     runs: tuple[tuple[Count, Count], ...] = Field(alias="h")
     tools: Count = 0
+    """Tokens of the tool definitions that the prompt begins with."""
     system: Count = 0
+    """Tokens of the system prompt, which follows them."""
     scope: Name | None = None
 
     @field_validator("block_size")
@@ -76,24 +78,9 @@ class TraceRecord(BaseModel):
         return self.duration or 0.0
 
     @property
-    def tools_tokens(self) -> int:
-        """Tokens of the tool definitions that the prompt begins with; only at a session's first request."""
-        return 0 if self.turn else self.tools
-
-    @property
-    def system_tokens(self) -> int:
-        """Tokens of the system prompt, which follows the tool definitions; only at a session's first request."""
-        return 0 if self.turn else self.system
-
-    @property
     def is_shared(self) -> bool:
         """Whether ids match across the conversations of the file."""
         return self.scope == "file"
-
-    @property
-    def blocks(self) -> int:
-        """Number of `BLOCK`-token blocks in the prompt."""
-        return sum(count for _, count in self.runs) // (BLOCK // self.block_size)
 
     def ids(self, step: int = 1) -> Iterator[int]:
         """Yield the last id of every `step` blocks."""
@@ -230,8 +217,9 @@ def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int]) -> Iter
     space = None if records[0].is_shared else records[0].conversation
     fixed: dict[int, Hashable] = {}  # block of tools or system prompt -> what it is known by across conversations
     for record in records:
-        tools, system, size = record.tools_tokens, record.system_tokens, record.block_size
-        for at, block in enumerate(islice(record.ids(), (tools + system) // size if tools else 0)):
+        size = record.block_size
+        tools, system = (0, 0) if record.turn else (record.tools, record.system)  # of a session's first request only
+        for at, block in enumerate(itertools.islice(record.ids(), (tools + system) // size if tools else 0)):
             fixed[block] = ("tools", tools, at) if (at + 1) * size <= tools else ("system", tools, system, at)
         coarse = list(record.ids(BLOCK // size))
         chain = tuple(numbers.setdefault(fixed.get(block, (space, block)), len(numbers)) for block in coarse)
@@ -240,8 +228,6 @@ def _turns(records: Sequence[TraceRecord], numbers: dict[Hashable, int]) -> Iter
 
 START_SECONDS, PAUSE_SECONDS = 300.0, (1.0, 60.0)
 """The slots' first conversations begin within this time; the pause between two conversations of a slot."""
-MAX_COPIES = 40
-"""Times that a conversation is played at most."""
 
 
 @dataclass(slots=True)
@@ -269,7 +255,7 @@ def compose(
     starts = [(rng.uniform(0, START_SECONDS), slot) for slot in range(live)]
     heapq.heapify(starts)
     arrivals: list[Arrival] = []
-    for played in range(MAX_COPIES * len(order)):
+    for played in itertools.count():
         start, slot = starts[0]
         if played % live == 0 and sum(one.at < start for one in arrivals) >= limit:
             break
@@ -348,14 +334,6 @@ QUICK = SessionBenchSettings(live=(8,), capacities=(0.1, 0.25, 0.5), requests=80
 
 
 @dataclass(frozen=True)
-class SessionTrace:
-    """A trace by name, ready to be replayed."""
-
-    name: str
-    conversations: Sequence[Conversation]
-
-
-@dataclass(frozen=True)
 class Traffic:
     """Arrivals of many sessions at once."""
 
@@ -370,27 +348,28 @@ class Traffic:
         return max(1, int(self.working_set * share))
 
 
-def load_traces(files: Sequence[Path]) -> list[SessionTrace]:
-    """Read traces.
+def load_traces(files: Sequence[Path]) -> dict[str, list[Conversation]]:
+    """Read the conversations of traces, by the names of their files.
 
-    Raises `ConfigError` for a bad line, two files of one name, or prompts that are all too long."""
-    traces: dict[str, SessionTrace] = {}
+    Raises `ConfigError` for a bad line, two files of one name, or prompts that are all too long.
+    """
+    traces: dict[str, list[Conversation]] = {}
     for file in files:
         name = file.name.removesuffix(".gz").removesuffix(".jsonl")
         if name in traces:
             raise ConfigError("trace", str(file), f"is the second trace named {name}; names must differ")
-        if not (found := conversations(read_trace(file))):
+        traces[name] = conversations(read_trace(file))
+        if not traces[name]:
             raise ConfigError("trace", str(file), "has no conversation whose prompts are all short enough")
-        traces[name] = SessionTrace(name, found)
-    return list(traces.values())
+    return traces
 
 
-def traffic_of(trace: SessionTrace, settings: SessionBenchSettings) -> Iterator[Traffic]:
+def traffic_of(trace: Sequence[Conversation], settings: SessionBenchSettings) -> Iterator[Traffic]:
     """Yield a trace's arrivals by number of live sessions. Traffic of many users comes once, as recorded."""
-    if is_traffic(trace.conversations):
-        arrivals = as_recorded(trace.conversations[0], settings.requests)
+    if is_traffic(trace):
+        arrivals = as_recorded(trace[0], settings.requests)
         yield Traffic(RECORDED, arrivals, len({block for one in arrivals for block in one.chain}))
         return
     for live in settings.live:
-        arrivals = compose(trace.conversations, live, settings.cap, settings.seed, settings.requests)
+        arrivals = compose(trace, live, settings.cap, settings.seed, settings.requests)
         yield Traffic(str(live), arrivals, working_set(arrivals))

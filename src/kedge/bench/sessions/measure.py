@@ -1,4 +1,4 @@
-"""Hit rates of traces in virtual time: least recently used on plain sets of blocks, and Kedge's own cache.
+"""Hit rates of traces in virtual time: Kedge's own cache, evicting by sessions or what was used least recently.
 
 One "token" is a 512-token block, and blocks have one token. Hit rates are hit blocks over blocks of all prompts; a
 prompt longer than the cache is cut to it. Service takes no virtual time: a request's blocks enter the cache when it
@@ -8,12 +8,11 @@ session's next request.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from kedge.bench.sessions.arrivals import Arrival, SessionBenchSettings, SessionTrace, traffic_of
+from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, traffic_of
 from kedge.cache import CacheManager, Copied, Copy, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
@@ -50,20 +49,6 @@ def ceiling(arrivals: Sequence[Arrival]) -> float:
     return hit_rate(hits, arrivals)
 
 
-def lru_hit_rate(arrivals: Sequence[Arrival], capacity: int) -> float:
-    """Return the hit rate of `capacity` blocks by least recent use; of one request's blocks the last goes first."""
-    cached: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for one in arrivals:
-        hits += leading(one.chain, cached)
-        for block in reversed(one.chain[:capacity]):
-            cached[block] = None
-            cached.move_to_end(block)
-        while len(cached) > capacity:
-            cached.popitem(last=False)
-    return hit_rate(hits, arrivals)
-
-
 class NoCopier:
     """A copier whose copies end at once without copying."""
 
@@ -81,32 +66,15 @@ class NoCopier:
         return ended
 
 
-class SessionHooks:
-    """Sessions as the embedded engine finds, learns and ranks them, on the arrivals' clock; clients say nothing."""
-
-    def __init__(self, cache: CacheManager) -> None:
-        self._blocks, self._now = cache.num_blocks, 0.0
-        self._caching = SessionCaching(cache, clock=lambda: self._now)
-        self._turn: Turn | None = None
-
-    def arrived(self, arrival: Arrival) -> None:
-        """Find the session of a request before it is admitted."""
-        self._now = arrival.at
-        self._turn = self._caching.begin(SPACE, arrival.chain[: self._blocks], SessionHints())
-
-    def answered(self, arrival: Arrival) -> None:
-        """End the turn with what its recorded answer ended with; its blocks are cached."""
-        assert self._turn
-        self._caching.answered(self._turn, arrival.chain[: self._blocks], TurnEnd(arrival.turn.record.stop))
-
-
 class CacheReplay:
-    """A cache that serves arrivals one after the other, and the hooks that are called for each, if any."""
+    """A cache that serves arrivals one after the other. Unless it has no sessions, these are found, learned and ranked
+    as in the embedded engine, on the arrivals' clock; clients say nothing.
+    """
 
-    def __init__(self, cache: CacheManager, hooks: SessionHooks | None = None) -> None:
-        self.cache = cache
-        self._hooks = hooks
-        self._ids = count()
+    def __init__(self, cache: CacheManager, *, has_sessions: bool = True) -> None:
+        self.cache, self._now, self._ids = cache, 0.0, count()
+        self._sessions = SessionCaching(cache, clock=lambda: self._now) if has_sessions else None
+        self._turn: Turn | None = None
 
     def hit_rate(self, arrivals: Sequence[Arrival]) -> float:
         """Serve all arrivals. Returns hit blocks over blocks of all prompts, in either tier."""
@@ -114,27 +82,28 @@ class CacheReplay:
 
     def serve(self, arrival: Arrival) -> int:
         """Serve a request. Returns how many blocks hit; one that finds no room hits nothing and is not cached."""
-        self.arrived(arrival)
         request, chain, hits = RequestId(str(next(self._ids))), arrival.chain[: self.cache.num_blocks], 0
+        self.arrived(arrival, chain)
         while self.cache.demand(request, SPACE, chain) is Readiness.LOADING:
             self._copy()
         try:
             hits = self.cached(request, chain).exact_tokens
         except OutOfBlocks:
             self.cache.withdraw(request)
-        self.answered(arrival)
+        self.answered(arrival, chain)
         self._copy()
         return hits
 
-    def arrived(self, arrival: Arrival) -> None:
-        """Call the hooks before a request."""
-        if self._hooks:
-            self._hooks.arrived(arrival)
+    def arrived(self, arrival: Arrival, chain: tuple[int, ...]) -> None:
+        """Find the session of a request before it is admitted."""
+        if self._sessions:
+            self._now = arrival.at
+            self._turn = self._sessions.begin(SPACE, chain, SessionHints())
 
-    def answered(self, arrival: Arrival) -> None:
-        """Call the hooks after a request."""
-        if self._hooks:
-            self._hooks.answered(arrival)
+    def answered(self, arrival: Arrival, chain: tuple[int, ...]) -> None:
+        """End the turn with what its recorded answer ended with; its blocks are cached."""
+        if self._sessions and self._turn:
+            self._sessions.answered(self._turn, chain, TurnEnd(arrival.turn.record.stop))
 
     def cached(self, request: RequestId, chain: tuple[int, ...]) -> Lease:
         """Allocate a request's blocks, for which others are evicted, and cache them. Raises `OutOfBlocks`."""
@@ -155,10 +124,14 @@ def tiered_cache(capacity: int, host_times: int = 0) -> CacheManager:
     return CacheManager(capacity, 1, policy_of(tiers), tiers, NoCopier())
 
 
+def lru_hit_rate(arrivals: Sequence[Arrival], capacity: int) -> float:
+    """Return the hit rate of `capacity` blocks by least recent use; of one request's blocks the last goes first."""
+    return CacheReplay(CacheManager(capacity, 1), has_sessions=False).hit_rate(arrivals)
+
+
 def kedge_hit_rate(arrivals: Sequence[Arrival], capacity: int, host_times: int = 0) -> float:
     """Return the hit rate of Kedge's cache, in either tier, where clients say nothing of their sessions."""
-    cache = tiered_cache(capacity, host_times)
-    return CacheReplay(cache, SessionHooks(cache)).hit_rate(arrivals)
+    return CacheReplay(tiered_cache(capacity, host_times)).hit_rate(arrivals)
 
 
 Columns = Mapping[str, Callable[[Sequence[Arrival], int], float]]
@@ -173,26 +146,26 @@ Progress = Callable[[str], None]
 
 def measure(
     settings: SessionBenchSettings,
-    traces: Sequence[SessionTrace],
+    traces: Mapping[str, Sequence[Conversation]],
     columns: Columns = COLUMNS,
     progress: Progress = lambda _: None,
 ) -> dict[str, dict[str, Any]]:
-    """Replay all traces. Returns by trace, as written to a file of results, and by live sessions: hit rates by capacity
-    and column, the blocks of the working set, and the hit rate of an infinite cache.
+    """Replay traces by name. Returns for each, as written to a file of results, and by live sessions: hit rates by
+    capacity and column, the blocks of the working set, and the hit rate of an infinite cache.
     """
     results: dict[str, dict[str, Any]] = {}
-    for trace in traces:
+    for trace, conversations in traces.items():
         open_loop, blocks, ceilings = {}, {}, {}
-        for traffic in traffic_of(trace, settings):
+        for traffic in traffic_of(conversations, settings):
             blocks[traffic.live] = round(traffic.working_set, 1)
             ceilings[traffic.live] = round(ceiling(traffic.arrivals), 4)
             cells: dict[str, dict[str, float]] = {}
             for share in settings.capacities:
-                progress(f"{trace.name}, {traffic.live} live, {share:g} of the working set")
+                progress(f"{trace}, {traffic.live} live, {share:g} of the working set")
                 capacity = traffic.capacity(share)
                 cells[f"{share:g}"] = {
                     name: round(rate(traffic.arrivals, capacity), 4) for name, rate in columns.items()
                 }
             open_loop[traffic.live] = cells
-        results[trace.name] = {"open": open_loop, "working_set_blocks": blocks, "ceiling": ceilings}
+        results[trace] = {"open": open_loop, "working_set_blocks": blocks, "ceiling": ceilings}
     return results

@@ -1,4 +1,4 @@
-"""The cache of converted GGUF files: a folder for each file and dtype, the least recently used ones removed."""
+"""The cache of converted GGUF files: a folder for each file and dtype, until somebody removes it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from time import time
 
 from safetensors import SafetensorError
 
@@ -27,10 +25,8 @@ def cache_folder() -> Path:
 
 
 def find_copy(file: Path, dtype: str) -> Path | None:
-    """Return the folder of a converted file, and mark it as used now; None where there is none."""
+    """Return the folder of a converted file; None where there is none."""
     folder = cache_folder() / f"{_key(file)}-{dtype}"
-    with suppress(OSError):  # a cache of somebody else's may be read-only
-        os.utime(folder)
     return folder if folder.is_dir() else None
 
 
@@ -39,11 +35,9 @@ def known_copies(file: Path) -> list[Path]:
     return sorted(folder for folder in cache_folder().glob(f"{_key(file)}-*") if PARTIAL not in folder.name)
 
 
-def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: int = 32 << 30) -> Path:
-    """Return the folder of a converted file, which `write` fills unless another process has.
-
-    Others are removed, the least recently used first, until all have at most `max_bytes`. Raises what `write` raises,
-    and `ConfigError` for a cache without room or that cannot be written.
+def make_copy(file: Path, dtype: str, write: Callable[[Path], None]) -> Path:
+    """Return the folder of a converted file, which `write` fills unless another process has. Raises what `write`
+    raises, and `ConfigError` for a cache without room or that cannot be written.
     """
     root = cache_folder()
     try:
@@ -62,24 +56,11 @@ def make_copy(file: Path, dtype: str, write: Callable[[Path], None], max_bytes: 
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        _shrink(root, folder, max_bytes)
         return folder
     except (OSError, SafetensorError) as error:
         raise ConfigError(KEY, str(root), f"a converted copy of {file} cannot be written there: {error}") from error
     finally:
         os.close(lock)
-
-
-def _shrink(root: Path, newest: Path, max_bytes: int, spared_s: float = 3600) -> None:
-    """Remove copies. Those used in the last hour stay: a process may be about to load them. Afterwards its system keeps
-    what it has mapped.
-    """
-    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in root.iterdir() if path.is_dir()}
-    ages = {path: time() - path.stat().st_mtime for path in sizes.keys() - {newest}}
-    for path in sorted(ages, key=lambda path: -ages[path]):
-        if sum(sizes.values()) > max_bytes and ages[path] > spared_s:
-            shutil.rmtree(path, ignore_errors=True)
-            del sizes[path]
 
 
 def _key(file: Path) -> str:

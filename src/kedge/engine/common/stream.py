@@ -7,10 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
-from kedge.engine.base import Item, Listener
-from kedge.types import Completion, RequestId, TokenDelta, Tokens
+from kedge.engine.base import Item, Listener, Tokenizer
+from kedge.types import Completion, RequestId, TokenDelta
 
 logger = logging.getLogger(__name__)
 Tap = Callable[[Item], Item]
@@ -89,20 +88,10 @@ class TokenStream:
         return item
 
 
-class Decoder(Protocol):
-    """What `TextStream` needs of a tokenizer."""
-
-    def decode(self, tokens: Tokens) -> str:
-        """Return the text of `tokens`, without special tokens; half a character as U+FFFD."""
-
-    def is_certain(self, token: int) -> bool:
-        """Return whether the text up to this token no longer depends on what follows; bytes may be a character's."""
-
-
 class TextStream:
     """The text of one response. `push` returns what became certain; `stopped` is true once a stop string was met."""
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._known = 0

@@ -195,7 +195,6 @@ class HFTokenizer:
         return self._spelling(token)
 
     def is_certain(self, token: int) -> bool:
-        """Return whether the text up to this token no longer depends on what follows; bytes may be a character's."""
         return not self._spelling.is_byte(token) and token not in self._special_ids
 
     def chat(self, system: str | None, user: str) -> str:

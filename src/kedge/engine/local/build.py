@@ -23,20 +23,16 @@ from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.discovery import PlainRequests
-from kedge.engine.common.dtypes import pick_device, pick_dtype
-from kedge.engine.common.model_folder import model_path, read_config
-from kedge.engine.local.assembler import Assembler, MakeAssembler
-from kedge.engine.local.batch import flatten
-from kedge.engine.local.host_loads import Loading
+from kedge.engine.common.model_folder import model_path, pick_device, pick_dtype, read_config
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.model import graphs
 from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.preassembly import PromptPreassembler
-from kedge.engine.local.scheduler import Scheduler, Work
+from kedge.engine.local.preassembly import PromptPreassembler, Write
+from kedge.engine.local.scheduler import Loading, Scheduler
 from kedge.engine.local.sentinels import Sentinels
-from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work, flatten
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier, host_pools
@@ -48,7 +44,7 @@ from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.settings.sections import blocks_in
-from kedge.types import Namespace, RequestId, TenantId, Tokens
+from kedge.types import Namespace, Tokens
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -98,10 +94,9 @@ class EngineParts:
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
         on_copied: Callable[[], None] = lambda: None,
-        assembler: MakeAssembler = Assembler,
     ) -> None:
         """Build the parts. `policy` replaces that of the settings. `on_copied` is called, on another thread, when a
-        copy has ended. `assembler` is replaced in experiments only.
+        copy has ended.
         """
         self.runner, self.config = runner, config
         size, tiers = config.block_size, config.tiers
@@ -131,7 +126,9 @@ class EngineParts:
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
         self.loading = Loading(cache, has_host=copier is not None)
-        self.assembler = assembler(runner, storage)
+        translate = translate_into(storage)
+        self.write: Write = lambda _, table, parts: translate(table, parts)
+        """Writes translations into a request's slots. Experiments replace it"""
         self.sessions = SessionCaching(cache, is_on=tiers.policy == "sessions")
         self.plain = PlainRequests(config.discovery)
         self.jobs: deque[BaseJob] = deque()
@@ -140,7 +137,13 @@ class EngineParts:
         """The queues of the scheduler: base prefills, prepared prompts with tokens to compute, admitted requests"""
         self.sentinels = Sentinels(storage)
         self.preassembly = PromptPreassembler(
-            cache, self.runtime, storage, self.costs, self.sentinels, self.longest, self.ahead
+            cache,
+            self.runtime,
+            lambda *given: self.write(*given),
+            self.costs,
+            self.sentinels,
+            self.longest,
+            self.ahead,
         )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
@@ -159,7 +162,8 @@ class EngineParts:
             "loading": self.loading.stats(),
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
-            **self.runtime.stats(),
+            "anchors": asdict(self.learned[0].stats()),
+            "base_kv": asdict(self.learned[1].stats()),
         }
 
     def tenant_stats(
@@ -170,7 +174,8 @@ class EngineParts:
         """
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
-        return {"prompts": cached, "pools": self.runtime.pool_stats(owns), "traffic": self.plain.report(owns)}
+        pools = self.learned[0].pool_stats(owns)
+        return {"prompts": cached, "pools": pools, "traffic": self.plain.report(owns)}
 
 
 def measure(costs: EngineCosts, runner: ModelRunner, storage: PagedStorage, capacity: int) -> None:
@@ -200,11 +205,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _run(runner: ModelRunner, storage: PagedStorage, tokens: int, sequences: int) -> None:
     """Run a pass over `tokens` tokens, shared by so many sequences, and wait for its result."""
     share = tokens // sequences
-    work = []
-    for at in range(sequences):
-        table = SlotTable(torch.arange(at * share, (at + 1) * share))
-        sequence = Sequence(RequestId("measuring"), Namespace(TenantId("")), [0] * share, table)
-        work.append(Work(sequence, list(range(share))))
+    work = [Work(Sequence.at([0] * share, at * share), list(range(share))) for at in range(sequences)]
     runner.forward(flatten(work, storage))[0, 0].item()
 
 

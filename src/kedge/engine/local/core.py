@@ -14,15 +14,13 @@ from math import inf
 
 from kedge.cache import Changes
 from kedge.engine.base import Quota
-from kedge.engine.common.logprobs import Logprobs
-from kedge.engine.local.batch import flatten
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
-from kedge.engine.local.requests import Admission, Requests
-from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders, Work
-from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.requests import Requests
+from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work, flatten
 from kedge.errors import EngineClosed, OutOfBlocks
-from kedge.reuse.costs import LEARNING_SHARE
+from kedge.reuse.ahead import Ended
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
@@ -30,8 +28,8 @@ from kedge.workflow.forecast import AgentKey
 logger = logging.getLogger(__name__)
 
 REFUTED = Miss("*", "the guard computed it: some of its translated KV was far from what the model computes")
-Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], tuple[GenerateRequest, bool]]
-"""(request, relative error of each sentinel) -> the request, and whether its prompt has to be computed"""
+Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], bool]
+"""(request, relative error of each sentinel) -> whether its prompt has to be computed"""
 
 
 class EngineCore:
@@ -41,7 +39,7 @@ class EngineCore:
         """Complete the parts by those that end requests."""
         self.parts, config = parts, parts.config
         self.requests = Requests(parts)
-        self.judge: Judge = lambda request, _: (request, False)
+        self.judge: Judge = lambda *_: False
         """What decides on sentinel tokens"""
         parts.learning = Learning(
             parts.runtime, parts.cache, parts.storage, parts.jobs, parts.longest, self.requests.release
@@ -49,11 +47,11 @@ class EngineCore:
         # A layer has some 12 d² weights, and attends by 2 d products a token of context: as many at 6 d.
         is_by_time = not config.max_batch_tokens and not parts.storage.keys.is_cuda
         parts.scheduler = self.scheduler = Scheduler(
-            Admission(parts, self.requests),
+            self.requests.admit,
+            self.requests.is_ready,
             parts.costs,
             max_batch_tokens=config.max_batch_tokens or (2048 if parts.storage.keys.is_cuda else 512),
             max_running=config.max_running,
-            learning_share=LEARNING_SHARE,
             jobs=parts.jobs,
             ahead=parts.ahead,
             running=parts.running,
@@ -70,13 +68,12 @@ class EngineCore:
 
     def prepare(self, request: GenerateRequest) -> None:
         """Take the hint that such a request is expected."""
-        if self.parts.assembler.works_ahead:
-            self.parts.preassembly.expect(request)
+        self.parts.preassembly.expect(request)
 
     def end_run(self, run: RunKey) -> None:
         """Forget a run, once nothing is left to learn from it."""
         self.parts.preassembly.end_run(run)
-        self.parts.learning.end_run(run)
+        self.parts.learning.backlog.end_run(run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Take the changes of the forecast, and the fixed prompts of agents that are about to call."""
@@ -130,7 +127,7 @@ class EngineCore:
     @property
     def can_learn(self) -> bool:
         """Whether a finished request is left to learn from, and the base KV that this needs is there."""
-        return not self.scheduler.jobs and self.parts.learning.ready
+        return not self.scheduler.jobs and self.parts.learning.backlog.ready
 
     def _run(self, work: list[Work]) -> None:
         began = time.monotonic()
@@ -178,10 +175,7 @@ class EngineCore:
         sentinels = [one for rows in sequence.sentinels for one in rows.sentinels]
         sequence.sentinels = []
         found = dict(zip(sentinels, islice(errors, len(sentinels)), strict=True))
-        request, refuted = self.judge(sequence.request, found)
-        if request is not sequence.request:
-            sequence.request, sequence.logprobs = request, Logprobs(request)
-        if refuted:
+        if refuted := self.judge(sequence.request, found):
             assert sequence.plan is not None
             sequence.plan = sequence.plan.without_translation(REFUTED)
             first = next(span.start for span in sequence.plan.spans if span.source is Source.COMPUTED)
@@ -198,7 +192,7 @@ class EngineCore:
         requests = [item.sequence for item in work if isinstance(item.sequence, RequestSequence)]
         for item in work:
             if isinstance(item.sequence, PreparedPrompt):
-                self.parts.preassembly.failed(item.sequence)
+                self.parts.preassembly.drop(item.sequence, Ended.FAILED)
             elif isinstance(item.sequence, BaseJob):
                 self.parts.learning.drop(item.sequence)
         if requests and len(requests) < len(work):

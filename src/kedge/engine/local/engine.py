@@ -24,15 +24,14 @@ from typing import TypeVar
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
-from kedge.engine.common.guarding.guarded_calls import GRACE, GuardedCalls
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
-from kedge.engine.local.assembler import Assembler, MakeAssembler
 from kedge.engine.local.core import EngineCore
-from kedge.engine.local.model.identity import state_identity
+from kedge.engine.local.model.loading import state_identity
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.engine.local.sequence import RequestSequence
@@ -46,6 +45,7 @@ from kedge.errors import (
 )
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
+from kedge.reuse.costs import GRACE
 from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
@@ -70,7 +70,7 @@ class EngineThread:
         self._process, self.number = os.getpid(), 0
         """The process that it works in, and the thread's number there"""
         self._closed, self._lock = threading.Event(), threading.Lock()
-        self._in_flight: set[RequestId] = set()
+        self.in_flight: set[RequestId] = set()
         self._idle_waiters: list[threading.Event] = []
         self.failure: BaseException | None = None
         """The error that ended it; None while it works, and after a `close` of a working engine."""
@@ -88,21 +88,17 @@ class EngineThread:
         self._commands.put(lambda: None)
 
     def enter(self, request_id: RequestId, command: Command) -> None:
-        """Post a request's command, and keep its id in flight until `leave`.
+        """Post a request's command, and keep its id in flight until its stream ends.
 
         Raises `RequestError` for an id that is in flight already, `Overloaded`, or `EngineClosed`.
         """
         with self._lock:
             self._refuse_closed()
-            require_new_id(request_id, self._in_flight)
-            if len(self._in_flight) >= MAX_IN_FLIGHT:
+            require_new_id(request_id, self.in_flight)
+            if len(self.in_flight) >= MAX_IN_FLIGHT:
                 raise Overloaded("requests", MAX_IN_FLIGHT, "so many requests are in flight")
-            self._in_flight.add(request_id)
+            self.in_flight.add(request_id)
             self._commands.put(command)
-
-    def leave(self, request_id: RequestId) -> None:
-        """Remove a request's id from those in flight."""
-        self._in_flight.discard(request_id)
 
     def post(self, command: Command) -> None:
         """Post a command. Raises `EngineClosed`."""
@@ -187,7 +183,7 @@ class EngineThread:
         self._core.pump()
         if self._core.can_learn:
             if not self._drain(wait=0.0 if self._idle_waiters else GRACE):
-                self._core.parts.learning.step()
+                self._core.parts.learning.backlog.step()
         elif self._core.parts.cache.transferring:
             self._drain(wait=GRACE)
         else:
@@ -245,24 +241,21 @@ class LocalEngine(Engine):
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-        assembler: MakeAssembler = Assembler,
     ) -> LocalEngine:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
-        `policy` replaces that of the settings, `assembler` its own (in experiments).
+        `policy` replaces that of the settings.
         """
         self = cls.__new__(cls)
         self.config, self.tokenizer = config, tokenizer
-        self._start(runner, policy, assembler)
+        self._start(runner, policy)
         return self
 
-    def _start(
-        self, runner: ModelRunner, policy: EvictionPolicy | None = None, assembler: MakeAssembler = Assembler
-    ) -> None:
+    def _start(self, runner: ModelRunner, policy: EvictionPolicy | None = None) -> None:
         self.runner = runner
         """The model, with the results of the checks at load."""
         self._thread = EngineThread()
-        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake, assembler)
+        parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
         self.tokenizer.most = longest
@@ -305,7 +298,7 @@ class LocalEngine(Engine):
             namespace=request.namespace,
             tokens=tokens,
             request=request,
-            stream=TokenStream(request.request_id, self._thread.leave),
+            stream=TokenStream(request.request_id, self._thread.in_flight.discard),
             sampler=Sampler(request.sampling, draw, grammar, tuple(tokens)),
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,

@@ -2,16 +2,8 @@
 
 A preparation is the prompt of an agent that can run next, as far as it is known: its exact prefix locked, blocks of
 its own, translated segments written, the tokens between them computed. It grows with every value that becomes known,
-one placeholder at a time, and whenever a real request could run it stands back. What was decided for a segment holds:
-a request that takes a prompt over continues its draft, so that the plan equals that of a single pass.
-
-| a preparation ends as | when                                                            | its blocks          |
-|-----------------------|-----------------------------------------------------------------|---------------------|
-| used                  | its request was admitted                                        | are the request's   |
-| wasted                | its agent asked for something else, or the cache has more of it | go, exact ones stay |
-| given back            | a request found no room                                         | go, exact ones stay |
-| cancelled             | its run has ended, or the forecast does not expect it any more  | go                  |
-| failed                | the model, or its translation, raised                           | go                  |
+one placeholder at a time, and whenever a real request could run it stands back. The blocks of one that was used are its
+request's then. Of one that was wasted or given back, exact ones stay cached.
 """
 
 from __future__ import annotations
@@ -19,46 +11,36 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Sequence
 
-from kedge.anchors.translator import translate_into
+from kedge.anchors.translator import Translation
 from kedge.cache import CacheManager, Changes, Lease, Readiness
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
-from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.reuse.costs import MAX_PENDING, EngineCosts
+from kedge.kv.storage import SlotTable
+from kedge.reuse.ahead import Ended, ExpectedPrompts, filled
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey, SampleId, Tokens, new_request_id
-from kedge.workflow.forecast import AgentKey
 
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
 logger = logging.getLogger(__name__)
+Write = Callable[[GenerateRequest, SlotTable, Sequence[Translation]], None]
+"""Writes translations into a request's slots"""
 
 
-class Ended(StrEnum):
-    """The ways in which a prepared prompt ends; see the module's table."""
-
-    USED = "used"
-    WASTED = "wasted"
-    GIVEN_BACK = "given_back"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-
-
-class PromptPreassembler:
+class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
     """All prepared prompts of an engine. Called by its owner thread only."""
 
     def __init__(
         self,
         cache: CacheManager,
         runtime: Runtime,
-        storage: PagedStorage,
+        write: Write,
         costs: EngineCosts,
         sentinels: Sentinels,
         longest: int,
@@ -67,88 +49,49 @@ class PromptPreassembler:
         """Start without prepared prompts. Prompts of `longest` tokens or more are not served; `ahead` is the
         scheduler's queue of prepared prompts with tokens to compute.
         """
+        super().__init__()
         self._cache, self._runtime, self._costs, self._sentinels = cache, runtime, costs, sentinels
-        self._translate_into, self._block_size = translate_into(storage), storage.block_size
+        self._write = write
         self._longest, self._ahead = longest, ahead
-        self.expected: dict[AgentKey, PreparedPrompt] = {}
-        """The prepared prompts that no request has claimed, oldest hint first."""
         self._claimed: list[PreparedPrompt] = []
         self._ended: Counter[Ended] = Counter()
         self._begun = 0
 
     # hints ----------------------------------------------------------------------------------------------------
 
-    def expect(self, request: GenerateRequest) -> None:
-        """Take the hint that such a request is expected, or more of its segments. Ignored without an agent or without
-        reuse.
-
-        A hint may be older than an answer that was reported here: values of known samples stay known.
-        """
-        if not request.agent or request.reuse is ReuseMode.OFF:
-            return None
-        key = request.agent_key
-        old = self.expected.get(key)
-        if old is not None:
-            request = _filled(request, {one.sample: one.tokens for one in old.request.segments})
-            if old.agrees(request):
-                return old.learn(request)
-            self._drop(old, Ended.WASTED)
-        self.expected[key] = PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
-        if len(self.expected) > MAX_PENDING:
-            self._drop(next(iter(self.expected.values())), Ended.CANCELLED)
-        return None
+    def begin(self, request: GenerateRequest) -> PreparedPrompt:
+        return PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
 
     def answered(self, run: RunKey, sample: SampleId, tokens: Tokens) -> None:
         """Fill in the value of a sample. An empty one leaves no segment, so that another prompt is going to come."""
-        for preparation in self._of_run(run):
+        for preparation in self.of_run(run):
             if any(segment.sample == sample and not segment.tokens for segment in preparation.request.segments):
-                filled = _filled(preparation.request, {sample: tokens})
-                if tokens and filled.prompt_tokens < self._longest:
-                    preparation.learn(filled)
+                known = filled(preparation.request, {sample: tokens})
+                if tokens and known.prompt_tokens < self._longest:
+                    preparation.learn(known)
                 else:
-                    self._drop(preparation, Ended.WASTED)
+                    self.drop(preparation, Ended.WASTED)
 
     def forecast(self, changes: Changes) -> None:
         """Forget the prompts of agents that the forecast does not expect soon any more."""
         for key, next_run in changes.items():
             if key in self.expected and (next_run is None or next_run[0] > NEAR):
-                self._drop(self.expected[key], Ended.CANCELLED)
-
-    def end_run(self, run: RunKey) -> None:
-        for preparation in self._of_run(run):
-            self._drop(preparation, Ended.CANCELLED)
+                self.drop(self.expected[key], Ended.CANCELLED)
 
     def cancel(self, request_id: RequestId) -> bool:
         """Withdraw the hint of this id. Returns False if it is not, or no longer, known."""
         found = [one for one in self.expected.values() if one.request.request_id == request_id]
         for preparation in found:
-            self._drop(preparation, Ended.CANCELLED)
+            self.drop(preparation, Ended.CANCELLED)
         return bool(found)
-
-    def clear(self) -> None:
-        """Forget all prepared prompts that no request has claimed."""
-        for preparation in list(self.expected.values()):
-            self._drop(preparation, Ended.CANCELLED)
-
-    def _of_run(self, run: RunKey) -> list[PreparedPrompt]:
-        return [one for one in self.expected.values() if one.request.run_key == run]
 
     # requests -------------------------------------------------------------------------------------------------
 
     def claim(self, request: GenerateRequest) -> PreparedPrompt | None:
-        """Return the prepared prompt that fits an arrived request, or None; it is assembled no further.
-
-        Other prepared prompts of its agent are dropped as wrong, except by a check of the guard.
-        """
-        preparation = None if request.guard.afresh else self.expected.get(request.agent_key)
-        if preparation is None:
-            return None
-        if preparation.draft is None or not preparation.agrees(request):
-            self._drop(preparation, Ended.WASTED)
-            return None
-        self._forget(preparation)
-        self._claimed.append(preparation)
-        preparation.learn(request)
+        """Return the prepared prompt that fits an arrived request, or None; it is assembled no further."""
+        if preparation := super().claim(request):
+            self._stop(preparation)
+            self._claimed.append(preparation)
         return preparation
 
     def adopt(self, sequence: RequestSequence, preparation: PreparedPrompt) -> Lease | None:
@@ -160,7 +103,7 @@ class PromptPreassembler:
             return None
         cached = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         if cached.device_tokens + cached.host_tokens > preparation.exact:
-            self._drop(preparation, Ended.WASTED)
+            self.drop(preparation, Ended.WASTED)
             return None
         while not self._extend(preparation, sequence.room):
             if not self.give_back(spare=preparation):
@@ -188,7 +131,7 @@ class PromptPreassembler:
     def abandon(self, sequence: RequestSequence) -> None:
         """Drop the prompt that a sequence has claimed, if it ends before it was admitted."""
         if sequence.preparation in self._claimed:
-            self._drop(sequence.preparation, Ended.CANCELLED)
+            self.drop(sequence.preparation, Ended.CANCELLED)
 
     def give_back(self, spare: PreparedPrompt | None = None) -> bool:
         """Free the blocks of the prompt with the latest hint, a claimed one only after all others. Returns False if
@@ -196,7 +139,7 @@ class PromptPreassembler:
         """
         holding = [one for one in (*self._claimed, *self.expected.values()) if one.admitted and one is not spare]
         if holding:
-            self._drop(holding[-1], Ended.GIVEN_BACK)
+            self.drop(holding[-1], Ended.GIVEN_BACK)
         return bool(holding)
 
     # assembling -----------------------------------------------------------------------------------------------
@@ -228,10 +171,10 @@ class PromptPreassembler:
             )
         except KedgeError as error:
             logger.warning("agent %s is not prepared: %s", preparation.request.agent, error)
-            self._drop(preparation, Ended.FAILED)
+            self.drop(preparation, Ended.FAILED)
         except Exception:  # out of memory, say: the request itself is going to be planned when it comes
             logger.exception("agent %s could not be prepared", preparation.request.agent)
-            self._drop(preparation, Ended.FAILED)
+            self.drop(preparation, Ended.FAILED)
         return not preparation.stalled
 
     def _begin(self, preparation: PreparedPrompt) -> bool:
@@ -243,8 +186,8 @@ class PromptPreassembler:
             lease = self._cache.admit(preparation.key, space, tokens, limit, len(tokens), NEAR)
         except OutOfBlocks:
             return False
-        preparation.table = SlotTable.of(lease.blocks, self._block_size)
-        preparation.draft = self._runtime.draft(preparation.request, lease.spans)
+        preparation.table = SlotTable.of(lease.blocks, self._cache.block_size)
+        preparation.draft = self._runtime.planner.draft(preparation.request, lease.spans)
         self._begun += 1
         return True
 
@@ -266,15 +209,15 @@ class PromptPreassembler:
         before, translated = len(draft.sources), preparation.translates
         if segments > draft.drafted:
             began, posted = time.monotonic(), len(draft.sentinels)
-            translations = self._runtime.grow(draft, request, segments)
-            self._translate_into(table, translations)
+            translations = self._runtime.planner.grow(draft, request, segments)
+            self._write(request, table, translations)
             if new := draft.sentinels[posted:]:
                 preparation.sentinels.append(self._sentinels.read(table, new))
             if translations:
                 tokens = sum(one.tokens for one in translations)
                 self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
         if preparation.plan is None and segments == len(request.segments):
-            preparation.plan = self._runtime.seal(draft, request)
+            preparation.plan = self._runtime.planner.seal(draft, request)
         if draft.dense:
             preparation.sentinels.clear()
         if translated and draft.dense:  # what was written and computed beside it must not be seen
@@ -289,22 +232,19 @@ class PromptPreassembler:
             lease = self._cache.extend(preparation.key, room, steps)
         except OutOfBlocks:
             return False
-        preparation.table = SlotTable.of(lease.blocks, self._block_size)
+        preparation.table = SlotTable.of(lease.blocks, self._cache.block_size)
         return True
 
     # ends -----------------------------------------------------------------------------------------------------
 
-    def failed(self, preparation: PreparedPrompt) -> None:
-        """Drop a prompt that made the model raise."""
-        self._drop(preparation, Ended.FAILED)
-
     def shut(self) -> None:
         """Withdraw everything at the engine's end."""
         for preparation in (*self.expected.values(), *self._claimed):
-            self._drop(preparation, Ended.CANCELLED)
+            self.drop(preparation, Ended.CANCELLED)
 
-    def _drop(self, preparation: PreparedPrompt, ended: Ended) -> None:
-        self._forget(preparation)
+    def drop(self, preparation: PreparedPrompt, ended: Ended) -> None:
+        super().drop(preparation, ended)
+        self._stop(preparation)
         if preparation in self._claimed:
             self._claimed.remove(preparation)
         if preparation.admitted:
@@ -315,9 +255,8 @@ class PromptPreassembler:
             preparation.table = None
             self.wake()
 
-    def _forget(self, preparation: PreparedPrompt) -> None:
-        """Remove it from the prompts in progress."""
-        self.expected = {key: one for key, one in self.expected.items() if one is not preparation}
+    def _stop(self, preparation: PreparedPrompt) -> None:
+        """Compute nothing more of a prompt."""
         if preparation in self._ahead:
             self._ahead.remove(preparation)
 
@@ -325,13 +264,3 @@ class PromptPreassembler:
         """Return counts of prompts that held blocks, `live` and by how they ended."""
         live = sum(one.admitted for one in (*self.expected.values(), *self._claimed))
         return {"begun": self._begun, "live": live, **{one.value: self._ended[one] for one in Ended}}
-
-
-def _filled(request: GenerateRequest, values: Mapping[SampleId | None, Tokens]) -> GenerateRequest:
-    """Return the request with `values` filled in wherever it waits for them."""
-    waiting = (one.is_placeholder and not one.tokens for one in request.segments)
-    filled = (
-        replace(one, tokens=value) if waits and (value := values.get(one.sample)) else one
-        for one, waits in zip(request.segments, waiting, strict=True)
-    )
-    return replace(request, segments=tuple(filled))

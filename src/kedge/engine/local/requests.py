@@ -1,5 +1,5 @@
-"""The requests of an engine, from when they are queued until their streams have ended, and their admission: finding KV
-and room for a sequence, and planning where the tokens of its prompt come from.
+"""The requests of an engine, from when they are queued until their streams have ended: their admission, which finds KV
+and room for a sequence and plans where the tokens of its prompt come from, and their answers.
 
 Whatever is raised on behalf of one request while its answer is drawn ends that request, and nothing else.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import takewhile
@@ -20,8 +20,7 @@ from kedge.cache import Lease
 from kedge.discovery import Served
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.sampler import draw_tokens
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence, Work
 from kedge.engine.local.sessions import ending
 from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError, TranslationRefused
 from kedge.kv.storage import SlotTable
@@ -34,8 +33,8 @@ Drawing = tuple[RequestSequence, Tensor]
 
 
 class Requests:
-    """The register of requests: it queues them, draws the tokens of those whose prompts are computed, frees their
-    blocks and ends them. Called by the engine's owner thread only.
+    """The register of requests: it queues and admits them, draws the tokens of those whose prompts are computed, frees
+    their blocks and ends them. Called by the engine's owner thread only.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -63,7 +62,7 @@ class Requests:
         victim = self._parts.scheduler.victim(sequence)
         if victim is None:
             return False
-        self._parts.learning.forget(victim)
+        self._parts.learning.backlog.forget(victim)
         self.release(victim)
         if victim.waits_for_first_token:
             victim.plan = None
@@ -105,7 +104,7 @@ class Requests:
         if sequence.is_over:
             return
         self._parts.scheduler.done(sequence)
-        self._parts.learning.forget(sequence)
+        self._parts.learning.backlog.forget(sequence)
         if sequence.turn:
             self._parts.sessions.cancelled(sequence.turn)
         self._parts.plain.ended(sequence.namespace, sequence.request.request_id)
@@ -248,66 +247,54 @@ class Requests:
             logger.exception("request %s ends: an error was raised when %s", sequence.request.request_id, when)
             self.end(sequence, GenerationFailed.of(sequence.request.request_id, when, error))
 
-
-class Admission:
-    """The admission of sequences, which leases blocks to them. A request takes blocks from speculatively prepared
-    prompts, learning and base prefills; these take free blocks only. If there is no other way, the first request of a
-    tenant takes the blocks of another tenant's youngest one, which is computed again later.
-    """
-
-    def __init__(self, parts: EngineParts, requests: Requests) -> None:
-        """`requests` preempts a running request for another one, and ends one that cannot be planned."""
-        self._parts, self._requests = parts, requests
+    # admission ------------------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> bool:
-        """Find KV and room for a sequence. Returns False if it has to wait for blocks, or has ended with an error."""
+        """Find KV and room for a sequence. Returns False if it has to wait for blocks, or has ended with an error.
+
+        A request takes blocks from speculatively prepared prompts, learning and base prefills; these take free blocks
+        only. If there is no other way, the first request of a tenant takes the blocks of another tenant's youngest one,
+        which is computed again later.
+        """
         if isinstance(sequence, RequestSequence):
             try:
                 return self._begin(sequence)
             except KedgeError as error:
-                self._requests.end(sequence, error)
+                self.end(sequence, error)
             except Exception as error:  # out of memory, say: planning is this request's alone
                 failure = GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error)
-                self._requests.end(sequence, failure)
+                self.end(sequence, failure)
             return False
-        lease = self._try_lease(sequence, len(sequence.tokens))
-        while lease is None and isinstance(sequence, BaseJob) and sequence.is_awaited and self._reclaim_spare():
-            lease = self._try_lease(sequence, len(sequence.tokens))
+        awaited = isinstance(sequence, BaseJob) and sequence.is_awaited
+        lease = self._lease(sequence, len(sequence.tokens), self._reclaim_spare if awaited else lambda: False)
         if lease is None:
             return False
         sequence.table = SlotTable.of(lease.blocks, self._parts.cache.block_size)
         sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
         return True
 
-    # what `Scheduler` asks of requests that may have to step aside -----------------------------------------------
-
-    @property
-    def lets_pass(self) -> bool:
-        """Whether others go before a request that waits for its KV."""
-        return self._parts.loading.lets_pass
-
-    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
+    def is_ready(self, sequence: RequestSequence) -> bool:
         """Return whether to admit a request now: its KV is loaded and, where others run too, base KV of its values is
         there. Alone, its exact prefill delays no other request, and base KV is computed in idle time.
         """
+        busy = bool(self._parts.running)
         return self._parts.loading.is_ready(sequence) and not self._parts.learning.awaits_base(sequence, busy=busy)
 
-    # leases -------------------------------------------------------------------------------------------------------
-
     def _begin(self, sequence: RequestSequence) -> bool:
-        """Lease blocks to a request, taking them from prepared prompts first, then from prompts kept for learning, from
-        base prefills, and from another tenant's requests; then plan its prompt and write what is translated. One that
-        was preempted is computed again, as far as its tokens are not cached. Returns False if there is no room now.
+        """Lease blocks to a request, plan its prompt and write what is translated. One that was preempted is computed
+        again, as far as its tokens are not cached. Returns False if there is no room now.
         """
         parts, began = self._parts, time.monotonic()
         is_resumed = sequence.plan is not None
         prepared = None if is_resumed else sequence.preparation
         adopted = parts.preassembly.adopt(sequence, prepared) if prepared else None
-        lease = adopted or self._try_lease(sequence, sequence.room)
-        while lease is None:
-            if not (self._reclaim_spare() or parts.learning.reclaim_job() or self._requests.preempt(sequence)):
-                return False
-            lease = self._try_lease(sequence, sequence.room)
+        lease = adopted or self._lease(
+            sequence,
+            sequence.room,
+            lambda: self._reclaim_spare() or parts.learning.reclaim_job() or self.preempt(sequence),
+        )
+        if lease is None:
+            return False
         sequence.table = SlotTable.of(lease.blocks, parts.cache.block_size)
         if is_resumed:
             sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
@@ -317,7 +304,17 @@ class Admission:
         if adopted:
             sequence.plan, sequence.todo = parts.preassembly.complete(sequence)
         else:
-            matched = self._plan(sequence, sequence.table, lease)
+            plan = parts.runtime.plan(sequence.request, lease.spans)
+            matched = time.monotonic()
+            if sequence.request.guard.afresh and not plan.translates:
+                raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
+            parts.write(sequence.request, sequence.table, plan.translations)
+            sequence.plan, sequence.todo = plan, plan.computed
+            if plan.sentinels:
+                sequence.sentinels = [parts.sentinels.read(sequence.table, plan.sentinels)]
+            if plan.translations:
+                seconds = time.monotonic() - planned
+                parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
         sequence.parts = {
             "queue": began - sequence.arrival - waited,
             "match": matched - planned,
@@ -328,29 +325,16 @@ class Admission:
             sequence.parts["load"] = waited
         return True
 
-    def _plan(self, sequence: RequestSequence, table: SlotTable, lease: Lease) -> float:
-        """Plan and write the translated spans. Returns the time at which planning ended."""
-        parts, began = self._parts, time.monotonic()
-        plan = parts.runtime.plan(sequence.request, lease.spans)
-        matched = time.monotonic()
-        if sequence.request.guard.afresh and not plan.translates:
-            raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
-        sequence.plan = parts.assembler.assemble(sequence.request, table, plan)
-        sequence.todo = sequence.plan.computed
-        if sequence.plan.sentinels:
-            sequence.sentinels = [parts.sentinels.read(table, sequence.plan.sentinels)]
-        if plan.translations:
-            seconds = time.monotonic() - began
-            parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
-        return matched
-
     def _reclaim_spare(self) -> bool:
         """Free blocks of work that no request waits for. Returns False if there is none."""
         return self._parts.preassembly.give_back() or self._parts.learning.reclaim()
 
-    def _try_lease(self, sequence: Sequence, room: int) -> Lease | None:
+    def _lease(self, sequence: Sequence, room: int, reclaim: Callable[[], bool]) -> Lease | None:
+        """Lease blocks for `room` tokens. None if there are too few, also with those that `reclaim` frees."""
         key, tokens, limit = sequence.key, sequence.tokens, sequence.exact_limit
-        try:
-            return self._parts.cache.admit(key, sequence.namespace, tokens, limit, room)
-        except OutOfBlocks:
-            return None
+        while True:
+            try:
+                return self._parts.cache.admit(key, sequence.namespace, tokens, limit, room)
+            except OutOfBlocks:
+                if not reclaim():
+                    return None

@@ -83,10 +83,6 @@ class Sampler:
             raise token
         return token
 
-    def uniform(self) -> Tensor:
-        """Return the next random number of this request: float64 [1] in [0, 1)."""
-        return torch.rand(1, generator=self.generator, dtype=torch.float64)
-
 
 def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
     """Draw the next token of every request from logits [requests, vocab], in which those of tokens that a request's
@@ -177,7 +173,8 @@ def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         dropped[:, 0] = False
         weights = weights.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
     cumulative = weights.cumsum(-1)
-    at = torch.cat([sampler.uniform() for sampler in samplers]).to(logits.device)[:, None] * cumulative[:, -1:]
+    uniform = torch.cat([torch.rand(1, generator=one.generator, dtype=torch.float64) for one in samplers])
+    at = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 

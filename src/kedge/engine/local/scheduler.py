@@ -1,5 +1,5 @@
-"""Continuous batching: the choice of sequences and positions for the next pass, and the order in which every tenant's
-waiting requests are served, by what of their prompts is cached.
+"""Continuous batching: the choice of sequences and positions for the next pass, the order in which every tenant's
+waiting requests are served, by what of their prompts is cached, and who waits for KV from the host.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from kedge.cache import CacheManager
+from kedge.cache import CacheManager, Readiness
 from kedge.engine.common.logprobs import LOGIT_ROWS
-from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence
+from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work
 from kedge.engine.local.sessions import SessionCaching
+from kedge.policies.prefetch import MAX_WAIT_S
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
-from kedge.reuse.costs import EngineCosts
+from kedge.reuse.costs import LEARNING_SHARE, EngineCosts
 from kedge.structures.bounded import BoundedDict
 from kedge.types import TenantId
 
@@ -104,15 +105,11 @@ class FairQueue(Generic[T]):
         self._queues[tenant][item] = _Waiting(cost, next(self._arrivals))
         self._owners[item] = tenant
 
-    def take(self, item: T) -> None:
-        """Remove an item to serve it, and charge its tenant the item's cost."""
-        tenant = self._owners[item]
-        self.charge(tenant, self._queues[tenant][item].cost)
-        self.remove(item)
-
-    def remove(self, item: T) -> None:
-        """Remove an item without serving it, at no cost."""
+    def take(self, item: T, *, is_served: bool = True) -> None:
+        """Remove an item, and charge its tenant the item's cost if it is served."""
         tenant = self._owners.pop(item)
+        if is_served:
+            self.charge(tenant, self._queues[tenant][item].cost)
         del self._queues[tenant][item]
         if not self._queues[tenant]:
             del self._queues[tenant]
@@ -193,7 +190,7 @@ class ServiceOrders:
                 self._arranged[tenant] = order
                 changed = True
         if changed and overloaded:
-            self._sessions.waiting([one.turn for one in queue if one.turn])
+            self._sessions.ledger.waiting([one.turn for one in queue if one.turn])
 
     def _missing(self, sequence: RequestSequence) -> float:
         """Return the share of a prompt that would have to be computed; translation is not foreseen."""
@@ -202,19 +199,6 @@ class ServiceOrders:
             return missing_share(total, prepared.ready)
         status = self._cache.status(sequence.namespace, sequence.tokens[: sequence.exact_limit])
         return missing_share(total, status.device_tokens, status.host_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A sequence's share of the next pass: its positions, ascending."""
-
-    sequence: Sequence
-    positions: list[int]
-
-    @property
-    def logit_rows(self) -> int:
-        """Number of positions, the last ones, that need logits."""
-        return len(self.positions) if self.sequence.needs_all_logits else 1
 
 
 @dataclass(slots=True)
@@ -227,34 +211,69 @@ class _Pass:
     """Rows of logits of whole prompts that still fit"""
     reach: float
     """Context over which attending takes as long as all else that a token takes: it counts as two then"""
+    costs: EngineCosts
+    allowed: Allowances | None
+    """None where only one tenant runs"""
     work: list[Work] = field(default_factory=list)
 
     def add(self, sequence: Sequence, most: int = sys.maxsize) -> int:
-        """Add up to `most` positions of a sequence. Returns their number."""
+        """Add up to `most` positions of a sequence within its tenant's allowance. Returns their number."""
+        seconds = None if self.allowed is None else self.allowed.get(sequence.tenant, 0.0)
+        if seconds is not None:  # at least one token while any time is left
+            within = self.costs.tokens_within(seconds - self.costs.added_seconds(0, 1), len(sequence.todo))
+            most = min(most, max(1, within) if seconds > 0 else 0)
         each = 1 + sequence.todo[0] / self.reach if sequence.todo else 1
         most = min(most, int(self.left / each), self.rows if sequence.needs_all_logits else sys.maxsize)
         positions = sequence.todo[: max(0, most)]
         if positions:
             self.work.append(Work(sequence, positions))
+            if self.allowed is not None:
+                self.allowed[sequence.tenant] -= self.costs.added_seconds(len(positions), 1)
         self.left -= math.ceil(each * len(positions))
         self.rows -= len(positions) if sequence.needs_all_logits else 0
         return len(positions)
 
 
-class Admitting(Protocol):
-    """The interface to the admission of sequences, also of requests that have to wait for KV: to come from the host, or
-    to be computed for several at once.
+class Loading:
+    """The requests that wait for KV from the host: which ones, for how long, and when they stop waiting. Without a host
+    tier no request waits.
     """
 
-    def admit(self, sequence: Sequence) -> bool:
-        """Find room for a sequence. Returns False if it has to wait for blocks."""
+    def __init__(self, cache: CacheManager, has_host: bool) -> None:
+        self._cache, self._has_host = cache, has_host
+        self._waited, self._stall_s = 0, 0.0
 
-    @property
-    def lets_pass(self) -> bool:
-        """Whether requests behind one that waits for KV may go first."""
+    def is_ready(self, sequence: RequestSequence) -> bool:
+        """Return whether to admit `sequence` now: its KV is there (always if it was prepared), or it has waited so long
+        that the rest is computed.
+        """
+        if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
+            return True
+        if sequence.load_asked is not None and time.monotonic() - sequence.load_asked > MAX_WAIT_S:
+            self.give_up(sequence)
+            return True
+        reusable = sequence.tokens[: sequence.exact_limit]
+        if self._cache.demand(sequence.key, sequence.namespace, reusable) is Readiness.READY:
+            return True
+        if sequence.load_asked is None:
+            sequence.load_asked = time.monotonic()
+            self._waited += 1
+        return False
 
-    def is_ready(self, sequence: RequestSequence, *, busy: bool) -> bool:
-        """Return whether to admit a request now; `busy` if others run."""
+    def give_up(self, sequence: RequestSequence) -> None:
+        """Stop waiting: use what has been loaded, and compute the rest."""
+        sequence.gave_up = True
+        self._cache.withdraw(sequence.key)
+
+    def ended(self, sequence: RequestSequence, now: float) -> float:
+        """Forget a sequence that was admitted or has ended. Returns the seconds that it waited."""
+        waited = 0.0 if sequence.load_asked is None else now - sequence.load_asked
+        self._stall_s += waited
+        return waited
+
+    def stats(self) -> dict[str, float]:
+        """Return how many requests waited for a load, and for how many seconds in all, while others ran."""
+        return {"waited": self._waited, "stall_s": self._stall_s}
 
 
 class Scheduler:
@@ -262,7 +281,7 @@ class Scheduler:
     `max_batch_tokens` a pass.
 
     Decoding sequences go first (one token each), then prefills that have begun, then new requests. Base prefills take
-    at most `learning_share` of a pass while requests wait for their first token. Prompts that are assembled ahead come
+    at most `LEARNING_SHARE` of a pass while requests wait for their first token. Prompts that are assembled ahead come
     only when none does, in small pieces; beside decodes only the few tokens that a translated one needs, and only
     beside so few that it delays all of them by less than it spares its request.
 
@@ -277,29 +296,31 @@ class Scheduler:
 
     def __init__(
         self,
-        admission: Admitting,
+        admit: Callable[[Sequence], bool],
+        is_ready: Callable[[RequestSequence], bool],
         costs: EngineCosts,
         max_batch_tokens: int,
         max_running: int,
-        learning_share: float,
-        jobs: deque[BaseJob] | None = None,
-        ahead: deque[PreparedPrompt] | None = None,
-        running: list[RequestSequence] | None = None,
+        jobs: deque[BaseJob],
+        ahead: deque[PreparedPrompt],
+        running: list[RequestSequence],
         service: ServiceOrders | None = None,
         reach: float = math.inf,
     ) -> None:
-        """Start with empty queues. `jobs` and `ahead` are filled by others, `running` is only looked at by them."""
+        """Start with empty queues. `admit` finds room for a sequence, `is_ready` says whether to admit a request now.
+        `jobs` and `ahead` are filled by others, `running` is only looked at by them.
+        """
         self._service, self._reach = service, reach
-        self._admission, self._costs = admission, costs
-        self._budget, self._max_running, self._learning_share = max_batch_tokens, max_running, learning_share
+        self._admit, self._is_ready, self._costs = admit, is_ready, costs
+        self.lets_pass = True
+        """Whether others go before a request that waits (KVFlow: status-aware scheduling); a benchmark says False"""
+        self._budget, self._max_running = max_batch_tokens, max_running
         self.passes = 0
         """Number of calls of `schedule`."""
         self.waiting: FairQueue[RequestSequence] = FairQueue()
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
-        self.jobs: deque[BaseJob] = deque() if jobs is None else jobs
-        self.ahead: deque[PreparedPrompt] = deque() if ahead is None else ahead
-        self.running: list[RequestSequence] = [] if running is None else running
+        self.jobs, self.ahead, self.running = jobs, ahead, running
         self.preempted: deque[RequestSequence] = deque()
         """Requests that lost their blocks to another tenant's, with their answers so far."""
 
@@ -335,22 +356,27 @@ class Scheduler:
         """Admit requests that have room, and fill the next pass."""
         self._admit_waiting()
         self.passes += 1
-        filling, waits = _Pass(self._budget, LOGIT_ROWS, self._reach), self.someone_waits
-        allowed = self._allowances()
-        decoding = (one for one in self.running if not one.waits_for_first_token)
-        self._add_requests(filling, sorted(decoding, key=lambda one: one.last_pass), allowed)  # left out longest first
+        filling = _Pass(self._budget, LOGIT_ROWS, self._reach, self._costs, self._allowances())
+        waits = self.someone_waits
+        decoding = [one for one in self.running if not one.waits_for_first_token]
         prefills = [one for one in self.running if one.waits_for_first_token]
-        self._add_requests(filling, [one for one in prefills if len(one.todo) <= FEW], allowed)
-        self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget, allowed)
+        short = [one for one in prefills if len(one.todo) <= FEW]
+        for one in (*sorted(decoding, key=lambda one: one.last_pass), *short):  # left out longest first
+            filling.add(one)
+        self._add_jobs(filling, [job for job in self.jobs if job.is_awaited], self._budget)
+        unawaited = [job for job in self.jobs if not job.is_awaited]
         if waits:
-            unawaited = [job for job in self.jobs if not job.is_awaited]
-            self._add_jobs(filling, unawaited, int(self._learning_share * self._budget), allowed)
-        self._add_requests(filling, [one for one in prefills if len(one.todo) > FEW], allowed)
+            self._add_jobs(filling, unawaited, int(LEARNING_SHARE * self._budget))
+        for one in [one for one in prefills if len(one.todo) > FEW]:
+            filling.add(one)
         if not waits and self.jobs:
-            self._add_jobs(filling, [job for job in self.jobs if not job.is_awaited], JOB_CHUNK, allowed)
+            self._add_jobs(filling, unawaited, JOB_CHUNK)
         elif not waits and self.works_ahead:
-            for one in [one for one in self.ahead if one.translates or not self.running][:1]:
-                filling.add(one, AHEAD_CHUNK)
+            filling.allowed = None  # it comes out of nobody's share: it delays all by less than it saves
+            for ahead in [one for one in self.ahead if one.translates or not self.running][:1]:
+                filling.add(ahead, AHEAD_CHUNK)
+        for item in filling.work:
+            item.sequence.last_pass = self.passes
         return filling.work
 
     # admission ------------------------------------------------------------------------------------------------
@@ -358,12 +384,12 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         room = self._admit_aside()
         while sequence := self._next(room and len(self.loading) < self._max_running):
-            if not self._admission.is_ready(sequence, busy=bool(self.running)):
-                if not self._admission.lets_pass:
+            if not self._is_ready(sequence):
+                if not self.lets_pass:
                     return
                 self._take(sequence)
                 self.loading.append(sequence)
-            elif not self._start(sequence):
+            elif not self._start(sequence, self._take):
                 if not room or self._is_first(sequence):
                     return
                 room = False
@@ -385,20 +411,19 @@ class Scheduler:
     def _admit_aside(self) -> bool:
         """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""
         room = True
-        for sequence in (*self.preempted, *self.loading):
-            is_ready = sequence in self.preempted or self._admission.is_ready(sequence, busy=bool(self.running))
-            if is_ready and self._has_place(sequence):
-                room &= self._start(sequence)
+        for queue in (self.preempted, self.loading):
+            for sequence in tuple(queue):
+                if (queue is self.preempted or self._is_ready(sequence)) and self._has_place(sequence):
+                    room &= self._start(sequence, queue.remove)
         return room
 
-    def _start(self, sequence: RequestSequence) -> bool:
-        """Admit a request. Returns False if it lacks room; one that has ended with an error blocks no other."""
-        if not self._admission.admit(sequence):
+    def _start(self, sequence: RequestSequence, leave: Callable[[RequestSequence], None]) -> bool:
+        """Admit a request, which is to `leave` its queue. Returns False if it lacks room; one that has ended with an
+        error blocks no other.
+        """
+        if not self._admit(sequence):
             return sequence.is_over
-        if sequence in self.waiting:
-            self._take(sequence)
-        else:
-            (self.preempted if sequence in self.preempted else self.loading).remove(sequence)
+        leave(sequence)
         self.running.append(sequence)
         return True
 
@@ -439,8 +464,6 @@ class Scheduler:
         pending += sum(len(job.todo if job.admitted else job.tokens) for job in self.jobs if job.is_awaited)
         return len(self.running) < self._max_running and pending < self._budget
 
-    # one pass -------------------------------------------------------------------------------------------------
-
     def _allowances(self) -> Allowances | None:
         """Return the seconds that each tenant's work may add to the pass; None if only one tenant runs."""
         wanted: dict[TenantId, list[int]] = {}
@@ -452,37 +475,18 @@ class Scheduler:
         least = min(self._costs.pass_seconds(min(sum(many), share), len(many)) for many in wanted.values())
         return dict.fromkeys([*wanted, *(job.tenant for job in self.jobs)], least)
 
-    def _add_requests(self, filling: _Pass, sequences: Iterable[RequestSequence], allowed: Allowances | None) -> None:
-        for sequence in sequences:
-            if self._add(filling, sequence, sys.maxsize, allowed):
-                sequence.last_pass = self.passes
-
-    def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int, allowed: Allowances | None) -> None:
+    def _add_jobs(self, filling: _Pass, jobs: Iterable[BaseJob], most: int) -> None:
         """Add base prefills, oldest first, up to the first one without room."""
         for job in jobs:
-            if min(most, filling.left) <= 0 or not (job.admitted or self._admission.admit(job)):
+            if min(most, filling.left) <= 0 or not (job.admitted or self._admit(job)):
                 return
-            most -= self._add(filling, job, most, allowed)
-
-    def _add(self, filling: _Pass, sequence: Sequence, most: int, allowed: Allowances | None) -> int:
-        """Add up to `most` positions of a sequence within its tenant's allowance. Returns their number."""
-        if allowed is None:
-            return filling.add(sequence, most)
-        tenant = sequence.tenant
-        affordable, seconds = 0, allowed.get(tenant, 0.0)
-        if seconds > 0:  # at least one token while any time is left
-            within = self._costs.tokens_within(seconds - self._costs.added_seconds(0, 1), len(sequence.todo))
-            affordable = max(1, within)
-        count = filling.add(sequence, min(most, affordable))
-        if count:
-            allowed[tenant] -= self._costs.added_seconds(count, 1)
-        return count
+            most -= filling.add(job, most)
 
     def done(self, sequence: Sequence) -> None:
         """Remove a sequence from whatever queue it is in."""
         if isinstance(sequence, RequestSequence):
             if sequence in self.waiting:
-                self.waiting.remove(sequence)
+                self.waiting.take(sequence, is_served=False)
             if self._service:
                 self._service.ended(sequence)
         for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):

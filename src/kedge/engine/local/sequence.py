@@ -1,19 +1,26 @@
-"""Sequences, the scheduler's units of work: tokens with a cache lease, on their way through prefill and decode."""
+"""Sequences, the scheduler's units of work: tokens with a cache lease, on their way through prefill and decode; and the
+batch that several of them make in one pass.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Self
+
+import torch
 
 from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.local.attention.paged import Batch, SequenceSlice
 from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.engine.local.sentinels import SentinelRows
-from kedge.kv.storage import SlotTable
+from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.policies.sessions import Turn
-from kedge.reuse.layout import known_segments, next_stop, plan_key
+from kedge.reuse.ahead import ExpectedPrompt
+from kedge.reuse.layout import known_segments
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import Draft
 from kedge.reuse.reasons import with_reasons
 from kedge.reuse.runtime import Cut
 from kedge.types import (
@@ -40,8 +47,16 @@ class Sequence:
     table: SlotTable | None = None
     todo: list[int] = field(default_factory=list)
     """Positions to compute; the last one yields the next token."""
+    last_pass: int = 0
+    """Number of the last pass that it was part of."""
     sentinels: list[SentinelRows] = field(default_factory=list)
     """Translated KV of tokens that are computed as well, until the two are compared"""
+
+    @classmethod
+    def at(cls, tokens: list[int], slot: int) -> Self:
+        """Return a sequence without a lease, in the slots from `slot` on: for checks and measurements."""
+        table = SlotTable(torch.arange(slot, slot + len(tokens)))
+        return cls(RequestId(""), Namespace(TenantId("")), tokens, table)
 
     @property
     def tenant(self) -> TenantId:
@@ -76,14 +91,11 @@ class BaseJob(Sequence):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PreparedPrompt(Sequence):
-    """The prompt of a request that is expected, as far as its segments are known. `tokens` are the known ones; `todo`
-    never has the last token of a whole prompt, which is left to the request.
+class PreparedPrompt(ExpectedPrompt, Sequence):
+    """A prompt that is assembled ahead, drafted once it holds blocks. `tokens` are the known ones; `todo` never has the
+    last token of a whole prompt, which is left to the request.
     """
 
-    request: GenerateRequest
-    draft: Draft | None = None
-    """Set once it holds blocks."""
     plan: ReusePlan | None = None
     """Set once all of the prompt has been drafted."""
     stalled: bool = False
@@ -96,36 +108,12 @@ class PreparedPrompt(Sequence):
         return new
 
     def learn(self, request: GenerateRequest) -> None:
-        """Take over a request with more known segments."""
         known = request.segments[: known_segments(request)]
         self.request, self.tokens, self.stalled = request, [t for segment in known for t in segment.tokens], False
-
-    def agrees(self, request: GenerateRequest) -> bool:
-        """Return whether `request` is the expected one, as far as this is assembled."""
-        mine, drafted, held = self.request, 0, 0
-        if self.draft is not None:
-            drafted, held = self.draft.drafted, len(self.draft.sources)
-        return (
-            request.prompt_logprobs is None  # a prompt with logprobs must run through the model
-            and plan_key(mine) == plan_key(request)
-            and mine.segments[:drafted] == request.segments[:drafted]
-            and mine.tokens[:held] == request.tokens[:held]
-        )
 
     @property
     def exact_limit(self) -> int:
         return len(self.tokens) - (known_segments(self.request) == len(self.request.segments))
-
-    @property
-    def drafts_on(self) -> bool:
-        """Whether known segments are not drafted yet."""
-        return (self.draft.drafted if self.draft else 0) < known_segments(self.request)
-
-    @property
-    def next_stop(self) -> int:
-        """Number of known segments up to the end of the next placeholder's prefix segment."""
-        assert self.draft is not None
-        return next_stop(self.request, self.draft.drafted)
 
     @property
     def translates(self) -> bool:
@@ -178,8 +166,6 @@ class RequestSequence(Sequence):
     """Base prefills that it waits for before its admission; None before the first check."""
     is_over: bool = False
     """Whether its stream has ended, with a completion or an error."""
-    last_pass: int = 0
-    """Number of the last pass that it was part of."""
     turn: Turn | None = None
     """Its place in its session; None where it reuses nothing."""
 
@@ -267,3 +253,49 @@ class RequestSequence(Sequence):
             logprobs=tuple(self.logprobs.answer),
             prompt_logprobs=tuple(self.logprobs.prompt),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence's share of the next pass: its positions, ascending."""
+
+    sequence: Sequence
+    positions: list[int]
+
+    @property
+    def logit_rows(self) -> int:
+        """Number of positions, the last ones, that need logits."""
+        return len(self.positions) if self.sequence.needs_all_logits else 1
+
+
+def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
+    """Return one batch of all positions, with logits after the last position, or several, of each sequence."""
+    device = storage.keys.device
+    tables = [item.sequence.table for item in work if item.sequence.table is not None]
+    tokens = [item.sequence.tokens[p] for item in work for p in item.positions]
+    positions = torch.tensor([p for item in work for p in item.positions])
+    slots = torch.cat([table.slots[torch.tensor(item.positions)] for item, table in zip(work, tables, strict=True)])
+    slices: list[SequenceSlice] = []
+    logits_rows: list[int] = []
+    start = 0
+    for item, table in zip(work, tables, strict=True):
+        stop, context = start + len(item.positions), item.positions[-1] + 1
+        one = SequenceSlice(
+            start=start,
+            stop=stop,
+            runs=table.runs(0, context),
+            context=context,
+            positions=positions[start:stop].to(device),
+            contiguous=item.positions[0] == context - len(item.positions),
+        )
+        slices.append(one)
+        logits_rows += range(stop - item.logit_rows, stop)
+        start = stop
+    return Batch(
+        tokens=torch.tensor(tokens, device=device),
+        positions=positions.to(device),
+        slots=slots.to(device),
+        sequences=slices,
+        logits_rows=torch.tensor(logits_rows, device=device),
+        storage=storage,
+    )

@@ -5,7 +5,7 @@ the fixed part of every agent's prompt (KVFlow, section 3.3).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kedge.cache import CacheManager, EvictionPolicy
 from kedge.hints.actions import ActionOutcome
@@ -41,10 +41,6 @@ class SessionCaching:
         self.advance()
         self._cache.on_label(namespace, turn.session, tokens, backed_up=False)
         return turn
-
-    def waiting(self, turns: Iterable[Turn]) -> None:
-        """Protect what is cached of waiting prompts by their places in the order of service."""
-        self.ledger.waiting(turns)
 
     def answered(self, turn: Turn, tokens: Sequence[int], end: TurnEnd) -> None:
         """Keep the whole history of a session, `tokens`, from the end of a turn on; it is backed up."""

@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kedge.engine.base import Engine
-from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, packed, portable
+from kedge.engine.process.messages import Answer, Call, Failed, Packed, packed, portable
 from kedge.errors import ConfigError, EngineClosed, Overloaded
 from kedge.types import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
-Sent = Packed | Answer | Ready | Failed
+Sent = Packed | Answer | Failed
 IN_ORDER = frozenset({"submit", "end_run", "forecast", "prepare"})
 """Methods that return at once. The others may wait for a step, and are called on threads of their own."""
 ASKING = 16
@@ -106,7 +106,7 @@ class Host:
 
     def serve(self) -> int:
         """Return the process's exit code."""
-        self._outbox.put(Ready(self._engine.tokenizer))
+        self._outbox.put(Answer(0, pickle.dumps(self._engine.tokenizer)))
         try:
             while (failure := self._engine.failure) is None:
                 if self._connection.poll(LOOK) and not self._take(pickle.loads(self._connection.recv_bytes())):
@@ -166,7 +166,7 @@ def main(descriptor: int) -> None:
         make: Callable[[], Engine] = pickle.loads(connection.recv_bytes())
         engine = make()
     except Exception as error:  # the program raises it
-        connection.send_bytes(pickle.dumps([Ready(error=portable(error))]))
+        connection.send_bytes(pickle.dumps([Answer(0, error=portable(error))]))
         return
     code = Host(engine, connection).serve()
     for stream in (sys.stdout, sys.stderr):

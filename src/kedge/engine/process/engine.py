@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from kedge.engine.base import Engine, Quota, Tokenizer
 from kedge.engine.common.stream import TokenStream
-from kedge.engine.process.messages import Answer, Call, Failed, Packed, Ready, unpacked
+from kedge.engine.process.messages import Answer, Call, Failed, Packed
 from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError
 from kedge.hints.actions import ActionOutcome
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
+from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
@@ -49,15 +49,6 @@ def start() -> tuple[subprocess.Popen[bytes], Connection]:
             env={**os.environ, "PYTHONPATH": path},
         )
     return process, Connection(ours.detach())
-
-
-def wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that has hung up."""
-    try:
-        return process.wait(ENDING)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 class ProcessEngine(Engine):
@@ -88,15 +79,16 @@ class ProcessEngine(Engine):
     def _begin(self, make: bytes) -> Tokenizer:
         try:
             self._connection.send_bytes(make)
-            [ready] = pickle.loads(self._connection.recv_bytes())
-            assert isinstance(ready, Ready)
+            [first] = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            ready = Ready(error=self._closed_error(f"ended with code {self._process.wait()} before it was ready"))
-        if ready.tokenizer is None:
+            error = self._closed_error(f"ended with code {self._process.wait()} before it was ready")
+            first = Answer(0, error=error)
+        if first.error is not None:
             self._connection.close()
             self._process.wait()
-            raise ready.error or self._closed_error("has no tokenizer")
-        return ready.tokenizer
+            raise first.error
+        tokenizer: Tokenizer = pickle.loads(first.value)
+        return tokenizer
 
     @property
     def pid(self) -> int:
@@ -228,7 +220,8 @@ class ProcessEngine(Engine):
         if isinstance(item, Failed):
             self._cause = item.error
             return None
-        number, heard = unpacked(item)
+        number = item[0]
+        heard = TokenDelta(item[1], item[2]) if len(item) == 3 else item[1]
         stream = self._streams[number]
         if isinstance(heard, BaseException) or heard.completion:
             with self._lock:
@@ -239,7 +232,11 @@ class ProcessEngine(Engine):
         """End all streams and calls of a process that has ended."""
         with self._sending:
             self._connection.close()
-        code = wait_for(self._process)
+        try:
+            code = self._process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
         with self._lock:
             cause = f"with code {code}" if self._cause is None else f"after {self._cause!r}"
             self._over = "was closed" if self._closing else f"ended by itself {cause}"

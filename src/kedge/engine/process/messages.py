@@ -6,9 +6,9 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from kedge.engine.base import Item, Tokenizer
+from kedge.engine.base import Item
 from kedge.errors import KedgeError
-from kedge.types import TokenDelta, Tokens
+from kedge.types import Tokens
 
 Packed = tuple[int, str, Tokens] | tuple[int, Item]
 """An item of the stream with this number; a delta with nothing but text and tokens goes without its class, which is
@@ -27,19 +27,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call, or its error."""
+    """The result of a call, or its error; the first one is the tokenizer of the engine that has started."""
 
     number: int
     value: bytes = b""
     """Pickled separately, so that a value that cannot be read fails only its caller."""
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The message that the engine has started, or, with an error, that it could not."""
-
-    tokenizer: Tokenizer | None = None
     error: BaseException | None = None
 
 
@@ -59,26 +51,12 @@ def packed(number: int, item: Item) -> Packed:
     return number, item.text, item.tokens
 
 
-def unpacked(data: Packed) -> tuple[int, Item]:
-    """Return the number of a stream and the item that was sent for it."""
-    if len(data) == 3:
-        return data[0], TokenDelta(data[1], data[2])
-    return data
-
-
 def portable(error: BaseException) -> BaseException:
-    """Return an error that can be pickled: itself, or else one with the same text."""
+    """Return an error that can be pickled: itself, or else one that shows its value, or all of it, as text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # foreign classes raise anything
         if isinstance(error, KedgeError):
-            return type(error)(error.key, Shown(repr(error.value)), error.why)
+            return type(error)(error.key, repr(error.value), error.why)
         return RuntimeError(repr(error))
     return error
-
-
-class Shown(str):
-    """The `repr` of a value that could not be sent."""
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -90,9 +90,8 @@ class Affinity:
         self._spill = spill
         self._homes = BoundedDict[RunKey, str](most_runs)
         self._held: Counter[str] = Counter()
-        """Number of fixed prompts by replica, with those that are expected there"""
+        """Number of fixed prompts by replica"""
         self._holders = BoundedDict[Template, frozenset[str]](most_templates, lambda _, on: self._held.subtract(on))
-        self._expected = BoundedDict[Template, str](most_templates, lambda _, replica: self._held.subtract([replica]))
 
     def order(self, caller: Caller, loads: Mapping[str, int]) -> list[str]:
         """Return the replicas, best first. `loads` has the length of each one's queue.
@@ -103,7 +102,7 @@ class Affinity:
         """
         room = min(loads.values(), default=0) + self._spill
         home = self._homes.get(caller.run_key) if caller.run_key else None
-        holders = self._holders.get(caller.template) or {self._expected.get(caller.template)}
+        holders = self._holders.get(caller.template, frozenset())
 
         def rank(replica: str) -> tuple[bool, bool, bool, int, int, int]:
             holds, load = replica in holders, loads[replica]
@@ -113,15 +112,11 @@ class Affinity:
         return sorted(loads, key=rank)
 
     def expect(self, caller: Caller, replica: str) -> None:
-        """Note that a call will go to this replica.
-
-        A fixed prompt that no replica holds counts there from now on, so that simultaneous calls spread.
+        """Note that a call will go to this replica: a fixed prompt that none holds counts there from now on, so that
+        simultaneous calls spread.
         """
-        if caller.template in self._holders:
-            return
-        self._drop_expectation(caller.template)
-        self._held[replica] += 1
-        self._expected[caller.template] = replica
+        if caller.template not in self._holders:
+            self._hold(caller.template, replica)
 
     def routed(self, caller: Caller, replica: str) -> None:
         """Note that a call went to this replica, which holds its run and its agent's fixed prompt from now on."""
@@ -130,10 +125,7 @@ class Affinity:
                 self._homes.pop(caller.run_key, None)
             else:
                 self._homes[caller.run_key] = replica
-        self._drop_expectation(caller.template)
-        before = self._holders.get(caller.template, frozenset())
-        self._held.update({replica} - before)
-        self._holders[caller.template] = before | {replica}
+        self._hold(caller.template, replica)
 
     def retain(self, replicas: Collection[str]) -> None:
         """Drop all replicas but these, with what they held. Their runs continue wherever they are sent next."""
@@ -143,12 +135,12 @@ class Affinity:
             self._holders[template] = on.intersection(replicas)
             if not self._holders[template]:
                 del self._holders[template]
-        self._expected.clear()
         self._held = Counter(replica for on in self._holders.values() for replica in on)
 
-    def _drop_expectation(self, template: Template) -> None:
-        if expected := self._expected.pop(template, None):
-            self._held[expected] -= 1
+    def _hold(self, template: Template, replica: str) -> None:
+        before = self._holders.get(template, frozenset())
+        self._held.update({replica} - before)
+        self._holders[template] = before | {replica}
 
 
 def rendezvous(key: Iterable[str], replica: str) -> int:

@@ -30,12 +30,12 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
 from kedge.integrations.vllm.engine.driver import Driver, sampling_params
-from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
+from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.requests import end_of_run, guard_hints, sampling_arguments
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
 from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
-from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
+from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
 
@@ -152,7 +152,7 @@ class ServerGuard:
         """Let the plug-in forget a run as soon as no check needs what it shared."""
 
         def end() -> None:
-            message = ADVICE_CALLS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
+            message = LATE_ANSWERS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
             asyncio.run_coroutine_threadsafe(message, self._loop)
 
         self.calls.checks.end_run(run, end)

@@ -231,8 +231,8 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
     if connector != NAME:
         raise ConfigError("kv_connector", connector, f"must be {NAME} for hints")
 
-    from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
+    from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 
-    if len(ADVICE_CALLS) >= ENTRIES:
-        raise Overloaded("hints", len(ADVICE_CALLS), f"at most {ENTRIES} calls wait for vLLM at once")
-    return await ADVICE_CALLS.ask(client.engine_core, namespace, given)
+    if len(LATE_ANSWERS) >= ENTRIES:
+        raise Overloaded("hints", len(LATE_ANSWERS), f"at most {ENTRIES} calls wait for vLLM at once")
+    return await LATE_ANSWERS.ask(client.engine_core, namespace, given)

@@ -1,8 +1,7 @@
 """Sessions that grow, pause and come back: found, and ranked by when they return."""
 
-from kedge.policies.sessions.advice import NO_SESSIONS, refused
 from kedge.policies.sessions.guard import Guard
-from kedge.policies.sessions.ledger import LedgerChanges, NextRuns, SessionLedger, Turn
+from kedge.policies.sessions.ledger import NO_SESSIONS, LedgerChanges, NextRuns, SessionLedger, Turn, refused
 from kedge.policies.sessions.tracker import SessionTracker
 from kedge.policies.sessions.turns import Chain, SessionHints, SessionKey, TurnEnd
 

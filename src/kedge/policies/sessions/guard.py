@@ -30,24 +30,6 @@ def leading(chain: Chain, cached: object) -> int:
     return count
 
 
-class LruShadow:
-    """Blocks by their last use; of one prompt the end goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[Hashable, None] = OrderedDict()
-
-    def access(self, chain: Chain) -> int:
-        """Return how many leading blocks of a prompt are hits, and cache all of it."""
-        hits = leading(chain, self._blocks)
-        for block in reversed(chain[: self._capacity]):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
-        return hits
-
-
 class StepShadow:
     """Blocks by the owners whose histories they are in: what has no owner goes first, then what is needed last."""
 
@@ -59,10 +41,6 @@ class StepShadow:
         self._owners: Counter[Hashable] = Counter()
         """Cached blocks -> number of their owners; those without are in `_free`"""
         self._free: OrderedDict[Hashable, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Return the number of cached blocks."""
-        return len(self._owners)
 
     def access(self, owner: Hashable, chain: Chain) -> int:
         """Return how many leading blocks of a prompt of `owner` are hits, and make all of it its history."""
@@ -135,19 +113,13 @@ class Guard:
         """Begin with the session policy, for a cache of `num_blocks` blocks."""
         self._every = max(1, num_blocks // SAMPLE)
         capacity = max(1, num_blocks // self._every)
-        self._lru, self._steps = LruShadow(capacity), StepShadow(capacity)
+        self._lru, self._steps = BoundedDict[Hashable, None](capacity), StepShadow(capacity)
         self._capacity, self._window = capacity, WINDOW * capacity
         self._lead = self._accessed = 0.0
         self._sampled: BoundedDict[Hashable, tuple[int, Hashable, list[Hashable]]] = BoundedDict(MAX_SESSIONS)
         """Of the last prompt of each owner: its blocks, the last of them, and those in the sample"""
         self.trusted = True
         """Whether the session policy rules"""
-        self.switches = 0
-
-    @property
-    def lead(self) -> float:
-        """By how much of the tokens accessed lately the session policy hit more than LRU: from -1 to 1."""
-        return self._lead / self._accessed if self._accessed else 0.0
 
     def access(self, owner: Hashable, chain: Chain) -> bool:
         """Let both take a prompt of `owner`. Returns whether the other policy rules from now on."""
@@ -155,7 +127,9 @@ class Guard:
         if not sample:
             return False
         kept = max(0.0, 1 - len(sample) / self._window)
-        lead = self._steps.access(owner, sample) - self._lru.access(sample)
+        lead = self._steps.access(owner, sample) - leading(sample, self._lru)
+        for block in reversed(sample):  # so that of one prompt the end goes first
+            self._lru[block] = None
         self._lead = kept * self._lead + lead
         self._accessed = kept * self._accessed + len(sample)
         if self.trusted:
@@ -163,7 +137,6 @@ class Guard:
         else:
             trusted = self._lead > max(CLEAR * self._accessed, CLEAR * self._capacity)
         changed, self.trusted = trusted != self.trusted, trusted
-        self.switches += changed
         return changed
 
     def own(self, owner: Hashable, chain: Chain) -> None:

@@ -6,15 +6,16 @@ Every engine has the same ledger. It gives the chains of prompts, and applies wh
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from kedge.hints.actions import ActionOutcome
-from kedge.policies.sessions.advice import SessionAdvice
+from kedge.hints.actions import ActionOutcome, ActionResult
+from kedge.hints.values import MAX_KEPT_SECONDS
 from kedge.policies.sessions.guard import Guard
-from kedge.policies.sessions.tracker import SessionTracker
+from kedge.policies.sessions.tracker import SessionState, SessionTracker
 from kedge.policies.sessions.turns import (
     NO_HINTS,
     RECENT,
@@ -24,12 +25,18 @@ from kedge.policies.sessions.turns import (
     SessionKey,
     TurnEnd,
 )
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, Namespace, TurnHints
 
 START_PACE = 1.0
 """Seconds that a step of a workflow takes, until one was observed."""
 WAITING = -1.0
 """The step of a session with a request in flight: sooner than all that is idle."""
+UNKNOWN = "no such session is known"
+NAMELESS = "needs the id of the session that it is said of"
+GIVEN_UP = "the session ends"
+NO_SESSIONS = "this engine's cache does not follow sessions"
+LATER = "counts from the session's next answer on"
 NextRuns = Mapping[SessionKey, tuple[float, float] | None]
 """Steps until a session returns, with a probability (always 1); None: nothing is expected of it any more."""
 Forecasts = Mapping[AgentKey, tuple[float, float] | None]
@@ -68,7 +75,8 @@ class SessionLedger:
         """Begin without sessions, for a cache of `num_blocks` blocks. `clock` is in seconds."""
         self._clock, self._arrivals = clock, itertools.count()
         self.tracker, self.guard = SessionTracker(), Guard(num_blocks)
-        self._advice = SessionAdvice(self.tracker, self._obstacle)
+        self._standing: BoundedDict[SessionKey, TurnEnd] = BoundedDict(owner=lambda key: key.namespace.tenant)
+        """Hints for turns that bring none of their own; no tenant evicts those of another"""
         self._swaps_policy = False
         self._pace = START_PACE
         self._runs: dict[AgentKey, float] = {}
@@ -113,7 +121,11 @@ class SessionLedger:
         now, key = self._clock(), turn.session
         if now > turn.began and key in self._agents:
             self._pace += RECENT * (now - turn.began - self._pace)
-        self.tracker.answered(key, chain, now, self._advice.completed(key, end.or_else(turn.hints)))
+        end, hint = end.or_else(turn.hints), self._standing.pop(key, UNKNOWN_END)
+        end = end.or_else(hint)
+        if hint.keep_for is not None and not end.is_last:
+            self._standing[key] = TurnEnd(keep_for=hint.keep_for)
+        self.tracker.answered(key, chain, now, end)
         self._ended(key)
         if len(chain) > len(turn.chain):
             self.guard.own(key, chain)
@@ -121,18 +133,86 @@ class SessionLedger:
     def cancelled(self, turn: Turn) -> None:
         """End a turn without an answer."""
         self.tracker.cancelled(turn.session, self._clock())
-        self._advice.cancelled(turn.session)
+        if self._standing.get(turn.session, UNKNOWN_END).is_last:
+            del self._standing[turn.session]
+            self.tracker.end(turn.session)
         self._ended(turn.session)
 
     def _ended(self, key: SessionKey) -> None:
         self._places.pop(key, None)
         self._moved.add(key)
 
+    # what clients say of sessions between two requests --------------------------------------------------------
+
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says of its sessions without a request. Returns what becomes of each hint."""
-        return tuple(self._advice.take(namespace, hints, self._clock()))
+        """Take what a client says of its sessions without a request. Returns what becomes of each hint: of those on the
+        session itself, then of `expects`.
+        """
+        return tuple(self._take(namespace, hints, self._clock()))
+
+    def _take(self, namespace: Namespace, hints: TurnHints, now: float) -> Iterator[ActionOutcome]:
+        key, said = SessionKey(namespace, hints.session), _said(hints)
+        if said and not hints.session:
+            yield from (ActionOutcome(name, NAMELESS) for name in said)
+        elif hints.is_last:
+            yield from self._end(key, said)
+        else:
+            if hints.keep_for is not None:
+                yield self._keep(key, hints.keep_for, now)
+            if hints.returns_in is not None:
+                if self.tracker.state(key) is SessionState.IN_FLIGHT:
+                    self._update(key, returns_in=hints.returns_in)
+                    yield ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
+                else:
+                    outcome = self._expect(key, hints.returns_in, now)
+                    yield outcome._replace(action_id="returns_in", session="")
+        for other, seconds in hints.expects.items():
+            yield self._expect(SessionKey(namespace, other), seconds, now)
+
+    def _end(self, key: SessionKey, said: list[str]) -> Iterator[ActionOutcome]:
+        yield from (ActionOutcome(name, GIVEN_UP) for name in said if name != "final")
+        state = self.tracker.state(key)
+        if state is SessionState.IN_FLIGHT:
+            self._standing[key] = TurnEnd(is_last=True)
+            yield ActionOutcome("final", "it is forgotten with the end of its request", ActionResult.DEFERRED)
+            return
+        self._standing.pop(key, None)
+        self.tracker.end(key)
+        is_known = state is SessionState.IDLE
+        yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED) if is_known else _rejected("final")
+
+    def _keep(self, key: SessionKey, wanted: float, now: float) -> ActionOutcome:
+        """Keep a session from now on, and after each of its answers."""
+        seconds = min(wanted, MAX_KEPT_SECONDS)
+        self._update(key, keep_for=seconds)
+        limit = f"; {MAX_KEPT_SECONDS:g} s at most" if wanted > seconds else ""
+        if self.tracker.state(key) is not SessionState.IDLE:
+            return ActionOutcome("keep_for", LATER + limit, ActionResult.DEFERRED)
+        self.tracker.keep(key, now, seconds)
+        if obstacle := self._obstacle(key):
+            return ActionOutcome("keep_for", obstacle + limit, ActionResult.DEFERRED)
+        what = "is kept" if seconds else "goes before other KV"
+        result = ActionResult.CLIPPED if limit else ActionResult.APPLIED
+        return ActionOutcome("keep_for", f"{what} from now on, and after each of its answers{limit}", result)
+
+    def _expect(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
+        state, name = self.tracker.state(key), str(key.name)
+        if state is SessionState.UNKNOWN:
+            return _rejected("expects", name)
+        if state is SessionState.IN_FLIGHT:
+            return ActionOutcome("expects", "a request of it is in flight", session=name)
+        self.tracker.expect(key, now, seconds)
+        if obstacle := self._obstacle(key):
+            return ActionOutcome("expects", obstacle, ActionResult.DEFERRED, name)
+        how = "is kept and loaded by that time" if math.isfinite(seconds) else "goes before other KV"
+        return ActionOutcome("expects", how, ActionResult.APPLIED, name)
+
+    def _update(self, key: SessionKey, **changes: Any) -> None:
+        """Change what stands of a session's hints for its next turns."""
+        self._standing[key] = replace(self._standing.get(key, UNKNOWN_END), **changes)
 
     def _obstacle(self, key: SessionKey) -> str:
+        """Return why a hint on when a session returns is not used yet; "" where it is."""
         agent, flow = self._agents.get(key, (None, None))
         if agent is None:
             return ""
@@ -194,3 +274,23 @@ class SessionLedger:
         agent, _ = self._agents.pop(key, (None, None))
         if agent is not None and self._sessions.get(agent) == key:
             del self._sessions[agent]
+
+
+def refused(hints: TurnHints, reason: str, outcome: ActionResult = ActionResult.REJECTED) -> tuple[ActionOutcome, ...]:
+    """Return the outcomes of hints none of which is taken, or known to be."""
+    others = (ActionOutcome("expects", reason, outcome, name) for name in hints.expects)
+    return (*(ActionOutcome(name, reason, outcome) for name in _said(hints)), *others)
+
+
+def _said(hints: TurnHints) -> list[str]:
+    """Return what is said of the session itself; the end of a call without a session is that of its run."""
+    given = {
+        "keep_for": hints.keep_for,
+        "returns_in": hints.returns_in,
+        "final": (hints.is_last and bool(hints.session)) or None,
+    }
+    return [name for name, value in given.items() if value is not None]
+
+
+def _rejected(name: str, session: str = "") -> ActionOutcome:
+    return ActionOutcome(name, UNKNOWN, session=session)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isinf
+from operator import attrgetter
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from kedge.guard import (
     EVERYTHING,
-    DecisionKind,
-    DecisionNote,
     FidelityNote,
     GuardMode,
     GuardNote,
@@ -24,22 +26,19 @@ from kedge.guard import (
     GuardState,
 )
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import LEARNING, RUNGS, Proof, RungFinding, SavedProof, Serving
+from kedge.reuse.guard.fidelity import LEARNING, RUNGS, URGENT, Proof, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import (
     ALPHA,
     SETTLED,
     Errors,
     GuardRecord,
-    SentinelFinding,
-    from_data,
-    judge_drawn,
-    judge_weak,
-    to_data,
+    refuted_by_drawn,
+    refuted_by_weak,
 )
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import ENTRIES, BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, TenantId, WorkflowAgent, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
 SENTINELS = 2
@@ -64,31 +63,22 @@ Group = tuple[Namespace, WorkflowId]
 """What records are saved by"""
 
 
-class SavedGroup(NamedTuple):
-    """What was saved of one workflow of a namespace."""
+class SavedGroup(BaseModel):
+    """What is saved of one workflow of a namespace. Data of another shape raises `ValueError`."""
 
-    records: Mapping[tuple[str, str], GuardRecord]
-    """By agent and placeholder"""
-    proofs: Mapping[str, Proof]
-    """By agent"""
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> SavedGroup:
-        """Read plain data. Raises `ValueError`, `LookupError` or `TypeError`."""
-        proofs = [SavedProof.model_validate(one) for one in data["proofs"]]
-        return cls(from_data(data["records"]), {one.agent: one.proof() for one in proofs})
+    records: list[tuple[str, str, GuardRecord]]
+    """Agents, placeholders, and what is known of them"""
+    proofs: list[SavedProof]
 
 
 class GuardKey(NamedTuple):
     """A placeholder in the prompts of one agent of a workflow."""
 
-    namespace: Namespace
-    workflow: WorkflowId
-    agent: AgentId
+    of: WorkflowAgent
     placeholder: str
 
     def __str__(self) -> str:
-        text = f"{self.workflow}/{self.agent}/{self.placeholder}"
+        text = f"{self.of.workflow}/{self.of.agent}/{self.placeholder}"
         return text if text.isprintable() else repr(text)
 
 
@@ -101,10 +91,8 @@ class GuardVerdict:
     """Whether its answer is to be compared"""
     tried: str = ""
     """The withheld placeholder that the comparison translates, or `EVERYTHING`; "": the request itself is translated"""
-
-
-def _tenant(key: GuardKey | WorkflowAgent) -> TenantId:
-    return key.namespace.tenant
+    is_settled: bool = False
+    """Whether the comparison can wait: its agent's first calls have been compared, and its mean hardly seems to rise"""
 
 
 class QualityGuard:
@@ -112,19 +100,18 @@ class QualityGuard:
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
-        most, owner = ENTRIES, _tenant
-        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(most, self._lose, owner)
-        self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * most, owner=owner)
+        of, owner = attrgetter("of.namespace.tenant"), attrgetter("namespace.tenant")
+        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(ENTRIES, self._lose, of)
+        self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * ENTRIES, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""
-        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(most, owner=owner)
+        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(ENTRIES, owner=owner)
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
 
     def _lose(self, key: GuardKey, record: GuardRecord) -> None:
         if record.epoch:
-            agent = WorkflowAgent(key.namespace, key.workflow, key.agent)
-            self._epochs[agent] = self._epochs.get(agent, 0) + record.epoch
+            self._epochs[key.of] = self._epochs.get(key.of, 0) + record.epoch
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -132,15 +119,8 @@ class QualityGuard:
             return GuardMode.OFF
         return request.guard.mode or self._settings.mode
 
-    def orders(self, request: GenerateRequest) -> GuardOrders:
-        """Return what is withheld from translation in a request, and its agent's epoch."""
-        mode = self.mode(request)
-        if mode is GuardMode.OFF:
-            return request.guard
-        with self._lock:
-            return self._orders(request, mode, _keys(request))
-
     def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
+        """Return what is withheld from translation in a request, how the rest is translated, and its agent's epoch."""
         records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
         withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
         # each of its placeholders' breaches is a new one
@@ -186,21 +166,22 @@ class QualityGuard:
                 return GuardVerdict(replace(orders, held_out=True), True, tried)
             is_translated = len(orders.withheld) < len(keys)
             is_new = {self._records[key].state for key in keys if key in self._records} != {GuardState.ON}
-            share = self._share(request, is_new=is_new)
-            return GuardVerdict(orders, is_translated and self._rng.random() < share)
+            share, is_settled = self._share(request, is_new=is_new)
+            return GuardVerdict(orders, is_translated and self._rng.random() < share, is_settled=is_settled)
 
-    def _share(self, request: GenerateRequest, *, is_new: bool) -> float:
+    def _share(self, request: GenerateRequest, *, is_new: bool) -> tuple[float, bool]:
         """Return the share of an agent's translated calls that are compared: the first ones all, and those after a
-        comparison that was unusual; else by how near the bound of its divergence is to the budget.
+        comparison that was unusual; else by how near the bound of its divergence is to the budget. And whether these
+        comparisons can wait.
         """
         proof, budget = self._proofs.get(request.workflow_agent), self.budget(request)
         near = float(is_new)
         if proof is not None and not isinf(budget):
             serving = proof.serving.use(budget, Serving)
             if serving.calls < SETTLED or serving.suspicion:
-                return 1.0
+                return 1.0, serving.calls >= SETTLED and serving.suspicion < URGENT
             near = max(near, proof.nearness(budget, ALPHA))
-        return min(1.0, self._settings.share * (1 + (MORE - 1) * near))
+        return min(1.0, self._settings.share * (1 + (MORE - 1) * near)), True
 
     def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
         """Return the rungs on which a check translates what it tries: those that may come to serve the agent, or that
@@ -215,10 +196,12 @@ class QualityGuard:
             return [*proof.to_try(budget, ALPHA)]
 
     def needs_control(self, request: GenerateRequest) -> bool:
-        """Return whether a trial has to measure what rounding alone makes of an answer: not below 1 % of the budget."""
+        """Return whether a trial has to measure what rounding alone makes of an answer: not where two had less than
+        1 % of the budget. Noise that these miss counts as the translation's, which is on the safe side.
+        """
         with self._lock:
             proof = self._proofs.get(request.workflow_agent)
-            return proof is None or proof.noise.upper(ALPHA) > 0.01 * self.budget(request)
+            return proof is None or proof.noise.count < 2 or proof.noise.mean > 0.01 * self.budget(request)
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""
@@ -227,7 +210,7 @@ class QualityGuard:
             if placeholders and not isinf(budget := self.budget(request)):
                 self._proofs.use(agent, Proof).serving.use(budget, Serving).calls += 1
             for placeholder in placeholders:
-                key = GuardKey(*agent, placeholder)
+                key = GuardKey(agent, placeholder)
                 record = self._records.use(key, GuardRecord)
                 before = record.state
                 record.translated()
@@ -249,7 +232,7 @@ class QualityGuard:
             if (proof := self._proofs.get(request.workflow_agent)) is None:
                 return
             for placeholder in placeholders:  # so that agents that are never proved are shown too
-                self._records.use(GuardKey(*request.workflow_agent, placeholder), GuardRecord)
+                self._records.use(GuardKey(request.workflow_agent, placeholder), GuardRecord)
             before = None if isinf(budget) else proof.choose(budget, ALPHA)
             proof.vain.update(vain)
             if noise is not None:
@@ -267,7 +250,7 @@ class QualityGuard:
         """Take the comparison of an answer with these placeholders translated and one by dense prefill."""
         with self._lock:
             for placeholder in placeholders:
-                key = GuardKey(*request.workflow_agent, placeholder)
+                key = GuardKey(request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
                 before, epoch = record.state, record.epoch
                 self._learn(record, partial(record.observe, seen, self._settings))
@@ -275,28 +258,28 @@ class QualityGuard:
                     proof.forget_anchors()
                 _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
 
-    def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> SentinelFinding:
-        """Take the relative errors of a request's sentinel tokens of one kind: drawn ones, or `weak` ones. Where they
-        refute what was translated, placeholders are withheld.
+    def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> bool:
+        """Take the relative errors of a request's sentinel tokens of one kind: drawn ones, or `weak` ones. Returns
+        whether they refute what was translated: placeholders are withheld then.
         """
         if not errors:
-            return SentinelFinding.USUAL
+            return False
         with self._lock:
-            keys = {name: GuardKey(*request.workflow_agent, name) for name in errors}
+            keys = {name: GuardKey(request.workflow_agent, name) for name in errors}
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
-            usual = {name: one.weak_errors if weak else one.drawn_errors for name, one in records.items()}
-            judge = judge_weak if weak else judge_drawn
-            verdict = judge(errors, usual, inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR)
+            limit = inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR
+            usual = {name: one.weak_errors for name, one in records.items()}
+            blamed = refuted_by_weak(errors, usual, limit) if weak else refuted_by_drawn(errors, limit)
             for name, found in sorted(errors.items()):
-                if verdict.finding is not SentinelFinding.REFUTED:
+                if weak and not blamed:
                     usual[name].observe(fmean(found))
-                key, record, refuted = keys[name], records[name], name in verdict.blamed
+                key, record, refuted = keys[name], records[name], name in blamed
                 before = record.state
                 self._learn(record, partial(record.read_sentinels, self._settings, refuted=refuted))
                 if refuted:
                     what = "guard: %s: %s -> %s, withheld: sentinel error %.3g"
                     logger.warning(what, key, before, record.state, fmean(found))
-        return verdict.finding
+        return bool(blamed)
 
     def _learn(self, record: GuardRecord, learn: Callable[[], None]) -> None:
         """Let a record learn something, and add what it finds to the counts of all records."""
@@ -323,63 +306,48 @@ class QualityGuard:
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence = record.evidence
-        kinds = ((kind, record.by_kind[kind]) for kind in DecisionKind if kind in record.by_kind)
-        decisions = tuple(DecisionNote(kind, one.checks, one.changed, one.upper(ALPHA)) for kind, one in kinds)
-        bound = evidence.upper(ALPHA)
-        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, bound, decisions)
+        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(ALPHA))
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
         found: list[dict[str, object]] = []
-        for key, record in self._copies(owns):
-            note, fidelity = self._note(key, record), None
-            with self._lock:
-                if (proof := self._proofs.get(WorkflowAgent(*key[:3]))) and proof.serving:
-                    fidelity = proof.note(next(reversed(proof.serving)), ALPHA)
-            entry: dict[str, object] = {
-                "workflow": key.workflow,
-                "agent": key.agent,
-                "placeholder": key.placeholder,
-                "state": record.state.value,
+        for key, record in self._locked(owns):
+            proof = self._proofs.get(key.of)
+            fidelity = proof.note(next(reversed(proof.serving)), ALPHA) if proof and proof.serving else None
+            entry = {
+                "workflow": key.of.workflow,
+                "agent": key.of.agent,
+                **asdict(self._note(key, record)),
                 "withheld": record.withheld,
-                "checks": note.checks,
-                "changed": note.changed,
                 "estimate": record.evidence.share,
-                "bound": note.bound,
-                "decisions": [asdict(one) for one in note.decisions],
                 "max_kl": record.kl,
                 "fidelity": fidelity and asdict(fidelity),
-                "sentinel_error": record.drawn_errors.mean,
                 "suspicions": record.suspicions,
                 "breaches": record.epoch,
             }
             found.append(entry)
         return found
 
-    def _copies(self, owns: Callable[[Namespace], bool] = lambda _: True) -> Iterator[tuple[GuardKey, GuardRecord]]:
-        """Yield copies of the records, those used longest ago first. Requests wait for the copy of one, not of all."""
+    def _locked(self, owns: Callable[[Namespace], bool] = lambda _: True) -> Iterator[tuple[GuardKey, GuardRecord]]:
+        """Yield the records, those used longest ago first, each under the lock: requests wait for one, not for all."""
         with self._lock:
             records = [*self._records.items()]
         for key, record in records:
-            if owns(key.namespace):
+            if owns(key.of.namespace):
                 with self._lock:
-                    copied = deepcopy(record)
-                yield key, copied
+                    yield key, record
 
     def saved(self) -> dict[Group, dict[str, object]]:
         """Return all records and proofs as plain data, by namespace and workflow, those used longest ago first."""
-        groups: dict[Group, dict[tuple[str, str], GuardRecord]] = {}
-        for key, record in self._copies():
-            groups.setdefault((key.namespace, key.workflow), {})[key.agent, key.placeholder] = record
-        proofs: dict[Group, list[object]] = {}
+        groups: defaultdict[Group, SavedGroup] = defaultdict(lambda: SavedGroup(records=[], proofs=[]))
+        for key, record in self._locked():
+            held = groups[key.of.namespace, key.of.workflow].records
+            held.append((key.of.agent, key.placeholder, deepcopy(record)))
         with self._lock:
             for agent, proof in self._proofs.items():
-                kept = SavedProof.of(agent.agent, proof).model_dump(mode="json")
-                proofs.setdefault((agent.namespace, agent.workflow), []).append(kept)
-        return {
-            group: {"records": to_data(groups.get(group, {})), "proofs": proofs.get(group, [])}
-            for group in (*groups, *(one for one in proofs if one not in groups))
-        }
+                kept = SavedProof.of(agent.agent, proof).model_copy(deep=True)
+                groups[agent.namespace, agent.workflow].proofs.append(kept)
+        return {group: saved.model_dump(mode="json") for group, saved in groups.items()}
 
     def restore(self, groups: Mapping[Group, SavedGroup]) -> None:
         """Replace all records and proofs by these, as far as there is room."""
@@ -387,22 +355,20 @@ class QualityGuard:
             self._records.clear()
             self._proofs.clear()
             for group, held in groups.items():
-                for (agent, placeholder), record in held.records.items():
-                    self._records[GuardKey(*group, AgentId(agent), placeholder)] = record
-                for agent, proof in held.proofs.items():
-                    self._proofs[WorkflowAgent(*group, AgentId(agent))] = proof
+                for agent, placeholder, record in held.records:
+                    self._records[GuardKey(WorkflowAgent(*group, AgentId(agent)), placeholder)] = record
+                for proof in held.proofs:
+                    self._proofs[WorkflowAgent(*group, AgentId(proof.agent))] = proof.proof()
 
     def clear(self) -> None:
-        """Forget all records."""
-        with self._lock:
-            self._records.clear()
-            self._proofs.clear()
+        """Forget all records and proofs."""
+        self.restore({})
 
 
 def _keys(request: GenerateRequest) -> list[GuardKey]:
     agent = request.workflow_agent
     names = dict.fromkeys(segment.name for segment in request.segments if segment.is_placeholder)
-    return [GuardKey(*agent, name) for name in names]
+    return [GuardKey(agent, name) for name in names]
 
 
 def _log_change(

@@ -1,4 +1,4 @@
-"""The state of one placeholder in an agent's prompts, how evidence moves it, and how it outlives a process.
+"""The state of one placeholder in an agent's prompts, and how evidence moves it.
 
 Sentinel tokens that were drawn from the translated ones say directly how far off these are, by one limit. Weak tokens,
 which are computed anyway as no offset predicts them, are further off without harm: how far is usual is learned, and
@@ -7,17 +7,16 @@ only a multiple of it, in the mean of many, says that something is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import lru_cache
 from math import inf, isfinite, lgamma, log
 from statistics import fmean
-from typing import Any
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field
 
-from kedge.guard import DecisionKind, GuardState
+from kedge.guard import GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.settings import GuardSettings
 
@@ -28,14 +27,12 @@ TRIALS = 8
 """Checks in a row without a change by which a suspect agent is translated again; four times as many after it was
 switched off, and twice as many every further time, up to 1,024"""
 SETTLED = 8
-"""Calls after which a placeholder, or an agent's rung, is no longer new: errors of sentinel tokens can be unusual, and
-not every answer is compared any more"""
+"""Calls after which a placeholder, or an agent's rung, is no longer new: what is usual of its weak tokens is known,
+and not every answer is compared any more"""
 FORGET = 0.02
 """Weight of a new error in the usual one"""
-UNUSUAL = 2.0
-"""Times the usual error of a placeholder's drawn tokens from which a call is checked"""
-WEAK_UNUSUAL, WEAK_REFUTES = 1.5, 2.0
-"""Times the usual error of a call's weak tokens from which it is checked, and from which it is refuted"""
+WEAK_REFUTES = 2.0
+"""Times the usual error of a call's weak tokens from which it is refuted"""
 LEAST_WEAK = 4
 """Weak tokens that say something together"""
 
@@ -43,19 +40,9 @@ Errors = Mapping[str, Sequence[float]]
 """Placeholder -> the relative errors of its sentinel tokens"""
 
 
-class SentinelFinding(StrEnum):
-    """What the sentinel tokens of a request say of its translation."""
-
-    USUAL = "usual"
-    UNUSUAL = "unusual"
-    """The errors are larger than before: its answer is worth a check."""
-    REFUTED = "refuted"
-    """What was translated is wrong."""
-
-
 @dataclass(slots=True)
 class UsualError:
-    """The usual mean error of one kind of sentinel tokens of a placeholder: a moving average over calls."""
+    """The usual mean error of a placeholder's weak tokens: a moving average over calls."""
 
     mean: float = 0.0
     calls: int = 0
@@ -71,44 +58,29 @@ class UsualError:
         return self.calls >= SETTLED
 
 
-@dataclass(frozen=True, slots=True)
-class SentinelVerdict:
-    """What follows from one kind of sentinel tokens of a call."""
-
-    finding: SentinelFinding
-    blamed: frozenset[str] = frozenset()
-    """Where refuted: the placeholders to withhold"""
-
-
-def judge_drawn(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
-    """Judge tokens that were drawn from the translated ones. A single one may be far off by chance, but not the mean
-    of a call: above `limit` it is refuted.
+def refuted_by_drawn(errors: Errors, limit: float) -> frozenset[str]:
+    """Return the placeholders that tokens drawn from the translated ones refute. A single one may be far off by chance,
+    but not the mean of a call: above `limit` it refutes.
     """
     means = {name: fmean(found) for name, found in errors.items()}
-    if _is_above(_overall(errors), limit):
-        return _refuted(means, dict.fromkeys(means, limit))
-    settled = (name for name in means if usual[name].is_settled)
-    is_unusual = any(means[name] > UNUSUAL * usual[name].mean for name in settled)
-    return SentinelVerdict(SentinelFinding.UNUSUAL if is_unusual else SentinelFinding.USUAL)
+    return _blamed(means, dict.fromkeys(means, limit)) if _is_above(_overall(errors), limit) else frozenset()
 
 
-def judge_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> SentinelVerdict:
-    """Judge weak tokens: those of placeholders of which it is known what is usual, together. Above a multiple of that,
-    and above `limit`, the call is refuted. What is not a number always refutes it.
+def refuted_by_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> frozenset[str]:
+    """Return the placeholders that weak tokens refute: those of placeholders of which it is known what is usual,
+    together, above a multiple of that and above `limit`. What is not a number always refutes.
     """
     means = {name: fmean(found) for name, found in errors.items()}
     bounds = {name: max(limit, WEAK_REFUTES * usual[name].mean) for name in means}
     if not all(map(isfinite, means.values())):
-        return _refuted(means, dict.fromkeys(means, inf))
+        return _blamed(means, dict.fromkeys(means, inf))
     settled = {name: found for name, found in errors.items() if usual[name].is_settled}
     tokens = sum(map(len, settled.values()))
     if tokens < LEAST_WEAK:
-        return SentinelVerdict(SentinelFinding.USUAL)
-    expected, seen = sum(usual[name].mean * len(found) for name, found in settled.items()) / tokens, _overall(settled)
-    if seen > max(limit, WEAK_REFUTES * expected):
-        return _refuted({name: means[name] for name in settled}, bounds)
-    is_unusual = seen > WEAK_UNUSUAL * expected
-    return SentinelVerdict(SentinelFinding.UNUSUAL if is_unusual else SentinelFinding.USUAL)
+        return frozenset()
+    expected = sum(usual[name].mean * len(found) for name, found in settled.items()) / tokens
+    is_far = _overall(settled) > max(limit, WEAK_REFUTES * expected)
+    return _blamed({name: means[name] for name in settled}, bounds) if is_far else frozenset()
 
 
 def _overall(errors: Errors) -> float:
@@ -120,10 +92,9 @@ def _is_above(error: float, bound: float) -> bool:
     return not (isfinite(error) and error <= bound)
 
 
-def _refuted(means: Mapping[str, float], bounds: Mapping[str, float]) -> SentinelVerdict:
-    """Return a refutation of the placeholders above their bounds, or of all if none is alone."""
-    above = frozenset(name for name, mean in means.items() if _is_above(mean, bounds[name]))
-    return SentinelVerdict(SentinelFinding.REFUTED, above or frozenset(means))
+def _blamed(means: Mapping[str, float], bounds: Mapping[str, float]) -> frozenset[str]:
+    """Return the placeholders above their bounds, or all if none is alone."""
+    return frozenset(name for name, mean in means.items() if _is_above(mean, bounds[name])) or frozenset(means)
 
 
 CHANGED, SAME = 0.5, 10.0
@@ -209,8 +180,6 @@ class GuardRecord:
     state: GuardState = GuardState.SHADOW
     evidence: ChangeEvidence = field(default_factory=ChangeEvidence)
     """Since the last change of state, but for that from `canary` to `on`"""
-    by_kind: dict[DecisionKind, ChangeEvidence] = field(default_factory=dict)
-    """The same for each kind of decision that was compared; the state follows what these mean together"""
     withheld: bool = False
     epoch: int = 0
     """Number of breaches: anchors of an earlier epoch are not used"""
@@ -224,11 +193,9 @@ class GuardRecord:
     """Those seen"""
     refutations: ChangeEvidence = field(default_factory=ChangeEvidence)
     """Readings of sentinel tokens since the last breach, and those of them that refuted a translation"""
-    drawn_errors: UsualError = field(default_factory=UsualError, init=False)
-    """Of sentinel tokens that were drawn from the translated ones"""
-    weak_errors: UsualError = field(default_factory=UsualError, init=False)
-    """Of those that are computed anyway"""
-    calls: int = field(default=0, init=False)
+    weak_errors: Annotated[UsualError, Field(exclude=True)] = field(default_factory=UsualError, init=False)
+    """Of sentinel tokens that are computed anyway"""
+    calls: Annotated[int, Field(exclude=True)] = field(default=0, init=False)
     """Translated calls since the last change of state, but for that from `canary` to `on`"""
 
     def translated(self) -> None:
@@ -245,8 +212,6 @@ class GuardRecord:
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)
-        for kind, changed in seen.changes.items():
-            self.by_kind.setdefault(kind, ChangeEvidence()).observe(changed)
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
             self.state = GuardState.ON
@@ -283,7 +248,7 @@ class GuardRecord:
         self.needed = TRIALS * 2 ** min(1 + self.epoch, 7)
 
     def _restart(self, state: GuardState) -> None:
-        self.state, self.evidence, self.by_kind, self.withheld = state, ChangeEvidence(), {}, False
+        self.state, self.evidence, self.withheld = state, ChangeEvidence(), False
         self.kl, self.streak, self.calls = 0.0, 0, 0
         self.restarts += 1
 
@@ -291,19 +256,3 @@ class GuardRecord:
 def _spent(alpha: float, restarts: int) -> float:
     """Return the part of `alpha` for the evidence after so many restarts; all parts add up to it."""
     return alpha / ((restarts + 1) * (restarts + 2))
-
-
-_RECORDS: TypeAdapter[list[tuple[str, str, GuardRecord]]] = TypeAdapter(list[tuple[str, str, GuardRecord]])
-_LEARNED_ANEW = {"__all__": {2: {"drawn_errors", "weak_errors", "calls"}}}
-
-
-def to_data(records: Mapping[tuple[str, str], GuardRecord]) -> list[Any]:
-    """Return records, by agent and placeholder, as JSON's types."""
-    held = [(*key, record) for key, record in records.items()]
-    data: list[Any] = _RECORDS.dump_python(held, mode="json", exclude=_LEARNED_ANEW)
-    return data
-
-
-def from_data(data: Iterable[object]) -> dict[tuple[str, str], GuardRecord]:
-    """Return the records in `data`. Raises `ValueError` for data of another shape."""
-    return {(agent, placeholder): record for agent, placeholder, record in _RECORDS.validate_python(data)}

@@ -37,13 +37,13 @@ PAGE_HEADERS = {
 router = APIRouter()
 
 
-@router.get("/", include_in_schema=False, response_model=None)
+@router.get("/", include_in_schema=False)
 async def page() -> Response:
     """The page."""
     return await static("index.html")
 
 
-@router.get("/static/{name}", include_in_schema=False, response_model=None)
+@router.get("/static/{name}", include_in_schema=False)
 async def static(name: str) -> Response:
     """A file that the page is made of."""
     content = _files().get(name)
@@ -61,7 +61,7 @@ def _files() -> dict[str, bytes]:
 # what the tenant did --------------------------------------------------------------------------------------------------
 
 
-@router.get("/v1/dashboard", include_in_schema=False, response_model=None)
+@router.get("/v1/dashboard", include_in_schema=False)
 async def state(service: TheService, workflows: TheWorkflows, tenant: TheTenant, since: int = 0) -> Response:
     """The tenant's workflows, runs and failures, and its calls that have changed since version `since`."""
     told = service.history.state(tenant.id, since)
@@ -107,7 +107,7 @@ def _runs(workflows: Workflows, tenant: Tenant) -> list[dict[str, Any]]:
 # what the engine holds ------------------------------------------------------------------------------------------------
 
 
-@router.get("/v1/dashboard/engine", include_in_schema=False, response_model=None)
+@router.get("/v1/dashboard/engine", include_in_schema=False)
 async def engine(service: TheService, tenant: TheTenant) -> Response:
     """What the engine holds for the tenant. It answers between two steps."""
     prompts = service.history.fixed_prompts(tenant.id)
@@ -151,7 +151,7 @@ def look_into(
 # the text of a call ---------------------------------------------------------------------------------------------------
 
 
-@router.get("/v1/dashboard/calls/{number}", include_in_schema=False, response_model=None)
+@router.get("/v1/dashboard/calls/{number}", include_in_schema=False)
 async def call(number: int, service: TheService, tenant: TheTenant) -> Response:
     """The text of a call of the tenant, by its number on the dashboard; null where it is not kept."""
     found = service.history.texts(tenant.id, number)
@@ -166,7 +166,7 @@ async def call(number: int, service: TheService, tenant: TheTenant) -> Response:
 # reports --------------------------------------------------------------------------------------------------------------
 
 
-@router.get("/kedge/report", tags=["Operation"], responses=ERRORS, response_model=None)
+@router.get("/kedge/report", tags=["Operation"], responses=ERRORS)
 async def traffic_report(service: TheService, tenant: TheTenant) -> Response:
     """Return what was found in the tenant's plain requests: agents, who follows whom, and what defeats reuse; null for
     an engine that does not look at plain requests in this process.
@@ -179,7 +179,7 @@ SHOWN = ("mode", "max_changed", "agents")
 """What a tenant sees; counts of checks are of all tenants together, and in the operator's metrics."""
 
 
-@router.get("/v1/guard", tags=["Kedge"], responses=ERRORS, response_model=None)
+@router.get("/v1/guard", tags=["Kedge"], responses=ERRORS)
 async def guard(service: TheService, tenant: TheTenant) -> Response:
     """Return how far the translation of the tenant's agents is trusted, by placeholder, and by what evidence.
 

@@ -1,4 +1,7 @@
-"""From a call's body to its answer: hints, the engine's requests and the run that they belong to, whole or streamed."""
+"""From a call's body to its answer: hints, the engine's requests, the run that they belong to, whole or streamed.
+
+The routes of OpenAI's completions and models are here; other dialects' call `answer` with their own bodies and writers.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,50 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Depends, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from kedge.checks import brief
-from kedge.errors import EmptyPrompt, InvalidGrammar, InvalidToken, KedgeError, PromptTooLong, RequestError
+from kedge.engine.base import Engine, Item, Stream
+from kedge.errors import (
+    EmptyPrompt,
+    EngineClosed,
+    InvalidGrammar,
+    InvalidToken,
+    KedgeError,
+    PromptTooLong,
+    RequestError,
+)
 from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.hints.values import MAX_EXPECTED
 from kedge.server.http import (
+    ERRORS,
     EVENTS,
     JSON,
     EventStream,
     JSONAnswer,
+    TypedRoute,
     answers,
     error_body,
     failure_of,
-    kedge_field,
     problem_of,
+    receipt,
     sent_as,
 )
 from kedge.server.logs import CLIENT_GONE
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, AnyBody, CallBody, ChatBody, CompletionBody
 from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
-from kedge.server.openai.writers import AnswerWriter
-from kedge.server.service import GenerationCall, Service, TheService, TheTenant
-from kedge.server.tenancy import Tenant
-from kedge.server.workflows.client_runs import ClientRun, values_for
-from kedge.server.workflows.registry import Registered
+from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
+from kedge.server.service import Service, TheService, TheTenant
+from kedge.server.tenancy import Meter, Tenant
+from kedge.server.tracing import GenerationSpan
+from kedge.server.workflows.client_runs import values_for
 from kedge.server.workflows.server_runs import TheWorkflows, Workflows
 from kedge.types import (
     ClientId,
     Completion,
+    FinishReason,
     GenerateRequest,
     RequestId,
     ReuseMode,
@@ -50,7 +65,7 @@ from kedge.types import (
     TokenDelta,
     ValueKind,
 )
-from kedge.workflow.graph import Agent, Step
+from kedge.workflow.graph import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +90,21 @@ ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
 async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Response:
     """Answer a call. Raises `NotFound` for another model, and `RequestError` for what cannot be served."""
     with sent_as(given.sent):
-        job = GenerationJob.of(*await caller.service.threads.work(partial(_read, given, caller)), caller)
-        writer.body, writer.call = job.body, (call := await job.begin())
-        if job.body.stream:
-            return EventStream(_events(job, call, writer), call.end)
-        finished = await job.finished(call)
-    if finished is None:
-        return Response(status_code=CLIENT_GONE)
+        call = Generation(caller, *await caller.service.threads.work(partial(_read, given, caller)))
+        await call.begin()
+        writer.body, writer.requests, writer.completions = call.body, call.requests, call.completions
+        if call.body.stream:
+            return EventStream(_events(call, writer), call.end)
+        if not await call.is_awaited():
+            return Response(status_code=CLIENT_GONE)
 
     def whole() -> dict[str, Any]:
-        deltas = [TokenDelta(one.text, one.tokens, one, one.logprobs, one.prompt_logprobs) for one in finished]
-        said = [(job.reader().push(delta), delta) for delta in deltas]
-        return {**writer.whole(said), "kedge": job.kedge(call)}
+        done = [one for one in call.completions if one]
+        deltas = [TokenDelta(one.text, one.tokens, one, one.logprobs, one.prompt_logprobs) for one in done]
+        said = [(call.reader().push(delta), delta) for delta in deltas]
+        return {**writer.whole(said), "kedge": call.kedge()}
 
-    is_long = job.body.top_logprobs_count is not None
+    is_long = call.body.top_logprobs_count is not None
     return JSONAnswer(await caller.service.threads.work(whole) if is_long else whole())
 
 
@@ -107,8 +123,8 @@ def _read(given: CallBody, caller: CallScope) -> tuple[AnyBody, Hints, str]:
     return body, hints, grammar_of(body, service.settings.tool_call_parser)
 
 
-async def _events(job: GenerationJob, call: GenerationCall, writer: AnswerWriter) -> AsyncIterator[bytes]:
-    readers, left = [job.reader() for _ in call.requests], len(call.requests)
+async def _events(call: Generation, writer: AnswerWriter) -> AsyncIterator[bytes]:
+    readers, left = [call.reader() for _ in call.requests], len(call.requests)
 
     def written(batch: Sequence[tuple[int, TokenDelta]], kedge: Mapping[str, Any] | None) -> bytes:
         events = bytearray()
@@ -122,12 +138,12 @@ async def _events(job: GenerationJob, call: GenerationCall, writer: AnswerWriter
     try:
         async for batch in call.batches():
             left -= sum(delta.completion is not None for _, delta in batch)
-            write = partial(written, batch, None if left else job.kedge(call))
+            write = partial(written, batch, None if left else call.kedge())
             is_long = any(delta.prompt_logprobs for _, delta in batch)  # those of a prompt are not for the event loop
-            if events := await job.caller.service.threads.work(write) if is_long else write():
+            if events := await call.caller.service.threads.work(write) if is_long else write():
                 yield events
     except KedgeError as error:
-        yield failure(writer, error, job.caller)
+        yield failure(writer, error, call.caller)
     if writer.last:
         yield writer.last
 
@@ -139,29 +155,25 @@ def failure(writer: AnswerWriter, error: KedgeError, caller: CallScope) -> bytes
     return b"".join(writer.failed(body["error"]))
 
 
-@dataclass(frozen=True)
-class GenerationJob:
-    """Engine requests that one body asks for, still to be built and submitted."""
+class Generation:
+    """The generations that one body asks for, from its hints to the reader of the answer. Belongs to the event loop.
 
-    caller: CallScope
-    body: AnyBody
-    hints: Hints
-    run: ClientRun | None
-    registered: Registered | None
-    agent: Agent | None
-    """The agent of the registered workflow that asks"""
-    sampling: SamplingParams
-    mode: ReuseMode
-    step: Step | None
+    A call that ends early cancels its remaining generations in the engine.
+    """
+
+    requests: Sequence[GenerateRequest] = ()
+    step: Step | None = None
     """The turn of the agent whose template is filled"""
+    _meter: Meter | None = None
+    _span: GenerationSpan | None = None
 
-    @classmethod
-    def of(cls, body: AnyBody, hints: Hints, grammar: str, caller: CallScope) -> GenerationJob:
-        """Return the job of a conversation, of texts or token ids as they stand, or, where the hints have bindings, of
-        a registered agent's filled template. `grammar` is the answer's.
+    def __init__(self, caller: CallScope, body: AnyBody, hints: Hints, grammar: str) -> None:
+        """Of a conversation, of texts or token ids as they stand, or, where the hints have bindings, of a registered
+        agent's filled template. `grammar` is the answer's.
 
         Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
         """
+        self.caller, self.body, self.hints = caller, body, hints
         service, workflows, tenant = caller.service, caller.workflows, caller.tenant
         tools = len(body.tools_to_use) if isinstance(body, ChatBody) else 0
         if tools and service.settings.tool_call_parser is None:
@@ -170,8 +182,9 @@ class GenerationJob:
             registered = workflows.registry.find(tenant.id, hints.workflow)
             is_known = registered is not None and hints.agent in registered.workflow.ids
             agent = registered.agent(hints.agent) if registered and is_known else None
-            is_chat, mode = isinstance(body, ChatBody), service.default_mode(ReuseMode.EXACT)
-            sampling = service.sampling(service.settings.default_max_tokens if is_chat else COMPLETION_MAX_TOKENS)
+            is_chat, mode = isinstance(body, ChatBody), service.settings.reuse or ReuseMode.EXACT
+            most = service.settings.default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
+            sampling = SamplingParams(most, **service.sampling)
         else:
             if not isinstance(body, ChatBody):
                 raise RequestError("kedge.bindings", "…", "templates are filled in /v1/chat/completions")
@@ -179,15 +192,149 @@ class GenerationJob:
                 if many:
                     raise RequestError(name, many, "with kedge.bindings the agent's template is the prompt")
             registered = workflows.registry.get(tenant.id, hints.workflow)
-            agent, mode = registered.agent(hints.agent), service.default_mode(ReuseMode.TRANSLATE)
+            agent, mode = registered.agent(hints.agent), service.settings.reuse or ReuseMode.TRANSLATE
             sampling = agent.sampling
-        run = workflows.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
-        mode = hints.reuse or (registered.mode(agent, mode) if registered and agent else mode)
-        sampling = body.sampling(replace(sampling, grammar=grammar))
-        step = None
-        if hints.bindings is not None:
-            step = run.begin(hints.agent) if run else Step(hints.agent, 0)
-        return cls(caller, body, hints, run, registered, agent, sampling, mode, step)
+        self.run = workflows.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
+        self.registered, self.agent = registered, agent
+        self.mode = hints.reuse or (registered.mode(agent, mode) if registered and agent else mode)
+        self.sampling = body.sampling(replace(sampling, grammar=grammar))
+        self.completions: list[Completion | None] = []
+        self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
+        self._has_news = asyncio.Event()
+        self._begun: set[int] = set()
+
+    async def begin(self) -> None:
+        """Build and submit all requests, off the event loop. If that raises, none is submitted, and the run is as it
+        was before.
+        """
+        run, service, tenant, agent = self.run, self.caller.service, self.caller.tenant, self.hints.agent
+        fills, threads = self.hints.bindings is not None, service.threads
+        count = self.body.choices_per_prompt * (len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1)
+        if run and agent:
+            self.step = run.call(agent, fills=fills)
+        elif fills:
+            self.step = Step(agent, 0)
+        try:
+            self._meter = service.admit(tenant, count)
+            self._span = service.tracing.generation(tenant.id) if service.tracing else None
+            self.requests = await threads.work(self._requests)
+            if self._span:
+                self._span.submitting(self.requests)
+            submit = partial(_submit_all, service.engine, self.requests)
+            may_wait = bool(self.sampling.grammar)  # for others of its tenant to be read
+            streams = await (asyncio.wrap_future(threads.wait(submit)) if may_wait else threads.work(submit))
+        except BaseException as error:  # cancellation too must undo it
+            if self._meter:
+                self._meter.give_back(count)
+            if self._span:
+                self._span.failed(error)
+            if run and agent:
+                run.undo(agent, self.step)
+            self._name_field(error)
+            raise
+        self.completions, self._ids = [None] * len(streams), [stream.request_id for stream in streams]
+        self._following = len(streams)
+        service.calls[self] = self.arrive
+        for at, stream in enumerate(streams):
+            threads.follow(stream, partial(self._take, at))
+        if run and self.step and self.registered:
+            run.read(self.registered, self.step, self.requests[0], self.hints.reuse)
+        if run and agent:
+            self.caller.workflows.client_runs.moved(run, agent, has_ended=False)
+
+    # what comes of it -------------------------------------------------------------------------------------------------
+
+    def _take(self, at: int, item: Item) -> None:
+        """Book what has come of generation number `at`, and pass it on to the reader."""
+        assert self._meter
+        has_ended = isinstance(item, BaseException) or item.completion is not None
+        if has_ended:  # before the client hears of it: if it calls again at once, the room is free
+            self._meter.give_back()
+        if isinstance(item, TokenDelta):
+            if self._span and item.tokens and at not in self._begun:
+                self._begun.add(at)
+                self._span.begun()
+            if item.completion:
+                self.completions[at] = item.completion
+                self.caller.service.finished(self.caller.tenant, item.completion)
+                if item.completion.finish_reason is FinishReason.CANCELLED:
+                    item = EngineClosed("choice", at, "its generation was cancelled")
+        self.arrive(item if isinstance(item, BaseException) else (at, item))
+        if has_ended:
+            self._following -= 1
+            if not self._following:
+                self._is_over()
+
+    def _is_over(self) -> None:
+        """Book the end of all generations."""
+        run, runs, hints = self.run, self.caller.workflows.client_runs, self.hints
+        if self._span:
+            self._span.ended([one for one in self.completions if one])
+        if run and self.step and self.completions[0]:
+            run.keep(self.step, self.completions[0], self.caller.service.engine.tokenizer)
+        if run and hints.agent:
+            run.end_call(hints.agent)
+        if run and hints.final:
+            runs.end(run)
+        elif run and hints.agent:
+            runs.moved(run, hints.agent, has_ended=True)
+        del self.caller.service.calls[self]
+
+    def arrive(self, item: tuple[int, TokenDelta] | BaseException) -> None:
+        """Give the reader of `batches` a delta with its generation's number, or an error, which is raised there."""
+        self._arrived.append(item)
+        self._has_news.set()
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
+        """Yield the deltas that have arrived since the last batch, each with the number of its generation.
+
+        Raises the first error of any generation, and `EngineClosed` if the engine cancelled one.
+        """
+        left = len(self._ids)
+        while left:
+            await self._has_news.wait()
+            self._has_news.clear()
+            arrived, self._arrived = self._arrived, []
+            error = next((one for one in arrived if isinstance(one, BaseException)), None)
+            before = arrived if error is None else arrived[: arrived.index(error)]
+            deltas = [one for one in before if not isinstance(one, BaseException)]
+            left -= sum(delta.completion is not None for _, delta in deltas)
+            if deltas:
+                yield deltas
+            if error is not None:
+                raise error
+
+    async def is_awaited(self) -> bool:
+        """Wait for all completions; False if the client disconnects first. The call is over then. Raises like
+        `batches`.
+        """
+
+        async def read() -> None:
+            async for _ in self.batches():
+                pass
+
+        async def is_gone() -> None:
+            while (await self.caller.request.receive())["type"] != "http.disconnect":
+                pass
+
+        reading, gone = asyncio.ensure_future(read()), asyncio.ensure_future(is_gone())
+        try:
+            await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+            return reading.done()
+        except InvalidGrammar as error:
+            self._name_field(error)
+            raise
+        finally:
+            self.end()
+            reading.cancel()
+            gone.cancel()
+
+    def end(self) -> None:
+        """Stop reading: cancel the generations that still run."""
+        left = [name for name, done in zip(self._ids, self.completions, strict=True) if done is None]
+        self.caller.service.threads.cancel(left)
 
     def reader(self) -> AnswerReader:
         """Return the reader of a choice."""
@@ -196,50 +343,18 @@ class GenerationJob:
             return PARSERS[form](1 if body.parallel_tool_calls is False else None)
         return AnswerReader()
 
-    def kedge(self, call: GenerationCall) -> dict[str, Any]:
-        """Return the answer's field `kedge`, with what of the body was left out."""
-        ignored = [str(brief(one)) for one in dict.fromkeys(self.body.left_out)][:MAX_EXPECTED]
-        return kedge_field(replace(self.hints, ignored=tuple(ignored)), [one for one in call.completions if one])
+    def kedge(self) -> dict[str, Any]:
+        """Return the answer's field `kedge`: a receipt per choice, the hints, what became of each of the client's
+        actions, and what of the body was left out.
+        """
+        hints, ignored = self.hints, [str(brief(one)) for one in dict.fromkeys(self.body.left_out)][:MAX_EXPECTED]
+        field: dict[str, Any] = {"receipts": [receipt(one) for one in self.completions if one]}
+        field["hints"] = hints.to_dict()
+        if hints.actions:
+            field["actions"] = [one.to_dict() for one in hints.actions]
+        return {**field, "ignored": ignored} if ignored else field
 
-    async def begin(self) -> GenerationCall:
-        """Submit all requests. If building or submitting raises, the run is as it was before."""
-        run, runs, hints, body = self.run, self.caller.workflows.client_runs, self.hints, self.body
-        count = body.choices_per_prompt * (len(body.prompts) if isinstance(body, CompletionBody) else 1)
-        if run and hints.agent:
-            run.call(hints.agent)
-        try:
-            call = await self.caller.service.begin(self.caller.tenant, count, self._requests, self._over)
-        except BaseException as error:  # cancellation too must undo it
-            if run and hints.agent:
-                run.end_call(hints.agent)
-            if run and self.step:
-                run.give_back(self.step)
-            self._name_field(error)
-            raise
-        if run and self.step and self.registered:
-            run.read(self.registered, self.step, call.requests[0], hints.reuse)
-        if run and hints.agent:
-            runs.moved(run, hints.agent, has_ended=False)
-        return call
-
-    async def finished(self, call: GenerationCall) -> list[Completion] | None:
-        """Return the completions of a call, or None if the client disconnects first. The call is over then."""
-
-        async def is_gone() -> None:
-            while (await self.caller.request.receive())["type"] != "http.disconnect":
-                pass
-
-        finished, gone = asyncio.ensure_future(call.finished()), asyncio.ensure_future(is_gone())
-        try:
-            await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return finished.result() if finished.done() else None
-        except InvalidGrammar as error:
-            self._name_field(error)
-            raise
-        finally:
-            call.end()
-            finished.cancel()
-            gone.cancel()
+    # its requests, built off the event loop ---------------------------------------------------------------------------
 
     def _name_field(self, error: BaseException) -> None:
         """Name the chat's field in an engine's error about the prompt or the grammar."""
@@ -253,7 +368,7 @@ class GenerationJob:
                 error.rename(field, value)
 
     def _prompts(self) -> list[Sequence[Segment]]:
-        """Return the segments of every prompt; called off the event loop."""
+        """Return the segments of every prompt."""
         tokenizer = self.caller.service.engine.tokenizer
         if self.step and self.registered:
             prompt, bindings = self.registered.prompts[self.step.agent], self.hints.bindings or {}
@@ -306,15 +421,47 @@ class GenerationJob:
                 requests.append(request)
         return requests
 
-    def _over(self, call: GenerationCall) -> None:
-        if self.run is None:
-            return
-        runs, hints = self.caller.workflows.client_runs, self.hints
-        if self.step and call.completions[0]:
-            self.run.keep(self.step, call.completions[0], self.caller.service.engine.tokenizer)
-        if hints.agent:
-            self.run.end_call(hints.agent)
-        if hints.final:
-            runs.end(self.run)
-        elif hints.agent:
-            runs.moved(self.run, hints.agent, has_ended=True)
+
+def _submit_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Stream]:
+    """Submit all requests or, if one is refused, none. Returns their streams."""
+    streams: list[Stream] = []
+    try:
+        for request in requests:
+            streams.append(engine.submit(request))
+    except KedgeError:
+        for stream in streams:
+            engine.cancel(stream.request_id)
+        raise
+    return streams
+
+
+router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
+
+
+@router.post("/v1/chat/completions", responses=ANSWERS)
+async def chat_completions(body: ChatBody, caller: TheCaller) -> Response:
+    """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
+    return await answer(body, CompletionsWriter(caller.service), caller)
+
+
+@router.post("/v1/completions", responses=ANSWERS)
+async def completions(body: CompletionBody, caller: TheCaller) -> Response:
+    """Continue texts or token ids."""
+    return await answer(body, CompletionsWriter(caller.service), caller)
+
+
+@router.get("/v1/models")
+async def models(service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001 (authenticates the caller)
+    """List the one model that is served."""
+    return JSONAnswer({"object": "list", "data": [_model(service)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001
+    """Return a model by its name."""
+    service.check_model(name)
+    return JSONAnswer(_model(service))
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {"id": service.model_name, "object": "model", "created": service.started, "owned_by": "kedge"}

@@ -13,8 +13,8 @@ from kedge.engine.base import Tokenizer, spelled
 from kedge.server.http import DONE, dumps, event, usage
 from kedge.server.openai.protocol import AnyBody, ChatBody, CompletionBody
 from kedge.server.openai.tool_calls import ParsedText
-from kedge.server.service import GenerationCall, Service
-from kedge.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from kedge.server.service import Service
+from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
 _IMPOSSIBLE = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
@@ -27,8 +27,9 @@ class AnswerWriter(ABC):
     """Writer of a call's answer, whole or as a stream's events."""
 
     body: AnyBody
-    call: GenerationCall
-    """The call that is answered, and its body; set once it has begun"""
+    requests: Sequence[GenerateRequest]
+    completions: Sequence[Completion | None]
+    """The call that is answered, set once it has begun; completions come one by one"""
     last = b""
     """What ends a stream, also after an error"""
 
@@ -72,7 +73,7 @@ class CompletionsWriter(AnswerWriter):
             self._chunk["usage"] = None
         self._before = b"data: " + dumps(self._chunk)[:-1] + b',"choices":['
         self._choices: list[ChatChoice | TextChoice] = []
-        for at, request in enumerate(self.call.requests):
+        for at, request in enumerate(self.requests):
             if isinstance(body, CompletionBody):
                 self._choices.append(TextChoice(at, self.tokenizer, request, echo=bool(body.echo)))
             else:
@@ -90,7 +91,7 @@ class CompletionsWriter(AnswerWriter):
         yield event({"error": error})
 
     def _usage(self) -> dict[str, Any]:
-        return usage([one for one in self.call.completions if one], self.body.choices_per_prompt)
+        return usage([one for one in self.completions if one], self.body.choices_per_prompt)
 
 
 class ChatChoice:

@@ -19,9 +19,9 @@ from kedge.engine.base import Engine, Tokenizer
 from kedge.errors import RequestError
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
-from kedge.runner.prompts import NOTHING, Remembered, RunMemory, RunPrompts, fixed_prompts
+from kedge.runner.prompts import NOTHING, Remembered, RunPrompts, fixed_prompts
 from kedge.server.workflows.registry import Registered
-from kedge.structures.bounded import ENTRIES
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentId,
     Completion,
@@ -147,12 +147,12 @@ class ClientRun:
     progress: RunProgress | None = None
     """None where no registered workflow has a forecast for the run, or the client sends its own."""
     turns: Counter[AgentId] = field(default_factory=Counter)
-    answers: RunMemory = field(default_factory=lambda: RunMemory(ENTRIES))
+    answers: BoundedDict[SampleId, Remembered] = field(default_factory=lambda: BoundedDict(ENTRIES))
     registered: Registered | None = None
     """The workflow of its last call whose template the server has filled; None where there was none"""
     asked: ReuseMode | None = None
     """The reuse mode that this call named; the run's other calls are expected to name it, too"""
-    values: RunMemory = field(default_factory=lambda: RunMemory(ENTRIES))
+    values: BoundedDict[SampleId, Remembered] = field(default_factory=lambda: BoundedDict(ENTRIES))
     """What was read last. A client may have bound another text than the answer, so these go before the answers."""
     running: Counter[AgentId] = field(default_factory=Counter)
     """Calls in flight by agent."""
@@ -164,29 +164,29 @@ class ClientRun:
         """Agents whose expected call has come, so that the forecast does not yet cover their next one."""
         return self.running.keys() | self.called
 
-    def call(self, agent: AgentId) -> None:
-        """Count a call of `agent` as in flight."""
+    def call(self, agent: AgentId, *, fills: bool) -> Step | None:
+        """Count a call of `agent` as in flight. Returns its next turn where it `fills` its template."""
         self.running[agent] += 1
         self.called.add(agent)
-
-    def end_call(self, agent: AgentId) -> None:
-        """Count a call of `agent` as ended, or as one that could not begin."""
-        self.running -= Counter({agent: 1})
-
-    def begin(self, agent: AgentId) -> Step:
-        """Begin the next turn of `agent`."""
+        if not fills:
+            return None
         self.turns[agent] += 1
         return Step(agent, self.turns[agent] - 1)
 
-    def give_back(self, step: Step) -> None:
-        """Take back a turn that could not begin, if it is the agent's newest."""
-        if self.turns[step.agent] == step.turn + 1:
-            self.turns[step.agent] -= 1
+    def end_call(self, agent: AgentId) -> None:
+        """Count a call of `agent` as ended."""
+        self.running -= Counter({agent: 1})
+
+    def undo(self, agent: AgentId, step: Step | None) -> None:
+        """Take back a call that could not begin, and its turn if that is the agent's newest."""
+        self.end_call(agent)
+        if step and self.turns[agent] == step.turn + 1:
+            self.turns[agent] -= 1
 
     def keep(self, step: Step, completion: Completion, tokenizer: Tokenizer) -> None:
         """Remember an answer that is not empty, as others read it."""
         if tokens := tokenizer.plain(completion.tokens):
-            self.answers.put(step.sample(), Value(tokens, step.sample()), completion.text)
+            self.answers[step.sample()] = Remembered(Value(tokens, step.sample()), completion.text)
 
     def read(self, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None) -> None:
         """Remember what a step has read, `filled` for its template. What is left out of its prompt is empty."""
@@ -194,7 +194,7 @@ class ClientRun:
         values = {one.name: Value(one.tokens, one.sample) for one in filled.segments if one.is_placeholder}
         for placeholder in registered.prompts[step.agent].placeholders:
             if sample := registered.workflow.sample(step, placeholder):
-                self.values.put(sample, values.get(placeholder.name, NOTHING))
+                self.values[sample] = Remembered.of(values.get(placeholder.name, NOTHING))
 
     def near(self, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
         """Return the agents that run within a step, soonest first, without those whose expected call has come already.
@@ -233,7 +233,7 @@ def values_for(
         text, known = bindings.get(placeholder.name), None
         if run is not None and placeholder.kind is ValueKind.AGENT:
             sample = registered.workflow.sample(step, placeholder)
-            known = Remembered(NOTHING, "") if sample is None else run.answers.find(sample)
+            known = Remembered(NOTHING) if sample is None else run.answers.get(sample)
         if text is None and known is None:
             raise RequestError("kedge.bindings", placeholder.name, "has no value")
         if known is not None and text in (None, known.text):

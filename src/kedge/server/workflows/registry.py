@@ -15,8 +15,8 @@ from kedge.workflow.spec import build_workflow
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import CompiledAgent
 
-MAX_WORKFLOWS, MAX_AGENTS, MAX_STEPS = 256, 64, 1024
-"""Workflows of a tenant, agents of a workflow, calls in one run of it."""
+MAX_WORKFLOWS, MAX_STEPS = 256, 1024
+"""Workflows of a tenant, calls in one run of a workflow."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *,
     workflow = build_workflow(data)
     if not workflow.name.strip() or len(workflow.name) > 128 or "/" in workflow.name or not workflow.name.isprintable():
         raise SpecError("name", workflow.name, "must have 1 to 128 printable characters without '/'")
-    if len(workflow.agents) > MAX_AGENTS or len(workflow.agents) * workflow.turns > MAX_STEPS:
-        raise WorkflowError("agents", len(workflow.agents), f"at most {MAX_AGENTS}, and {MAX_STEPS} calls in a run")
+    if len(workflow.agents) * workflow.turns > MAX_STEPS:
+        raise WorkflowError("agents", len(workflow.agents), f"with their turns, at most {MAX_STEPS} calls in a run")
     new = Registered(workflow, reuse)
     exact = {new.agent(judge).id for judge in judges if new.agent(judge).reuse is not ReuseMode.OFF}
     agents = (replace(one, reuse=ReuseMode.EXACT) if one.id in exact else one for one in workflow.agents)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -59,7 +61,6 @@ router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
 MERMAID = "application/vnd.mermaid"
-KEEP_ALIVE = b": still there\n\n"
 FILE = {
     "requestBody": {
         "required": True,
@@ -71,7 +72,7 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", response_model=None, openapi_extra=FILE, responses=answers(200, 201))
+@router.post("/v1/workflows", openapi_extra=FILE, responses=answers(200, 201))
 async def register(
     request: Request,
     service: TheService,
@@ -105,30 +106,25 @@ async def register(
     return JSONAnswer(_described(new), 201 if is_new else 200)
 
 
-@router.get("/v1/workflows", response_model=None)
+@router.get("/v1/workflows")
 async def workflows(known: TheWorkflows, tenant: TheTenant) -> Response:
     """List the tenant's workflows."""
     return JSONAnswer({"object": "list", "data": [_described(one) for one in known.registry.all(tenant.id)]})
 
 
-@router.get("/v1/workflows/{name}", response_model=None)
+@router.get("/v1/workflows/{name}")
 async def workflow(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Return a workflow with its agents."""
     return JSONAnswer(_described(known.registry.get(tenant.id, name)))
 
 
-@router.get(
-    "/v1/workflows/{name}/graph",
-    response_model=None,
-    response_class=Response,
-    responses=answers(200, kinds=[MERMAID]),
-)
+@router.get("/v1/workflows/{name}/graph", response_class=Response, responses=answers(200, kinds=[MERMAID]))
 async def graph(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Return which agent reads whose answers, as text for Mermaid."""
     return Response(export(known.registry.get(tenant.id, name).workflow), media_type=MERMAID)
 
 
-@router.delete("/v1/workflows/{name}", response_model=None)
+@router.delete("/v1/workflows/{name}")
 async def delete(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Remove a workflow; its runs go on."""
     known.registry.remove(tenant.id, name)
@@ -159,15 +155,10 @@ def _described(one: Registered) -> dict[str, Any]:
 # runs -----------------------------------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/v1/workflows/{name}/runs",
-    response_model=None,
-    response_class=Response,
-    responses=answers(200, kinds=EVENTS) | answers(201),
-)
+@router.post("/v1/workflows/{name}/runs", response_class=Response, responses=answers(200, kinds=EVENTS) | answers(201))
 async def start(name: str, body: RunBody, service: TheService, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
-    found, default = known.registry.get(tenant.id, name), service.default_mode(ReuseMode.TRANSLATE)
+    found, default = known.registry.get(tenant.id, name), service.settings.reuse or ReuseMode.TRANSLATE
     for unknown in body.model_extra or {}:
         raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
     mode = ReuseMode(body.reuse) if isinstance(body.reuse, str) else None
@@ -176,7 +167,7 @@ async def start(name: str, body: RunBody, service: TheService, known: TheWorkflo
     runs, guard = known.server_runs, GuardMode(body.guard) if body.guard else None
     served = runs.start(tenant, found.for_run(default, mode, modes, guard), body.inputs)
     if body.stream:
-        return EventStream(_events(served, 0), lambda: runs.cancel(served))
+        return EventStream(_events(served, 0), served.cancel)
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
 
 
@@ -190,20 +181,20 @@ def _measure(workflow: Workflow, inputs: Mapping[str, str], tokenizer: Tokenizer
             raise PromptTooLong.of(f"inputs.{name}", error.tokens, error.most) from None
 
 
-@router.get("/v1/runs", response_model=None)
+@router.get("/v1/runs")
 async def all_runs(known: TheWorkflows, tenant: TheTenant) -> Response:
     """List the tenant's running runs and the last ended ones."""
     brief = [{"id": one.id, "workflow": one.workflow, "status": one.status} for one in known.server_runs.all(tenant)]
     return JSONAnswer({"object": "list", "data": brief})
 
 
-@router.get("/v1/runs/{run}", response_model=None)
+@router.get("/v1/runs/{run}")
 async def one_run(run: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Return a run; an ended one with its answers and receipts."""
     return JSONAnswer(known.server_runs.get(tenant, run).to_dict())
 
 
-@router.get("/v1/runs/{run}/events", response_model=None, response_class=Response, responses=answers(200, kinds=EVENTS))
+@router.get("/v1/runs/{run}/events", response_class=Response, responses=answers(200, kinds=EVENTS))
 async def events(
     run: str, known: TheWorkflows, tenant: TheTenant, last_event_id: Annotated[int | None, Header()] = None
 ) -> Response:
@@ -212,24 +203,24 @@ async def events(
     return EventStream(_events(served, 0 if last_event_id is None else last_event_id + 1), lambda: None)
 
 
-@router.post("/v1/runs/{run}/cancel", response_model=None, status_code=202)
+@router.post("/v1/runs/{run}/cancel", status_code=202)
 async def cancel(run: str, known: TheWorkflows, tenant: TheTenant) -> Response:
     """Cancel a run; an ended one stays as it is."""
     served = known.server_runs.get(tenant, run)
-    known.server_runs.cancel(served)
+    served.cancel()
     return JSONAnswer(served.to_dict(), 202)
 
 
 async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
     yield event({"id": served.id, "workflow": served.workflow}, name="run")
-    async for item in served.follow(start):
-        yield KEEP_ALIVE if item is None else event(item[1].data, name=item[1].name, number=item[0])
+    async for one in served.follow(start):
+        yield one
 
 
 # hints ----------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/hints", response_model=None)
+@router.post("/v1/hints")
 async def hints(
     body: dict[str, Any], request: Request, service: TheService, known: TheWorkflows, tenant: TheTenant
 ) -> Response:
@@ -247,6 +238,6 @@ async def hints(
     # The run that hints name may be their session alone, of which they bring no forecast.
     is_session = given.run == given.session and not (given.workflow or given.steps is not None or given.final)
     taken = [] if is_session else known.client_runs.hint(namespace, given, found)
-    taken += await service.advise(namespace, given.turn)
+    taken += await asyncio.wrap_future(service.threads.wait(partial(service.engine.advise, namespace, given.turn)))
     data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
     return JSONAnswer(data)

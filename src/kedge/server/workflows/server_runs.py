@@ -15,19 +15,18 @@ from fastapi import Depends, Request
 
 from kedge.errors import KedgeError, NotFound, RequestError
 from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
-from kedge.server.http import BUG, INTERNAL, CallFailure, StreamEvent, error_body, problem_body, problem_of, receipt
+from kedge.server.history import REMEMBERED
+from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, event, problem_body, problem_of, receipt
 from kedge.server.service import Service
-from kedge.server.tenancy import Tenant, Ticket
+from kedge.server.tenancy import Meter, Tenant
 from kedge.server.workflows.client_runs import ClientRuns
 from kedge.server.workflows.registry import WorkflowRegistry
 from kedge.types import RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Workflow
 
 logger = logging.getLogger(__name__)
-MAX_ENDED_RUNS = 64
-"""Ended runs of a tenant that are kept."""
-KEEP_ALIVE_SECONDS = 15.0
-"""Time without an event after which a stream sends a comment."""
+KEEP_ALIVE, KEEP_ALIVE_SECONDS = b": still there\n\n", 15.0
+"""A comment, and the time without an event after which a stream sends it."""
 
 
 class RunStatus(StrEnum):
@@ -49,10 +48,11 @@ class ServerRun:
     tenant: Tenant
     flow: Workflow
     inputs: Mapping[str, str]
-    ticket: Ticket
+    meter: Meter
     id: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex}")
     status: RunStatus = RunStatus.RUNNING
-    events: list[StreamEvent] = field(default_factory=list)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    """Names and data, as they are streamed"""
     in_flight: set[RequestId] = field(default_factory=set)
     is_cancelled: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,29 +71,30 @@ class ServerRun:
         """The workflow's name."""
         return self.flow.name
 
-    async def follow(self, start: int = 0) -> AsyncIterator[tuple[int, StreamEvent] | None]:
-        """Yield the events from number `start` on until the run ends, and None after a while without one."""
+    async def follow(self, start: int = 0) -> AsyncIterator[bytes]:
+        """Yield the events from number `start` on until the run ends, and a comment after a while without one."""
         at = max(0, start)
         while True:
             news = self._news
             while at < len(self.events):
-                yield at, self.events[at]
+                name, data = self.events[at]
+                yield event(data, name=name, number=at)
                 at += 1
             if self.status is not RunStatus.RUNNING:
                 return
             try:
                 await asyncio.wait_for(news.wait(), KEEP_ALIVE_SECONDS)
             except TimeoutError:
-                yield None
+                yield KEEP_ALIVE
 
     @property
     def failure(self) -> str | None:
         """Why the run failed; None where it did not."""
-        return self.events[-1].data["error"]["message"] if self.status is RunStatus.FAILED else None
+        return self.events[-1][1]["error"]["message"] if self.status is RunStatus.FAILED else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run's state; of an ended one with its result or error."""
-        ended = self.events[-1].data if self.status is not RunStatus.RUNNING else {}
+        ended = self.events[-1][1] if self.status is not RunStatus.RUNNING else {}
         return {"id": self.id, "object": "run", "workflow": self.workflow, "status": self.status, **ended}
 
     # the run's thread ---------------------------------------------------------------------------------------------
@@ -137,37 +138,39 @@ class ServerRun:
 
     def _add_event(self, name: str, data: Mapping[str, Any]) -> None:
         """Append an event and wake the followers."""
-        self.events.append(StreamEvent(name, data))
+        self.events.append((name, data))
         self._news.set()
         self._news = asyncio.Event()
 
     def _end(self, ended: Future[RunResult]) -> None:
-        self.ticket.release()
-        error, died = ended.exception(), self.service.engine_error
-        status, data = RunStatus.FAILED, dict[str, Any]()
+        self.meter.give_back()
+        error, status, data = ended.exception(), RunStatus.FAILED, dict[str, Any]()
+        died = error and self.service.engine_error
         if error is None:
             status, data = RunStatus.FINISHED, _result(ended.result())
-        elif died:
-            data = error_body(died)
-        elif self.is_cancelled:
+        elif self.is_cancelled and not died:
             status = RunStatus.CANCELLED
-        elif isinstance(error, KedgeError):
-            data = error_body(error)
         else:
-            logger.error("a run failed", exc_info=error)
-            data = problem_body(BUG, INTERNAL)
+            error, code, data = died or error, INTERNAL.status, problem_body(BUG, INTERNAL)
+            if isinstance(error, KedgeError):
+                code, data = problem_of(error).status, error_body(error)
+            else:
+                logger.error("a run failed", exc_info=error)
+            said, place = data["error"], {"workflow": self.workflow, "run": self.id}
+            failure = CallFailure(code, said["code"] or said["type"], said["message"], **place)
+            self.service.report_failure(self.tenant.id, failure)
         if self._span:
             self._span.ended(status.value, error if status is RunStatus.FAILED else None)
         self.status = status
         self.service.metrics.runs.labels(self.tenant.id).dec()
-        self.service.metrics.run_ended(self.tenant.id, status)
+        self.service.metrics.ended_runs.labels(self.tenant.id, status).inc()
         self._add_event(status, data)
-        if status is RunStatus.FAILED:
-            cause, body = died or error, data["error"]
-            code = problem_of(cause).status if isinstance(cause, KedgeError) else INTERNAL.status
-            place = {"workflow": self.workflow, "run": self.id}
-            failure = CallFailure(code, body["code"] or body["type"], body["message"], **place)
-            self.service.report_failure(self.tenant.id, failure)
+
+    def cancel(self) -> None:
+        """Cancel the run; an ended one stays as it is."""
+        if self.status is RunStatus.RUNNING:
+            self.is_cancelled = True
+            self.service.threads.cancel(list(self.in_flight))
 
 
 class ServerRuns:
@@ -187,7 +190,7 @@ class ServerRuns:
         mine = self._of.setdefault(tenant.id, {})
         mine[started.id] = started
         ended = [name for name, served in mine.items() if served.status is not RunStatus.RUNNING]
-        for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
+        for name in ended[: max(0, len(ended) - REMEMBERED)]:
             del mine[name]
         return started
 
@@ -207,17 +210,11 @@ class ServerRuns:
         """Whether any run of any tenant is still running."""
         return any(one.status is RunStatus.RUNNING for mine in self._of.values() for one in mine.values())
 
-    def cancel(self, served: ServerRun) -> None:
-        """Cancel a run; an ended one stays as it is."""
-        if served.status is RunStatus.RUNNING:
-            served.is_cancelled = True
-            self._service.threads.cancel(list(served.in_flight))
-
     def cancel_all(self) -> None:
         """Cancel all runs."""
         for mine in self._of.values():
             for served in mine.values():
-                self.cancel(served)
+                served.cancel()
 
 
 def _result(result: RunResult) -> dict[str, Any]:
@@ -240,7 +237,7 @@ class Workflows:
 
     def __init__(self, service: Service) -> None:
         self.registry = WorkflowRegistry()
-        self.client_runs = ClientRuns(service.engine, service.default_mode(ReuseMode.TRANSLATE))
+        self.client_runs = ClientRuns(service.engine, service.settings.reuse or ReuseMode.TRANSLATE)
         self.server_runs = ServerRuns(service)
 
 

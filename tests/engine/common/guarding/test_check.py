@@ -14,7 +14,7 @@ from kedge.engine.common.guarding.check import MAX_PICK_TOKENS, Check, dense_che
 from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
 from kedge.reuse.guard.comparison import TOP, mean_divergence
 from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, TokenLogprob, TurnHints
-from tests.engine.common.guarding.fakes import BAD, GOOD, request, spans_of
+from tests.engine.common.guarding.test_guarded_calls import BAD, GOOD, request, spans_of
 from tests.reuse.guard.answers import answer, position
 
 ASKED = replace(

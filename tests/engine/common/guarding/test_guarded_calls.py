@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,12 +17,142 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.engine.common.guarding import guarded_calls
-from kedge.errors import GenerationFailed
+from kedge.engine.common.guarding.check import Check, dense_check, trial
+from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_WAITING, PATIENCE, CheckThread, GuardedCalls
+from kedge.engine.common.stream import TokenStream
+from kedge.errors import EngineClosed, GenerationFailed, Overloaded, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.guard.record import TRIALS
-from kedge.types import FinishReason, ReuseMode, Source, TokenDelta, TokenLogprob
-from tests.engine.common.guarding.fakes import FakeEngine, request
+from kedge.settings import GuardSettings
+from kedge.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    ReuseMode,
+    SampleId,
+    SamplingParams,
+    Segment,
+    Source,
+    Span,
+    TokenDelta,
+    TokenLogprob,
+)
+from tests.reuse.guard.answers import answer, position
+
+GOOD = position({1: 0.9, 2: 0.1})
+BAD = position({2: 0.9, 1: 0.1})
+EAGER = GuardSettings(share=1.0)
+"""Checks every call."""
+AS_SET = GuardOrders()
+
+
+def request(
+    *names: str,
+    run: str = "run",
+    agent: str = "solver",
+    guard: GuardOrders = AS_SET,
+    reuse: ReuseMode = ReuseMode.TRANSLATE,
+    logprobs: int | None = None,
+    **sampling: object,
+) -> GenerateRequest:
+    """A request with these placeholders, of ten tokens each."""
+    values = [Segment(tuple(range(10)), name, SampleId.parse(f"input_{name}@0")) for name in names or ("a",)]
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    return GenerateRequest(
+        (Segment((0,), "p0"), *values, Segment((3,), "p1")), params, reuse, guard=guard, logprobs=logprobs,
+        workflow="team", agent=agent, run=run,
+    )  # fmt: skip
+
+
+def spans_of(request: GenerateRequest, translated: frozenset[str]) -> list[Span]:
+    """The spans of a receipt with these placeholders translated, as far as the guard does not withhold them."""
+    spans, start = [], 0
+    for segment in request.segments:
+        stop = start + len(segment.tokens)
+        moved = segment.name in translated and not request.guard.withholds(segment.name)
+        moved &= request.reuse is ReuseMode.TRANSLATE
+        spans.append(Span(start, stop, Source.TRANSLATED if moved else Source.COMPUTED))
+        start = stop
+    return spans
+
+
+@dataclass
+class FakeEngine:
+    """Translates what it can unless withheld; with a faulty placeholder among it, the answer begins otherwise."""
+
+    settings: GuardSettings = EAGER
+    translatable: frozenset[str] = frozenset("ab")
+    faulty: frozenset[str] = frozenset()
+    wrong: TokenLogprob = BAD
+    holds_checks: bool = False
+    """Whether checks are not answered before the end"""
+    asked: list[GenerateRequest] = field(default_factory=list)
+    """What was served to clients, as it arrived in the engine"""
+    checks: list[GenerateRequest] = field(default_factory=list)
+    held: list[tuple[TokenStream, GenerateRequest]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.calls = GuardedCalls(self.submit, self.settings)
+        self.arrived = threading.Semaphore(0)
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Serve a request at once; as `LocalEngine.submit` does."""
+        self.calls.arriving(request)
+        self.events.append(f"submit {request.run}")
+        served, tap = self.calls.begin(request)
+        stream = TokenStream(request.request_id)
+        stream.tap = tap
+        (self.asked if tap else self.checks).append(served)
+        if tap is None and self.holds_checks:
+            self.held.append((stream, served))
+            self.arrived.release()
+        else:
+            self.put(stream, served)
+        return stream
+
+    def put(self, stream: TokenStream, served: GenerateRequest, reason: FinishReason = FinishReason.LENGTH) -> None:
+        """Answer a request."""
+        done = self.completion(served, reason)
+        if done.logprobs:
+            stream.put(TokenDelta("x", done.tokens[:1], logprobs=done.logprobs[:1]))
+        stream.put(TokenDelta("x", done.tokens[1:], done, done.logprobs[1:]))
+
+    def completion(self, served: GenerateRequest, reason: FinishReason) -> Completion:
+        """The answer to a request."""
+        spans = spans_of(served, self.translatable)
+        moved = {s.name for s, span in zip(served.segments, spans, strict=True) if span.source is Source.TRANSLATED}
+        first = self.wrong if moved & self.faulty else GOOD
+        size = served.sampling.max_tokens
+        made = answer(*[first, *[GOOD] * (size - 1)][:size], spans=spans, finish_reason=reason)
+        if served.logprobs is None:
+            return replace(made, logprobs=())
+        return replace(made, logprobs=tuple(replace(one, top=one.top[: served.logprobs]) for one in made.logprobs))
+
+    def ask(self, request: GenerateRequest) -> Completion:
+        """Serve a request and carry out its checks."""
+        done = self.submit(request).result(10)
+        if not self.holds_checks:
+            assert self.calls.checks.drain(10)
+        return done
+
+    def end_run(self, run: str) -> None:
+        """End a run, as `LocalEngine.end_run` does."""
+        self.calls.checks.end_run(request(run=run).run_key, lambda: self.events.append(f"end {run}"))
+
+    def state(self, placeholder: str = "a") -> dict[str, object]:
+        """The record of a placeholder."""
+        (entry,) = [one for one in self.calls.stats()["agents"] if one["placeholder"] == placeholder]  # type: ignore[attr-defined]
+        return entry
+
+    def close(self) -> None:
+        """Close as `LocalEngine` does."""
+        self.calls.checks.stop()
+        while self.held:
+            stream, served = self.held.pop()
+            self.put(stream, served, FinishReason.CANCELLED)
+        self.calls.checks.join()
 
 
 def wrong(engine: FakeEngine, count: int, *names: str) -> int:
@@ -204,3 +339,346 @@ def test_a_receipt_has_the_states_of_the_placeholders() -> None:
     assert notes["b"].state == "shadow"
     assert all(span.source is not Source.TRANSLATED for span in engine.ask(request("b")).receipt.spans)
     engine.close()
+
+
+LONG = 1000.0
+
+
+class Bench:
+    """A check thread whose requests end when the test lets them."""
+
+    def __init__(self, **settings: object) -> None:
+        self.settings = GuardSettings(**{"budget": 0.5, **settings})
+        self.under_way: list[tuple[GenerateRequest, TokenStream]] = []
+        self.begun = threading.Semaphore(0)
+        self.judged: list[Check] = []
+        self.ended: list[str] = []
+        self.error: Exception | None = None
+        self.checks = CheckThread(self.submit, lambda check, _: self.judged.append(check), self.settings)
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        if self.error:
+            raise self.error
+        stream = TokenStream(request.request_id)
+        self.under_way.append((request, stream))
+        self.begun.release()
+        return stream
+
+    def add(
+        self,
+        run: str = "run",
+        agent: str = "solver",
+        dense: bool = False,
+        tenant: str = "default",
+        rungs: Sequence[int | None] = (None,),
+        tried: str = "a",
+        settled: bool = False,
+    ) -> Check:
+        asked, done = replace(request(run=run, agent=agent), tenant=tenant), answer(GOOD)
+        is_dense = dense or settled
+        check = dense_check(asked, done, [], is_settled=settled) if is_dense else trial(asked, done, tried, rungs)
+        self.checks.add(check)
+        return check
+
+    def finish(self, reason: FinishReason = FinishReason.LENGTH) -> None:
+        assert self.begun.acquire(timeout=10)
+        _, stream = self.under_way.pop(0)
+        stream.put(TokenDelta("", (), answer(GOOD, finish_reason=reason)))
+
+    def finish_after(self, wait: Callable[[], None]) -> None:
+        """End the next request once it has begun and `wait` has been called; return when it has been judged."""
+        assert self.begun.acquire(timeout=10)
+        wait()
+        self.begun.release()
+        self.finish()
+        assert self.checks.drain(10)
+
+    def end_run(self, run: str) -> None:
+        self.checks.end_run(request(run=run).run_key, lambda: self.ended.append(run))
+
+
+@contextmanager
+def bench(max_pending: int = 4, **settings: object) -> Iterator[Bench]:
+    made = Bench(**settings)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(guarded_calls, "MAX_PENDING", max_pending)
+        yield made
+    made.checks.stop()
+    while made.under_way:
+        made.finish(FinishReason.CANCELLED)
+    made.checks.join()
+
+
+def test_a_busy_engine_only_within_the_budget() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.checks.arrived()
+        one.checks.left(1000)
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "nothing is saved up"
+        one.checks.arrived()
+        one.checks.left(1)
+        one.finish()
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "it has taken more than was there"
+        one.checks.left(0)
+        one.finish()
+        assert one.checks.drain(10)
+
+
+def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() -> None:
+    """Between two of its calls the engine is not idle, and during one nothing else happens."""
+    with bench() as one:
+        one.checks._pause = LONG
+        one.add()
+        one.checks.arrived()
+        one.checks.left(1)
+        assert not one.begun.acquire(timeout=0.1)
+        one.checks.arrived()
+        one.finish()
+        assert one.checks.drain(10)
+
+
+@pytest.mark.parametrize(("took", "pause"), [(3.0, 3.0), (1000.0, PATIENCE)])
+def test_a_pause_shorter_than_a_check_is_not_idle_time(
+    took: float, pause: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with bench() as one:
+        one.add()
+        now[0] += GRACE
+        one.finish_after(lambda: now.__setitem__(0, now[0] + took))
+        one.checks.arrived()
+        one.checks.left(0)
+        now[0] += pause - 0.1
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "a client may only have paused between two calls"
+        now[0] += 0.2
+        one.add()
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10)
+
+
+def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.checks.left(0)
+        now[0] += GRACE
+        one.finish_after(lambda: now.__setitem__(0, now[0] + 3.0))
+        one.error = Overloaded("n", 1, "full")
+        one.add()
+        assert one.checks.drain(10) and (one.checks.done, one.checks.dropped) == (1, 1)
+        one.error = None
+        one.checks.arrived()
+        one.checks.left(0)
+        now[0] += 2.9
+        one.add()
+        assert not one.begun.acquire(timeout=0.1), "the last check that was carried out took three seconds"
+        now[0] += 0.2
+        one.add()
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10)
+
+
+@pytest.mark.parametrize("noisy", [{"agent": "noisy"}, {"tenant": "noisy"}])
+def test_too_many_drop_the_oldest_of_whoever_has_the_most(noisy: dict[str, str]) -> None:
+    """An agent of a tenant; and of tenants the one whose agents, of whatever names, have the most together."""
+    with bench(max_pending=3) as one:
+        one.checks.arrived()
+        rare = one.add(agent="rare")
+        added = [one.add(**{"agent": f"agent-{number}", **noisy}) for number in range(20)]
+        assert one.checks.dropped == 18
+        one.checks.left(0)
+        for _ in range(3):
+            one.finish()
+        assert one.checks.drain(10) and one.judged == [rare, *added[-2:]]
+
+
+def test_a_check_of_several_requests_is_judged_when_all_are_answered() -> None:
+    with bench() as one:
+        check = one.add(rungs=[0, 1, None])
+        for _ in range(3):
+            assert one.begun.acquire(timeout=10), "at once"
+        one.begun.release(3)
+        assert one.checks.is_under_way(check.requests[2].request_id)
+        for _ in range(3):
+            assert one.judged == []
+            one.finish()
+        assert one.checks.drain(10) and one.judged == [check] and (one.checks.done, one.checks.dropped) == (1, 0)
+        assert not one.checks.is_under_way(check.requests[2].request_id)
+
+
+def test_where_a_rung_translates_nothing_those_of_its_kind_are_not_tried() -> None:
+    """Nothing is known to start from yet: each would compute the whole prompt."""
+    with bench() as one:
+        check = one.add(rungs=[0, 1, 2, 3, 4, 5])
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10) and one.judged == [check] and not one.under_way
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_a_check_of_which_a_request_is_cancelled_shows_nothing_and_ends(finished: int) -> None:
+    with bench() as one:
+        one.add(rungs=[0, 1, None])
+        for _ in range(finished):
+            one.finish()
+        one.finish(FinishReason.CANCELLED)
+        assert one.checks.drain(10) and one.judged == [] and (one.checks.done, one.checks.dropped) == (0, 1)
+
+
+def test_what_cannot_be_translated_yet_is_no_more_than_tried_in_vain() -> None:
+    with bench() as one:
+        check = one.add(rungs=[0, 1, 2])
+        for _ in range(2):
+            assert one.begun.acquire(timeout=10)
+        for request, stream in one.under_way:
+            stream.put(TranslationRefused("request_id", request.request_id, "nothing"))
+        one.under_way.clear()
+        assert one.checks.drain(10) and one.judged == [check] and one.checks.computed == 0
+
+
+def test_what_a_check_computed_until_it_failed_counts() -> None:
+    with bench() as one:
+        one.add(rungs=[0, 1, None])
+        one.finish()
+        assert one.begun.acquire(timeout=10) and one.begun.acquire(timeout=10)
+        for request, stream in one.under_way:
+            stream.put(Overloaded("request_id", request.request_id, "no room"))
+        one.under_way.clear()
+        assert one.checks.drain(10) and one.judged == [] and one.checks.computed > 0 and one.checks.dropped == 1
+
+
+def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> None:
+    with bench() as one:
+        one.checks._pause = LONG
+        check = one.add(tried=EVERYTHING, rungs=[3, 1, 2])
+        assert check.narrowed().requests == (check.requests[0], check.requests[3]), "and its control"
+        one.checks.arrived()
+        one.checks.left(1)
+        one.checks.arrived()
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10) and [len(done.requests) for done in one.judged] == [2]
+
+
+def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        for _ in range(MAX_WAITING):
+            assert one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
+            one.add(agent="noisy")
+        assert not one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
+        assert one.checks.wants(request(agent="rare").workflow_agent, is_settled=False)
+        one.checks.left(0)
+        for _ in range(MAX_WAITING):
+            one.finish()
+        assert one.checks.drain(10) and one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
+
+
+def test_checks_of_settled_agents_let_others_go_first_and_take_a_fifth_of_the_budget() -> None:
+    with bench(budget=1e-3) as one:
+        for _ in range(4):
+            one.checks.arrived()
+        one.add(settled=True)
+        new = one.add()
+        assert one.checks.wants(new.of.workflow_agent, is_settled=False), "those that can wait are not counted"
+        assert not one.checks.wants(new.of.workflow_agent, is_settled=True)
+        one.checks.left(1000)
+        one.finish()
+        while not one.checks.done:
+            time.sleep(0.001)
+        one.checks.left(2000 * one.checks.computed)
+        assert not one.begun.acquire(timeout=0.1), "twice what the first took, of which it has a fifth"
+        one.checks.left(4000 * one.checks.computed)
+        one.finish()
+        assert one.checks.drain(10) and [check.is_settled for check in one.judged] == [False, True]
+
+
+def test_the_end_of_a_run_waits_for_its_trials_only() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add("tried")
+        one.add("dense", dense=True)
+        for run in ("tried", "dense", "other"):
+            one.end_run(run)
+        assert one.ended == ["dense", "other"]
+        one.checks.left(0)
+        one.finish()
+        one.finish()
+        assert one.checks.drain(10)
+        one.checks.stop()
+        one.checks.join()
+        assert one.ended == ["dense", "other", "tried"]
+
+
+def test_dropped_trials_let_their_run_end() -> None:
+    with bench(max_pending=1) as one:
+        one.checks.arrived()
+        one.add("first")
+        one.end_run("first")
+        assert one.ended == []
+        one.add("second")
+        assert one.ended == ["first"] and one.checks.dropped == 1
+
+
+@pytest.mark.parametrize("error", [EngineClosed("engine", None, "closed"), Overloaded("n", 1, "full"), ValueError()])
+def test_a_check_that_cannot_be_submitted_lets_its_run_end(error: Exception) -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.error = error
+        one.add()
+        one.end_run("run")
+        one.checks.left(0)
+        assert one.checks.drain(10)
+        one.checks.stop()
+        one.checks.join()
+        assert one.ended == ["run"] and (one.checks.done, one.checks.dropped) == (0, 1)
+
+
+def test_closing_carries_out_the_ends_that_wait() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.end_run("run")
+        one.checks.stop()
+        assert one.ended == ["run"]
+        one.add("late")
+        one.end_run("late")
+        assert one.ended == ["run", "late"] and one.checks.drain(1)
+
+
+def test_a_run_that_is_used_again_is_not_forgotten_by_the_end_of_the_earlier_one() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.add()
+        one.end_run("run")
+        one.checks.begin_run(request().run_key)
+        assert one.ended == ["run"] and one.checks.dropped == 2
+        one.checks.left(0)
+        assert one.checks.drain(10)
+        one.add()
+        one.end_run("run")
+        one.finish()
+        assert one.checks.drain(10)
+        one.checks.stop()
+        assert one.ended == ["run", "run"]
+
+
+def test_an_end_that_fails_does_not_end_the_thread() -> None:
+    with bench() as one:
+        one.checks.arrived()
+        one.add()
+        one.checks.end_run(request().run_key, lambda: 1 // 0)
+        one.checks.left(0)
+        one.finish()
+        one.add()
+        one.finish()
+        assert one.checks.drain(10) and one.checks.done == 2

@@ -3,34 +3,107 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
+from kedge.anchors.saving import Record
 from kedge.engine.common.state import files as state_files
-from kedge.engine.common.state.files import MANIFEST, PARTIAL, SUFFIX, StateFolder, differences, identity_of
-from kedge.errors import ConfigError, StateRefused
-from tests.engine.common.state_helpers import (
-    DAMAGES,
-    OURS,
-    THEIRS,
-    change,
-    damage,
-    listed,
-    loaded,
-    record_files,
-    save,
-    saved,
+from kedge.engine.common.state.files import (
+    MANIFEST,
+    PARTIAL,
+    SUFFIX,
+    Damage,
+    Entry,
+    StateFolder,
 )
+from kedge.errors import ConfigError, StateRefused
+
+OURS, THEIRS = "our model", "their model"
+Values = Mapping[str, int]
+
+
+def record(pool: str, value: int) -> Record:
+    return Record(("pool", "tenant", "flow", pool), {"value": value}, {"numbers": torch.full((8,), value)})
+
+
+def save(folder: StateFolder, values: Values) -> list[Entry]:
+    entries = [folder.put(record(pool, value)) for pool, value in values.items()]
+    folder.commit(entries)
+    return entries
+
+
+def saved(path: Path, *snapshots: Values, identity: str = OURS) -> list[Entry]:
+    """Take these snapshots in a folder, one after the other; return the last one's entries."""
+    folder = StateFolder(path, identity)
+    try:
+        return [save(folder, values) for values in snapshots][-1]
+    finally:
+        folder.close()
+
+
+def recover(folder: StateFolder) -> tuple[dict[str, int], list[Damage]]:
+    values: dict[str, int] = {}
+
+    def accept(found: Record) -> None:
+        assert (found.tensors["numbers"] == found.data["value"]).all()
+        values[found.name[-1]] = found.data["value"]
+
+    _, damages = folder.recover(accept)
+    return values, damages
+
+
+def loaded(path: Path, identity: str = OURS) -> tuple[dict[str, int], list[Damage]]:
+    """What a new process finds in a folder, and what is damaged there."""
+    folder = StateFolder(path, identity)
+    try:
+        return recover(folder)
+    finally:
+        folder.close()
+
+
+def record_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.suffix == SUFFIX)
+
+
+def listed(manifest: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(manifest.read_text())
+    return result
+
+
+def change(manifest: Path, **fields: object) -> None:
+    """Rewrite a manifest with other fields and the checksum of what it says then."""
+    body = {**listed(manifest), **fields}
+    body.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({**body, "sha256": digest}))
+
+
+DAMAGES = ("missing", "empty", "truncated", "longer", "flipped bit", "random", "a link to nothing")
+
+
+def damage(file: Path, how: str) -> None:
+    """Damage a file in one of the ways in `DAMAGES`."""
+    content = bytearray(file.read_bytes())
+    file.unlink()
+    if how == "a link to nothing":
+        file.symlink_to("/nowhere")
+    elif how != "missing":
+        content[len(content) // 2] ^= how == "flipped bit"
+        new = {"empty": b"", "truncated": content[:-1], "longer": content + b"x", "random": b"\xff\xfe\x00"}
+        file.write_bytes(new.get(how, content))
+
 
 OLD, NEW = {"a": 1, "b": 2}, {"a": 11, "b": 2, "more": 13}
 
@@ -64,15 +137,6 @@ def test_nothing_is_written_where_nothing_has_changed(tmp_path: Path) -> None:
     folder.commit(entries)
     folder.close()
     assert loaded(tmp_path) == (OLD, [])
-
-
-def test_files_that_are_gone_or_of_another_size_are_known(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path, OURS)
-    one, two = save(folder, OLD)
-    assert folder.has(one)
-    damage(tmp_path / one.file, "missing")
-    damage(tmp_path / two.file, "truncated")
-    assert not folder.has(one) and not folder.has(two)
 
 
 def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
@@ -121,20 +185,6 @@ def test_state_of_another_model_is_moved_and_never_overwritten(
     assert loaded(tmp_path / "refused-1", THEIRS) == (OLD, [])
 
 
-ONE_RANK = identity_of({"model": "a", "rank": 0, "ranks": 1})
-
-
-def test_a_refusal_names_the_parts_that_differ_with_both_values() -> None:
-    assert differences(identity_of({"model": "a", "rank": 0, "ranks": 2}), ONE_RANK) == ("ranks", [2], [1])
-    theirs = identity_of({"model": "b", "rank": 0})
-    assert differences(theirs, ONE_RANK) == ("model, ranks", ["b", None], ["a", 1])
-
-
-@pytest.mark.parametrize("theirs", ["0f" * 32, "", "[1]", "null", 5, None, {"model": "b"}, "{"])
-def test_what_has_no_parts_differs_as_a_whole(theirs: object) -> None:
-    assert differences(theirs, ONE_RANK) == ("identity", theirs, ONE_RANK)
-
-
 # damage ---------------------------------------------------------------------------------------------------------------
 
 
@@ -149,16 +199,6 @@ def test_a_damaged_record_is_lost_alone(tmp_path: Path, how: str, caplog: pytest
     assert "'pool tenant flow b' is lost" in caplog.text
     saved(tmp_path, OLD)
     assert loaded(tmp_path) == (OLD, [])
-
-
-@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "missing"])
-def test_a_damaged_manifest_costs_the_snapshot(tmp_path: Path, how: str) -> None:
-    saved(tmp_path, OLD)
-    damage(tmp_path / MANIFEST, how)
-    values, (found,) = loaded(tmp_path)
-    assert (values, found.file) == ({}, MANIFEST)
-    saved(tmp_path, NEW)
-    assert loaded(tmp_path) == (NEW, [])
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(24, "Too many open files")])
@@ -189,19 +229,22 @@ NONSENSE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("entries", NONSENSE.values(), ids=NONSENSE)
-def test_a_malformed_manifest_is_damaged(tmp_path: Path, entries: Any) -> None:
+OTHER_JSON = (b"[]", b"3", b"null", b'"text"', b"[" * 100_000, b"{}", b'{"entries": []}')
+WRONG: dict[str, Callable[[Path], object]] = {
+    **{how: partial(damage, how=how) for how in DAMAGES if how != "missing"},
+    **{why: partial(change, entries=entries) for why, entries in NONSENSE.items()},
+    **{str(content[:20]): partial(Path.write_bytes, data=content) for content in OTHER_JSON},
+}
+
+
+@pytest.mark.parametrize("spoil", WRONG.values(), ids=WRONG)
+def test_a_damaged_manifest_costs_the_snapshot(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     saved(tmp_path, OLD)
-    change(tmp_path / MANIFEST, entries=entries)
+    spoil(tmp_path / MANIFEST)
     values, (found,) = loaded(tmp_path)
     assert (values, found.file) == ({}, MANIFEST)
-
-
-@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'"text"', b"[" * 100_000, b"{}", b'{"entries": []}'])
-def test_a_manifest_of_other_json_is_damaged(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / MANIFEST).write_bytes(content)
-    values, (found,) = loaded(tmp_path)
-    assert (values, found.file) == ({}, MANIFEST)
+    saved(tmp_path, NEW)
+    assert loaded(tmp_path) == (NEW, [])
 
 
 def test_entries_that_name_files_of_others_cost_those_alone(tmp_path: Path) -> None:

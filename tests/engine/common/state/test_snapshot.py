@@ -1,21 +1,34 @@
-"""Learned state in a folder: it comes back whole, belongs to one model, and survives a kill at any moment."""
+"""What an engine and its guard have learned, in a folder: it comes back whole and belongs to one model."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
-from kedge.engine.common.state.files import MANIFEST
+from kedge.engine.common.state import saving
+from kedge.engine.common.state.files import MANIFEST, SUFFIX, StateFolder
+from kedge.engine.common.state.saving import Snapshots
+from kedge.engine.common.state.snapshot import EngineState, SavedState
 from kedge.engine.local.engine import LocalEngine
-from kedge.errors import EngineClosed, StateRefused
-from kedge.settings import AnchorSettings, PlannerConstants
-from tests.engine.common.state_helpers import damage, listed, record_files
+from kedge.errors import ConfigError, EngineClosed, StateRefused
+from kedge.guard import DecisionKind, GuardState
+from kedge.reuse.guard import guard as guard_module
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.reuse.guard.guard import QualityGuard
+from kedge.settings import AnchorSettings, GuardSettings, PlannerConstants
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
+from tests.engine.common.state.test_files import damage, listed, record, record_files, saved
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
@@ -75,42 +88,35 @@ def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_pat
     assert (len(record_files(tmp_path)), len(kept)) == (3, 1), "the template is as it was, both pools are new"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"family": "qwen2"},
-        {"family": "yarn"},
-        {"anchors": AnchorSettings(**OPEN, estimator="interpolate")},
-        {"dtype": "bfloat16"},
-    ],
-    ids=str,
-)
+def with_other_weights() -> PreTrainedModel:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    return model
+
+
+STRANGERS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, object]]] = {
+    "another family": (partial(tiny_model, "qwen2"), {}),
+    "another rotation": (partial(tiny_model, "yarn"), {}),
+    "another estimator": (partial(tiny_model, "llama"), {"anchors": AnchorSettings(**OPEN, estimator="interpolate")}),
+    "another precision": (lambda: tiny_model("llama").bfloat16(), {}),
+    "other weights": (with_other_weights, {}),
+}
+
+
+@pytest.mark.parametrize(("make", "other"), STRANGERS.values(), ids=STRANGERS)
 def test_state_of_another_model_is_refused_and_put_aside(
-    teacher: LocalEngine, tmp_path: Path, other: dict[str, object]
+    teacher: LocalEngine, tmp_path: Path, make: Callable[[], PreTrainedModel], other: dict[str, object]
 ) -> None:
     teacher.save(tmp_path)
     teacher.close()
     written = {path.name for path in tmp_path.iterdir()} - {"lock"}
-    model = tiny_model(str(other.get("family", "llama")))
-    if other.pop("dtype", None):
-        model = model.bfloat16()
-    other.pop("family", None)
-    with engine_of(model, **{**SETTINGS, **other}) as stranger:
+    with engine_of(make(), **{**SETTINGS, **other}) as stranger:
         with pytest.raises(StateRefused, match="identity"):
             stranger.load(tmp_path)
         assert stranger.inspect()["anchors"]["pools"] == 0
         stranger.save(tmp_path)
         assert {path.name for path in (tmp_path / "refused-1").iterdir()} == written
         assert stranger.load(tmp_path).pools == 0
-
-
-def test_other_weights_are_another_model(teacher: LocalEngine, tmp_path: Path) -> None:
-    teacher.save(tmp_path)
-    teacher.close()
-    model = tiny_model("llama")
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
-    with engine_of(model, **SETTINGS) as stranger, pytest.raises(StateRefused, match="identity"):
-        stranger.load(tmp_path)
 
 
 def files_of(folder: Path, kind: str) -> list[Path]:
@@ -195,3 +201,164 @@ def test_an_engine_can_change_its_folder(teacher: LocalEngine, tmp_path: Path) -
     teacher.save(tmp_path / "a")
     teacher.save(tmp_path / "b")
     assert teacher.load(tmp_path / "a").pools == 2
+
+
+MODEL = "a model"
+CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
+
+
+def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> GenerateRequest:
+    value = Segment((1, 2), "question", SampleId.parse("input_question@0"))
+    return GenerateRequest(
+        (value,), reuse=ReuseMode.TRANSLATE, tenant=tenant, workflow=workflow,
+        agent=agent,
+    )  # fmt: skip
+
+
+@contextmanager
+def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[EngineState]:
+    state = EngineState(folder, identity, guard=guard)
+    try:
+        yield state
+    finally:
+        state.close()
+
+
+def guard(**settings: float) -> QualityGuard:
+    return QualityGuard(GuardSettings(**settings))
+
+
+def save_guard(folder: Path, *workflows: str) -> QualityGuard:
+    """Save the records of a guard that has withheld the solver in these workflows, in the n-th after n + 1 changes."""
+    one = guard()
+    for number, workflow in enumerate(workflows):
+        for _ in range(number + 1):
+            one.observe(asked(workflow), ("question",), CHANGED)
+    with opened(folder, one) as state:
+        assert state.save().nbytes > 0
+    return one
+
+
+def test_all_that_evidence_has_cost_survives(tmp_path: Path) -> None:
+    before, after = save_guard(tmp_path, "a", "b", "c"), guard()
+    with opened(tmp_path, after) as state:
+        assert not state.load().damaged
+    assert after.saved() == before.saved() and after.stats() == before.stats()
+    restarts = [after._records[key].restarts for key in after._records]
+    assert restarts and min(restarts) > 0, "the next test is one at a smaller alpha"
+    assert after._records.popitem()[1].state is GuardState.SHADOW
+
+
+def test_damage_and_what_is_no_record_of_a_guard_lose_nothing_else(tmp_path: Path) -> None:
+    save_guard(tmp_path, "flow-one", "flow-two")
+    (damaged,) = [path for path in tmp_path.glob(f"*{SUFFIX}") if b"flow-one" in path.read_bytes()]
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    after = guard()
+    with opened(tmp_path, after) as state:
+        (damage,) = state.load().damaged
+    assert damage.name[-1] == "flow-one" and [one["workflow"] for one in after.stats()] == ["flow-two"]
+    pools = tmp_path / "pools"
+    saved(pools, {"pool": 1}, identity=MODEL)
+    with opened(pools, guard()) as state:
+        assert [damage.name for damage in state.load().damaged] == [record("pool", 1).name]
+
+
+def test_no_more_is_restored_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "ENTRIES", 1)
+    save_guard(tmp_path, "a", "b")
+    small = guard()
+    with opened(tmp_path, small) as state:
+        state.load()
+    assert [one["workflow"] for one in small.stats()] == ["b"]
+
+
+def test_unchanged_records_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, put = save_guard(tmp_path, "a"), StateFolder.put
+    writes: list[str] = []
+    monkeypatch.setattr(StateFolder, "put", lambda folder, what: (writes.append(what.name[-1]), put(folder, what))[1])
+    with opened(tmp_path, one) as state:
+        for _ in range(3):
+            state.save()
+        one.observe(asked("b"), ("question",), CHANGED)
+        state.save()
+    assert writes == ["a", "b"]
+
+
+def test_an_agent_that_an_engine_withheld_is_withheld_after_a_restart(tmp_path: Path) -> None:
+    with engine_of(tiny_model("llama"), guard=GuardSettings()) as one:
+        for number, workflow in enumerate("ab"):
+            for _ in range(1 + 9 * number):  # the second one has a breach
+                one._guard.guard.observe(asked(workflow), ("question",), CHANGED)
+        one.save(tmp_path)
+        one._guard.guard.observe(asked("c"), ("question",), CHANGED)
+        one.load(tmp_path)
+        assert {found["workflow"] for found in one._guard.guard.stats()} == {"a", "b"}, "records are replaced"
+    with engine_of(tiny_model("llama"), guard=GuardSettings()) as other:
+        assert not other.load(tmp_path).damaged
+        found = other._guard.guard
+        orders = [found.verdict(asked(workflow)).orders for workflow in "ab"]
+        assert [one.withheld for one in orders] == [{"question"}] * 2
+        assert orders[0].epoch == 0 and orders[1].epoch >= 1, "its anchors are those of an earlier epoch"
+        assert not found.verdict(asked("a", tenant="other")).orders.withheld
+        assert not found.verdict(asked("a", agent="critic")).orders.withheld
+
+
+LONGEST = 60.0
+
+
+class Folder:
+    """Stands for a state folder; what `fails` is raised by the next calls."""
+
+    def __init__(self, *, is_trusted: bool = True) -> None:
+        self.counted: Counter[str] = Counter()
+        self.is_trusted, self.closes = is_trusted, 0
+        self.fails: Exception | None = None
+        self.saved = threading.Event()
+        self.snapshots = Snapshots(Path("folder"), self.load, self.save, count=self.count, give_back=self.close)
+
+    def count(self, outcome: str) -> None:
+        self.counted[outcome] += 1
+
+    def save(self) -> SavedState | None:
+        self.saved.set()
+        return self.load() if self.is_trusted else None
+
+    def load(self) -> SavedState:
+        if self.fails:
+            raise self.fails
+        return SavedState(1, 2, 3, 4, 0.5)
+
+    def close(self) -> None:
+        self.closes += 1
+
+
+def test_failures_are_counted_and_the_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "SNAPSHOT_SECONDS", 0.001)
+    folder = Folder()
+    folder.fails = OSError("full")
+    folder.snapshots.start()
+    for _ in range(3):
+        folder.saved.clear()
+        assert folder.saved.wait(LONGEST)
+    folder.fails = None
+    folder.snapshots.close()
+    assert folder.counted["failed"] >= 2 and folder.counted["saved"] >= 1
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_the_end_is_saved_once_if_it_is_worth_keeping(is_trusted: bool) -> None:
+    folder = Folder(is_trusted=is_trusted)
+    folder.snapshots.start()
+    folder.snapshots.close()
+    folder.snapshots.close()
+    assert (folder.counted, folder.closes) == ({"saved": 1} if is_trusted else {}, 1)
+
+
+def test_what_a_start_can_find() -> None:
+    folder = Folder()
+    assert folder.snapshots.load() and not folder.counted
+    folder.fails = StateRefused("manifest.json: ranks", [2], "this engine has [1]")
+    assert not folder.snapshots.load() and folder.counted == {"refused": 1}
+    folder.fails = PermissionError("no")
+    with pytest.raises(ConfigError, match="cannot be used: no"):
+        folder.snapshots.load()

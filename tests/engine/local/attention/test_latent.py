@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
 
 from kedge.engine.local.attention.latent import LatentWeights, latent_of, rows_of, unwatch, watch
+from kedge.engine.local.model import probe
+from kedge.engine.local.model.layout import attention
+from kedge.engine.local.model.loading import checked_runner, model_digest
+from kedge.engine.local.model.replica import random_model
+from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.errors import UnsupportedModel
+from kedge.kv.segment import KVSegment
+from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.types import Namespace
+from tests.engine.local.conftest import engine_of
+from tests.engine.local.model.test_architectures import BY_NAME, Architecture, model_of
+from tests.engine.local.test_engine import greedy, prompt
+from tests.engine.local.test_engine import request as plain
 
 HEADS, RANK, ROTATED, UNROTATED, VALUE = 6, 20, 4, 10, 14
 TOKENS = 7
@@ -39,24 +57,6 @@ def module() -> Expanding:
 
 def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(1, TOKENS, RANK).double(), torch.randn(1, 1, TOKENS, ROTATED).double()
-
-
-def softmax(scores: Tensor) -> Tensor:
-    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
-
-
-@pytest.mark.parametrize("with_head", [False, True], ids=["as tokens", "as a single head"])
-def test_attention_over_rows_is_that_over_keys_and_values(module: Expanding, with_head: bool) -> None:
-    latents, rotated = inputs()
-    key, value = module(latents[:, None] if with_head else latents, rotated)
-    query = torch.randn(1, HEADS, TOKENS, UNROTATED + ROTATED).double()
-    expected = (softmax(query @ key.transpose(2, 3)) @ value).transpose(1, 2)
-    latent, rows = rows_of(module, key, value)
-    assert rows.shape == (TOKENS, 1, RANK + ROTATED)
-    one = rows.transpose(0, 1)
-    out = softmax(latent.absorbed(query[0]) @ one.transpose(1, 2)) @ one
-    torch.testing.assert_close(latent.projected(out.transpose(0, 1)), expected[0], atol=1e-10, rtol=1e-10)
 
 
 def test_rows_are_expanded_to_the_keys_and_values_of_some_heads(module: Expanding) -> None:
@@ -100,15 +100,6 @@ def test_rows_explain_their_keys_and_values_and_no_others(module: Expanding) -> 
     assert not latent.explains(rows, turned, value, 1e-9)
 
 
-def test_rows_that_save_too_little_explain_nothing() -> None:
-    module = Expanding()
-    module.kv_b_proj = nn.Linear(8 * RANK, HEADS * (UNROTATED + VALUE), bias=False)
-    watch(module)
-    key, value = module(torch.randn(1, TOKENS, 8 * RANK), torch.randn(1, 1, TOKENS, ROTATED))
-    latent = latent_of(module)
-    assert not latent.explains(latent.rows(key, value), key, value, 1e-3)
-
-
 def test_latents_are_those_of_the_last_call_and_are_given_once(module: Expanding) -> None:
     (first, rotated), (second, _) = inputs(), inputs()
     module(first, rotated)
@@ -119,32 +110,22 @@ def test_latents_are_those_of_the_last_call_and_are_given_once(module: Expanding
         rows_of(module, key, value)
 
 
-@pytest.mark.parametrize("tokens", [TOKENS - 1, 2 * TOKENS])
-def test_keys_of_other_tokens_have_no_rows(module: Expanding, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dim"),
+    [
+        (HEADS, TOKENS - 1, VALUE),
+        (HEADS, 2 * TOKENS, VALUE),
+        (5, TOKENS, VALUE),
+        (HEADS, TOKENS, 24),
+        (HEADS, TOKENS, 1),
+    ],
+)
+def test_keys_and_values_that_do_not_follow_from_the_projection_have_no_rows(
+    module: Expanding, heads: int, tokens: int, dim: int
+) -> None:
     module(*inputs())
-    key, value = torch.zeros(1, HEADS, tokens, UNROTATED + ROTATED), torch.zeros(1, HEADS, tokens, VALUE)
     with pytest.raises(UnsupportedModel, match="follow from no latent"):
-        rows_of(module, key, value)
-
-
-@pytest.mark.parametrize(("heads", "dim"), [(5, VALUE), (HEADS, UNROTATED + VALUE), (HEADS, 1)])
-def test_shapes_that_do_not_follow_from_the_projection_have_no_rows(module: Expanding, heads: int, dim: int) -> None:
-    module(*inputs())
-    with pytest.raises(UnsupportedModel, match="follow from no latent"):
-        rows_of(module, torch.zeros(1, heads, TOKENS, UNROTATED + ROTATED), torch.zeros(1, heads, TOKENS, dim))
-
-
-def test_a_projection_with_a_bias_or_of_another_kind_is_not_watched() -> None:
-    class Other(nn.Linear):
-        pass
-
-    biased, other = Expanding(bias=True), Expanding()
-    other.kv_b_proj = Other(RANK, HEADS * (UNROTATED + VALUE), bias=False)
-    for module in (biased, other, nn.Linear(2, 2)):
-        watch(module)
-        assert latent_of(module) is None
-        with pytest.raises(UnsupportedModel, match="follow from no latent"):
-            rows_of(module, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+        rows_of(module, torch.zeros(1, heads, tokens, UNROTATED + ROTATED), torch.zeros(1, heads, tokens, dim))
 
 
 def test_a_projection_is_watched_once_and_left_as_it_was(module: Expanding) -> None:
@@ -166,3 +147,167 @@ def test_a_copy_of_a_model_notes_its_own_latents(module: Expanding) -> None:
     assert torch.equal(rows[:, 0, :RANK], latents[0])
     with pytest.raises(UnsupportedModel, match="follow from no latent"):
         rows_of(module, key, value)
+
+
+MANY_HEADS = Architecture(
+    "DeepSeek-V3 with 16 heads", "deepseek_v3",
+    {**BY_NAME["DeepSeek-V3, MLA and YaRN"].values, "num_attention_heads": 16, "num_key_value_heads": 16},
+)  # fmt: skip
+NAMES = ["DeepSeek-V2, MLA", "DeepSeek-V3, MLA and YaRN", "GLM-4.7-Flash, MLA", "MiniCPM3, MLA", MANY_HEADS.name]
+PLACE, COUNT = 37, 45
+"""Where text is translated to, and how many tokens of it"""
+
+
+def model(name: str) -> PreTrainedModel:
+    return random_model(MANY_HEADS.config()) if name == MANY_HEADS.name else model_of(name)
+
+
+def both(name: str) -> tuple[ModelRunner, ModelRunner]:
+    """One model that keeps latents, and that keeps the KV of all heads."""
+    one = model(name)
+    return checked_runner(one), ModelRunner(one, latent=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_takes_at_most_a_quarter_of_the_memory(name: str) -> None:
+    latents, heads = both(name)
+    config = latents.model.config
+    kept = config.kv_lora_rank + config.qk_rope_head_dim
+    assert latents.spec.bytes_per_token == 3 * kept * 4
+    numbers = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    assert 4 * latents.spec.bytes_per_token <= 3 * config.num_attention_heads * numbers * 4
+    assert 4 * latents.spec.bytes_per_token < heads.spec.bytes_per_token
+
+
+class Twin:
+    """A storage with one prompt, whose tokens go through the runner at chosen positions."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.table = runner, SlotTable.of([6, 1, 4, 9, 2, 8], 16)
+        self.storage = PagedStorage(runner.spec, 12, 16, runner.device, runner.rotary)
+        for pool in (self.storage.keys, self.storage.values):
+            pool.zero_()
+
+    def run(self, positions: list[int]) -> Tensor:
+        """The logits of the last token."""
+        tokens = list(prompt(3, max(positions) + 1))
+        sequence = Sequence("x", Namespace(""), tokens, self.table)
+        return self.runner.forward(flatten([Work(sequence, positions)], self.storage))[-1]
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
+    assert (got - wanted).norm() < tolerance * wanted.norm()
+
+
+def transformers_cache(runner: ModelRunner, base: KVSegment, offsets: KVSegment) -> DynamicCache:
+    """Translation written out: base KV plus offsets from `PLACE` on, rotated as by Transformers, in its own cache."""
+    config, model = runner.model.config, runner.model.model
+    cos, sin = (x[0] for x in model.rotary_emb(torch.zeros(1), torch.arange(PLACE, PLACE + COUNT)[None]))
+    cache, half = DynamicCache(config=config), config.qk_rope_head_dim // 2
+    for layer in range(3):
+        row = torch.cat([base.values[layer, :, 0], base.keys[layer, :, 0]], dim=-1)
+        if layer:
+            row = row + torch.cat([offsets.values[layer - 1, :, 0], offsets.keys[layer - 1, :, 0]], dim=-1)
+        latent, part = row.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        turned = part * cos + torch.cat([-part[:, half:], part[:, :half]], dim=-1) * sin
+        cache.update(*(pad(x, (0, 0, PLACE, 0))[None, None] for x in (latent, turned)), layer)
+    return cache
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "DeepSeek-V2, MLA"])  # its neighbours are paired
+@torch.inference_mode()
+def test_after_translated_latents_transformers_computes_the_same_over_its_own_cache(name: str) -> None:
+    runner = checked_runner(model(name))
+    twin = Twin(runner)
+    twin.run(list(range(COUNT)))
+    base = twin.storage.read(twin.table, 0, COUNT)
+    for pool in (twin.storage.keys, twin.storage.values):
+        pool.zero_()
+    offsets = KVSegment(*(0.3 * torch.randn_like(x[1:]) for x in (base.keys, base.values)))
+    twin.storage.write(twin.table, PLACE, base, offsets)
+    place = PLACE + COUNT
+    with attention(runner.model, "eager"):
+        theirs = runner.model(
+            input_ids=torch.tensor([[prompt(3, place + 1)[-1]]]),
+            position_ids=torch.tensor([[place]]),
+            past_key_values=transformers_cache(runner, base, offsets),
+        )
+    close(twin.run([place]), theirs.logits[0, -1])
+
+
+def test_what_was_saved_with_the_kv_of_all_heads_is_not_taken_for_latents() -> None:
+    latents, heads = both("MiniCPM3, MLA")
+    assert model_digest(latents).hexdigest() != model_digest(heads).hexdigest()
+
+
+def with_bias(layer: Any) -> None:
+    before = layer.kv_b_proj
+    layer.kv_b_proj = nn.Linear(before.in_features, before.out_features)
+
+
+def of_another_kind(layer: Any) -> None:
+    class Other(nn.Linear):
+        pass
+
+    layer.kv_b_proj.__class__ = Other
+
+
+def with_changed_values(layer: Any) -> None:
+    expand = layer.expand_kv
+
+    def changed(*args: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = expand(*args)
+        return keys, values.tanh()
+
+    layer.expand_kv = changed
+
+
+@pytest.mark.parametrize("change", [with_bias, of_another_kind, with_changed_values])
+def test_a_model_of_which_one_layer_is_not_as_expected_keeps_the_kv_of_all_heads(
+    change: Callable[[Any], None],
+) -> None:
+    one = model_of("DeepSeek-V3 and Kimi K2, MLA")
+    change(one.model.layers[1].self_attn)
+    wanted = greedy(one, prompt(1, 70), 24)
+    runner = checked_runner(one)
+    assert (runner.spec.latent, runner.spec.kv_heads, runner.refusal) == (0, 4, None)
+    assert not any(map(latent_of, one.modules()))
+    with engine_of(one) as engine:
+        assert engine.submit(plain(prompt(1, 70))).result(60).tokens == wanted
+
+
+@pytest.mark.parametrize("rank", [64, 31])
+def test_a_latent_that_saves_little_or_has_no_halves_is_not_kept(rank: int) -> None:
+    one = BY_NAME["DeepSeek-V3 and Kimi K2, MLA"]
+    one = replace(one, values={**one.values, "kv_lora_rank": rank})
+    runner = checked_runner(random_model(one.config()))
+    assert (runner.spec.latent, runner.spec.kv_heads, runner.spec.head_dim) == (0, 4, 24)
+
+
+def test_a_latent_with_which_results_are_wrong_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Values that change with the number of tokens are seen by the comparison of prompts only."""
+    one = model_of("DeepSeek-V3 and Kimi K2, MLA")
+    layer = one.model.layers[1].self_attn
+    expand = layer.expand_kv
+
+    def changed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = expand(latent, rotated)
+        return keys, values * (1 if latent.shape[2] < 8 else 3)
+
+    layer.expand_kv = changed
+    assert checked_runner(one).spec.latent == 0
+    assert "keys and values of all heads are kept" in caplog.text
+    assert not any(map(latent_of, one.modules()))
+
+
+def test_a_model_that_is_refused_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(runner: ModelRunner) -> None:
+        assert runner.spec.latent or not any(map(latent_of, runner.model.modules()))
+        raise UnsupportedModel("model_type", "deepseek_v3", "no")
+
+    monkeypatch.setattr(probe, "require_causal_masks", refuse)
+    one = model_of("DeepSeek-V3 and Kimi K2, MLA")
+    with pytest.raises(UnsupportedModel, match="no"):
+        checked_runner(one)
+    assert not any(map(latent_of, one.modules()))
+    assert one.config._attn_implementation != "kedge"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +19,11 @@ from kedge.engine.local.attention.paged import (
     _attend_causal,
     _attend_latents,
     _attend_lower_right,
+    _attend_one,
     _attend_written_out,
-    attend_plainly,
+    kernels_of,
 )
+from tests.engine.local.conftest import DEVICE
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 4, 16, 0.25
 RUNS = [
@@ -40,60 +45,58 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def expected(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    how: Scoring,
 ) -> Tensor:
-    """[queries, heads, dim], from query [heads, queries, dim] and contiguous KV [context, kv_heads, dim]."""
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1).float() for x in (keys, values))
-    places = torch.arange(len(keys))
+    """[queries, heads, dim] by float64, from query [heads, queries, dim] and contiguous KV [context, kv_heads, dim]."""
+    keys, values = (x.repeat_interleave(len(query) // x.shape[1], dim=1).double() for x in (keys, values))
+    places = torch.arange(len(keys), device=keys.device)
     seen = places <= positions[:, None]
-    if window is not None:
-        seen &= places > positions[:, None] - window
-    scores = (torch.einsum("hqd,khd->hqk", query.float(), keys) * SCALE).masked_fill(~seen, -torch.inf)
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.float().exp()[:, None, None])
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    if how.window is not None:
+        seen &= places > positions[:, None] - how.window
+    scores = torch.einsum("hqd,khd->hqk", query.double(), keys) * how.scaling
+    scores = how.softcap * (scores / how.softcap).tanh() if how.softcap else scores
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    nowhere = 0 if how.sinks is None else how.sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / (weights.sum(-1, keepdim=True) + nowhere), values).float()
+
+
+def sequence_of(
+    positions: list[int], runs: tuple[slice, ...], context: int = 800, start: int = 0, device: Any = "cpu"
+) -> SequenceSlice:
+    places, contiguous = torch.tensor(positions), positions[0] == context - len(positions)
+    return SequenceSlice(start, start + len(positions), runs, context, places.to(device), contiguous)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("beside_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 64, 10_000])
 @pytest.mark.parametrize("where", POSITIONS)
-@pytest.mark.parametrize("runs", RUNS, ids=["one run", "two runs", "three runs", "short runs"])
+@pytest.mark.parametrize(
+    ("attend", "runs", "softcap"),
+    [*((_attend, runs, None) for runs in RUNS), *((_attend_written_out, RUNS[1], cap) for cap in (None, 1.5))],
+    ids=["one run", "two runs", "three runs", "short runs", "written out, as on a GPU", "capped"],
+)
 def test_attention_reads_its_context_run_by_run(
-    runs: tuple[slice, ...], where: str, window: int | None, beside_sinks: bool, dtype: torch.dtype
+    attend: Any,
+    runs: tuple[slice, ...],
+    softcap: float | None,
+    where: str,
+    window: int | None,
+    beside_sinks: bool,
+    dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
     keys, values = (torch.randn(1200, KV_HEADS, DIM).to(dtype) for _ in range(2))
     sinks = 2 * torch.randn(HEADS).to(dtype) if beside_sinks else None
-    positions = torch.tensor(POSITIONS[where])
-    query = torch.randn(HEADS, len(positions), DIM).to(dtype)
-    contiguous = bool(positions[0] == 800 - len(positions))
-    sequence = SequenceSlice(0, len(positions), runs, 800, positions, contiguous)
-
-    out = _attend(query, (keys, values), sequence, Scoring(SCALE, window, sinks=sinks))
-
+    sequence, how = sequence_of(POSITIONS[where], runs), Scoring(SCALE, window, softcap, sinks)
+    query = torch.randn(HEADS, len(sequence.positions), DIM).to(dtype)
+    out = attend(query, (keys, values), sequence, how)
     keys, values = (torch.cat([x[run] for run in runs]) for x in (keys, values))
-    assert (out.float() - expected(query, keys, values, positions, window, sinks)).abs().max() < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("beside_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("where", POSITIONS)
-def test_a_gpu_writes_out_what_it_has_no_kernel_for(where: str, window: int | None, beside_sinks: bool) -> None:
-    torch.manual_seed(0)
-    keys, values = torch.randn(2, 1200, KV_HEADS, DIM)
-    sinks = 2 * torch.randn(HEADS) if beside_sinks else None
-    positions = torch.tensor(POSITIONS[where])
-    query = torch.randn(HEADS, len(positions), DIM)
-    contiguous = bool(positions[0] == 800 - len(positions))
-    sequence = SequenceSlice(0, len(positions), RUNS[1], 800, positions, contiguous)
-
-    out = _attend_written_out(query, (keys, values), sequence, Scoring(SCALE, window, sinks=sinks))
-
-    keys, values = (torch.cat([x[run] for run in RUNS[1]]) for x in (keys, values))
-    torch.testing.assert_close(out, expected(query, keys, values, positions, window, sinks), atol=1e-5, rtol=1e-5)
+    assert (out.float() - expected(query, keys, values, sequence.positions, how)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("queries", [1, 5, 40])
@@ -102,28 +105,6 @@ def test_a_gpu_sees_the_same_of_a_chunk(queries: int) -> None:
     query, key, value = (torch.randn(2, 3, count, DIM) for count in (queries, 40, 40))
     got = _attend_lower_right(query, key, value, SCALE)
     torch.testing.assert_close(got, _attend_causal(query, key, value, SCALE), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("queries", [1, 5, 300])
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("beside_sinks", [False, True])
-def test_scores_that_are_written_out_are_capped_masked_and_joined_by_sinks_in_this_order(
-    beside_sinks: bool, cap: float | None, queries: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    query = torch.randn(HEADS, queries, DIM).to(dtype)
-    key, value = (torch.randn(KV_HEADS, 400, DIM).to(dtype) for _ in range(2))
-    sinks = torch.randn(HEADS).to(dtype) if beside_sinks else None
-    mask = torch.where(torch.arange(400) <= torch.arange(400 - queries, 400)[:, None], 0.0, -torch.inf)
-
-    out = attend_plainly(query, key, value, mask, SCALE, cap, sinks)
-
-    key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
-    scores = query.double() @ key.transpose(1, 2) * SCALE
-    weights = ((cap * (scores / cap).tanh() if cap else scores) + mask).exp()
-    nowhere = 0 if sinks is None else sinks.double().exp()[:, None, None]
-    assert (out.double() - weights / (weights.sum(-1, keepdim=True) + nowhere) @ value).abs().max() < TOLERANCE[dtype]
 
 
 RANK, ROTATED, VALUE = 24, 4, 10
@@ -148,34 +129,48 @@ def test_attention_to_rows_is_that_to_keys_and_values_for_few_queries_and_for_ma
     keys, values = latent.expanded(pool[:, 0], slice(None))
     sequences, expanded, start = [], [], 0
     for positions, runs in zip(POSITIONS.values(), [*RUNS, *RUNS], strict=False):
-        contiguous, stop = positions[0] == 800 - len(positions), start + len(positions)
-        sequences.append(SequenceSlice(start, stop, runs, 800, torch.tensor(positions), contiguous))
+        sequences.append(sequence_of(positions, runs, start=start))
         expanded.append(latent.is_worth_expanding(len(positions), 800, RANK + ROTATED))
-        start = stop
+        start += len(positions)
     assert {*expanded} == {True, False}
     query = torch.randn(HEADS, start, DIM)
 
     out = _attend_latents(query, pool, sequences, how, latent)
 
     for one in sequences:
-        mine, context = (
-            query[:, one.start : one.stop],
-            [torch.cat([x[run] for run in one.runs]) for x in (keys, values)],
-        )
-        mask = one.mask(how.window, torch.float32)
-        key, value = (x.transpose(0, 1) for x in context)
-        wanted = attend_plainly(mine, key, value, mask, SCALE, how.softcap, how.sinks).transpose(0, 1)
+        key, value = (torch.cat([x[run] for run in one.runs]) for x in (keys, values))
+        wanted = expected(query[:, one.start : one.stop], key, value, one.positions, how)
         torch.testing.assert_close(out[one.start : one.stop], wanted[..., :VALUE], atol=1e-5, rtol=1e-4)
 
 
-def test_a_pass_of_few_queries_only_is_attended_to_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LatentWeights, "expanded", None)
-    latent = LatentWeights(torch.randn(HEADS, DIM - ROTATED + VALUE, RANK), VALUE)
-    sequences = [
-        SequenceSlice(i, i + 1, (slice(100 * i, 100 * i + 80),), 80, torch.tensor([79]), True) for i in range(3)
-    ]
-    out = _attend_latents(
-        torch.randn(HEADS, 3, DIM), torch.randn(300, 1, RANK + ROTATED), sequences, Scoring(1), latent
-    )
-    assert out.shape == (3, HEADS, VALUE)
-    assert out.isfinite().all()
+# attention in half precision: on a GPU PyTorch chooses between several kernels ----------------------------------------
+
+AWKWARD = (769, 801, 833, 1000, 1025)
+SHAPES = {"8B": (32, 8, 128), "few": (8, 2, 64), "seven in a group": (28, 4, 128)}
+WHERE: dict[str, Callable[[int], list[int]]] = {
+    "all": lambda context: list(range(context)),
+    "the last": lambda context: [context - 1],
+    "a chunk": lambda context: list(range(context - 150, context)),
+    "scattered": lambda context: [*range(3, 300, 7), *range(400, 470), context - 1],
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("shape", SHAPES if DEVICE.type == "cuda" else ["few"])
+def test_attention_is_right_at_lengths_that_no_tile_divides(
+    shape: str, where: str, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, dim = SHAPES[shape]
+    one, other = (torch.randn(1100, kv_heads, dim, device=DEVICE).to(dtype) for _ in range(2))
+    pools, how = (one, other), Scoring(dim**-0.5, window)
+    for context in AWKWARD if DEVICE.type == "cuda" else AWKWARD[:1]:
+        sequence = sequence_of(WHERE[where](context), (slice(40, 40 + context),), context, device=DEVICE)
+        query = torch.randn(heads, len(sequence.positions), dim, device=DEVICE).to(dtype)
+        with kernels_of(DEVICE):
+            got = _attend_one(query, pools, sequence, how)
+        keys, values = (x[40 : 40 + context] for x in pools)
+        wanted = expected(query, keys, values, sequence.positions, how)
+        assert (got.float() - wanted).abs().max() < TOLERANCE[dtype]

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.engine.local.attention.paged import Batch, ForwardBatch
-from kedge.engine.local.batch import flatten
 from kedge.engine.local.model.graphs import (
     ROWS,
     TOGETHER,
@@ -18,17 +16,16 @@ from kedge.engine.local.model.graphs import (
     Captured,
     CudaCapture,
     StepGraphs,
-    block_table,
     kind_of,
     on_gpu,
 )
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
-from kedge.engine.local.scheduler import Work
-from kedge.engine.local.sequence import Sequence
+from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.kv.storage import PagedStorage, SlotTable
-from kedge.types import Namespace, RequestId, TenantId
-from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
+from kedge.types import Namespace
+from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
+from tests.engine.local.model.test_architectures import model_of
 from tests.engine.local.test_engine import greedy, prompt, request
 
 BLOCK = 16
@@ -90,19 +87,20 @@ def kernel_or_stand_in() -> Attend:
 attend = kernel_or_stand_in()
 
 
-def runner_of(family: str) -> ModelRunner:
-    return checked_runner(tiny_model(family).to(DEVICE))
+def runner_of(name: str) -> ModelRunner:
+    return checked_runner((tiny_model(name) if name in FAMILIES else model_of(name)).to(DEVICE))
 
 
-def storage_of(runner: ModelRunner) -> PagedStorage:
-    return PagedStorage(runner.spec, 32, BLOCK, runner.device, runner.rotary)
+def storage_of(runner: ModelRunner, blocks: int = 32) -> PagedStorage:
+    storage = PagedStorage(runner.spec, blocks, BLOCK, runner.device, runner.rotary)
+    storage.keys.zero_()
+    storage.values.zero_()
+    return storage
 
 
 def work(blocks: list[int], length: int, positions: list[int]) -> Work:
     tokens = [(7 * position + blocks[0]) % 256 for position in range(length)]
-    return Work(
-        Sequence(RequestId(str(blocks[0])), Namespace(TenantId("")), tokens, SlotTable.of(blocks, BLOCK)), positions
-    )
+    return Work(Sequence(str(blocks[0]), Namespace(""), tokens, SlotTable.of(blocks, BLOCK)), positions)
 
 
 class Whole(Work):
@@ -129,14 +127,17 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "gemma2"])
+EXPERTS = "gpt-oss, attention sinks", "DeepSeek-V2, MLA"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma2", "Gemma 3", *EXPERTS])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_replayed_pass_is_the_pass(family: str, step: list[tuple[list[int], int, list[int]]]) -> None:
-    runner = runner_of(family)
+def test_a_replayed_pass_is_the_pass(name: str, step: list[tuple[list[int], int, list[int]]]) -> None:
+    if DEVICE.type == "cuda" and name in EXPERTS:
+        pytest.skip("PyTorch's loop over experts reads which of them are chosen: such a pass cannot be captured")
+    runner = runner_of(name)
     plain, replayed = storage_of(runner), storage_of(runner)
     for storage in (plain, replayed):
-        storage.keys.zero_()
-        storage.values.zero_()
         prefilled(runner, storage)
     wanted = runner.forward(flatten([work(*one) for one in step], plain))
 
@@ -144,7 +145,7 @@ def test_a_replayed_pass_is_the_pass(family: str, step: list[tuple[list[int], in
     runner.graphs = StepGraphs(runner.run, replayed, 200, attend, capture)
     for _ in range(2):
         got = runner.forward(flatten([work(*one) for one in step], replayed))
-        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(got, wanted, atol=5e-4, rtol=1e-3)
     torch.testing.assert_close(replayed.keys, plain.keys, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(replayed.values, plain.values, atol=1e-4, rtol=1e-4)
     assert (capture.captures, capture.replays) == (1, 2)
@@ -202,7 +203,6 @@ def test_rows_of_prompts_attend_together_and_decodes_apart() -> None:
 def test_what_is_captured_before_the_first_pass_is_not_captured_again() -> None:
     runner = runner_of("llama")
     storage, capture = storage_of(runner), Graphs()
-    storage.keys.zero_()
     prefilled(runner, storage)
     kept = storage.keys[:, BLOCK:].clone()
     graphs = StepGraphs(runner.run, storage, 400, attend, capture)
@@ -240,12 +240,6 @@ def test_a_model_that_cannot_be_captured_goes_without(error: type[Exception], ca
     assert "not permitted" in caplog.text
 
 
-def test_blocks_of_runs() -> None:
-    runner = runner_of("llama")
-    batch: Batch = flatten([work([3, 4, 1], 37, [30, 36]), work([8], 5, [4])], storage_of(runner))
-    assert block_table(batch).tolist() == [[3, 4, 1], [8, 0, 0]]
-
-
 def test_an_engine_answers_the_same() -> None:
     model = tiny_model("llama").to(DEVICE)
     expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate((5, 70))]
@@ -261,16 +255,21 @@ def test_an_engine_answers_the_same() -> None:
 
 def test_a_gpu_has_graphs_and_a_cpu_none() -> None:
     runner = runner_of("llama")
-    run: Callable[[ForwardBatch], Tensor] = runner.run
-    graphs = on_gpu(run, storage_of(runner), 200)
-    assert (graphs is not None) == (DEVICE.type == "cuda")
+    assert (on_gpu(runner.run, storage_of(runner), 200) is not None) == (DEVICE.type == "cuda")
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "DeepSeek-V2, MLA"])
+def test_keys_of_several_shapes_and_latents_have_no_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedStorage, "has_kernels", True)
+    runner = runner_of(name)
+    assert on_gpu(runner.run, storage_of(runner), 200) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 33, 64])
 def test_decode_steps_of_many_sequences_go_on_as_they_are_run(family: str, rows: int) -> None:
     runner = runner_of(family)
-    plain, replayed = (PagedStorage(runner.spec, 6 * 64, BLOCK, runner.device, runner.rotary) for _ in range(2))
+    plain, replayed = (storage_of(runner, 6 * 64) for _ in range(2))
     tables = torch.randperm(6 * 64, generator=torch.Generator().manual_seed(rows)).view(64, 6)[:rows].tolist()
     lengths = [1 + 13 * i % 80 for i in range(rows)]
     for storage in (plain, replayed):

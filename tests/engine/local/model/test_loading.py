@@ -1,15 +1,317 @@
-"""Loading a model's weights shows a progress bar only where there are many of them."""
+"""What experiments at load find: shapes and rotations of layers, and what is refused, by which words."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import (
+    CLIPConfig,
+    CohereConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StableLmConfig,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils.logging import is_progress_bar_enabled
 
 import kedge.models.nano
+from kedge.engine.local.attention.paged import paged_attention
 from kedge.engine.local.model import loading
+from kedge.engine.local.model import loading as models
+from kedge.engine.local.model.layout import Candidates, Recording, cos_and_sin, measured, recorded
+from kedge.engine.local.model.loading import checked_runner
+from kedge.engine.local.model.replica import random_model, small_config, trial
+from kedge.errors import UnsupportedModel
+from kedge.kv.rotary import HALVES, Pairing, Rotary, RotaryByLayer
+from kedge.kv.spec import KVSpec, LayerShape
+from tests.engine.local.conftest import SHAPE, tiny_model
+from tests.engine.local.model.test_architectures import BY_NAME
+
+NEIGHBOURS = Pairing(neighbours=True)
+ROTATIONS: dict[str, list[tuple[Pairing, int] | None]] = {
+    "Qwen3": [(HALVES, 16)] * 3,
+    "Phi, partial rotary": [(HALVES, 4)] * 3,
+    "Cohere, neighbours paired": [(NEIGHBOURS, 8)] * 3,
+    "GLM-4, partial rotary": [(NEIGHBOURS, 4)] * 3,
+    "SmolLM3, layers without RoPE": [(HALVES, 8), (HALVES, 8), None],
+    "Gemma 4": [(HALVES, 8), (HALVES, 8), (HALVES, 16)],
+    "gpt-oss, attention sinks": [(HALVES, 8)] * 3,
+    "DeepSeek-V2, MLA": [(Pairing(start=12, neighbours=True), 4)] * 3,
+    "DeepSeek-V3 and Kimi K2, MLA": [(Pairing(start=12), 4)] * 3,
+}
+"""For each layer which dimensions are paired, and how many pairs there are; None where keys are not rotated"""
+
+
+def rotations(rotary: Rotary | RotaryByLayer, layers: int) -> list[Rotary | None]:
+    if isinstance(rotary, Rotary):
+        return [rotary] * layers
+    return [one for run, one in rotary._runs for _ in range(run.start, run.stop)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_the_rotation_of_each_layer_is_found(name: str, dtype: torch.dtype) -> None:
+    runner = checked_runner(random_model(BY_NAME[name].config()).to(dtype))
+    assert runner.refusal is None
+    found = rotations(runner.rotary, runner.spec.layers)
+    assert [one and (one.pairing, one.pairs) for one in found] == ROTATIONS[name]
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "OLMo 3"])
+def test_layers_of_a_kind_share_the_tables_of_their_kind(name: str) -> None:
+    model = random_model(BY_NAME[name].config())
+    runner = checked_runner(model)
+    sliding, again, full = rotations(runner.rotary, 3)
+    assert sliding is again
+    for one, kind in ((sliding, "sliding_attention"), (full, "full_attention")):
+        assert one is not None
+        cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(1024)[None], kind)
+        torch.testing.assert_close(one.tables, (cos[0, :, :8], sin[0, :, :8]))
+
+
+SHAPES = {
+    "Gemma 4": (LayerShape(2, 16, 16), LayerShape(2, 16, 16), LayerShape(1, 32, 32)),
+    "MiMo V2, sinks and narrow values": (LayerShape(4, 24, 16), LayerShape(4, 24, 16), LayerShape(2, 24, 16)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shape_of_each_layer_is_found(name: str) -> None:
+    assert checked_runner(random_model(BY_NAME[name].config())).spec.shapes == SHAPES[name]
+
+
+def test_the_pool_is_as_large_as_the_largest_layer() -> None:
+    spec = KVSpec(9, 9, 9, 9, torch.float32)
+    assert measured(spec, (LayerShape(2, 8, 8),) * 2) == KVSpec(2, 2, 8, 9, torch.float32)
+    shapes = (LayerShape(2, 8, 8), LayerShape(1, 16, 16))
+    assert measured(spec, shapes) == KVSpec(2, 2, 16, 9, torch.float32, shapes)
+
+
+class Placed(nn.Module):
+    """A projection that adds a vector of each position, as learned positions do."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.places = nn.Parameter(torch.randn(1024, inner.out_features))
+        self.positions = torch.zeros(0)
+
+    def look(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("position_ids")
+        self.positions = torch.arange(kwargs["input_ids"].shape[1])[None] if given is None else given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.places[self.positions]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("v_proj", "the values of layer 1 depend on their position"),
+        ("k_proj", "the keys of layer 1 are rotated in none of the known ways"),
+    ],
+)
+def test_a_layer_with_positions_besides_rotation_is_served_and_not_translated(name: str, why: str) -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[1].self_attn
+    placed = Placed(getattr(attention, name))
+    setattr(attention, name, placed)
+    model.register_forward_pre_hook(placed.look, with_kwargs=True)
+    assert checked_runner(model).refusal == why
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[2].self_attn.layer_idx = 1
+    with pytest.raises(UnsupportedModel, match="attends in layer 1 more than once"):
+        checked_runner(model)
+
+
+def test_values_that_are_wider_than_keys_are_refused() -> None:
+    layer = nn.Identity()
+    layer.layer_idx = 0
+    with pytest.raises(UnsupportedModel, match="keys and values have"):
+        Recording().add(layer, torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 16))
+
+
+ANGLES = torch.arange(5)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+
+
+@pytest.mark.parametrize(
+    "output", [None, ANGLES, (ANGLES,), (ANGLES, None), (ANGLES, ANGLES[:2]), (ANGLES[0], ANGLES[0]), ([1], [2])]
+)
+def test_other_outputs_are_no_rotation(output: object) -> None:
+    assert cos_and_sin(output) is None
+
+
+def test_only_modules_without_weights_are_recorded_and_no_hook_stays() -> None:
+    model = tiny_model("llama")
+    with recorded(model) as calls, torch.no_grad():
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert [call.module for call in calls] == [model.model.rotary_emb]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_no_candidate_means_that_keys_are_not_rotated_or_an_error() -> None:
+    places = torch.tensor([0, 1, 5])
+    constant, other = torch.ones(3, 2, 8), torch.randn(3, 2, 8)
+    assert Candidates([]).best(constant, places) == (None, 0.0)
+    rotary, error = Candidates([]).best(other, places)
+    assert rotary is None
+    assert error > 0.5
+
+
+HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+REFUSED = {
+    "partial rotary without an interface": (StableLmConfig(), "attention of its own only"),
+    "ALiBi": (FalconConfig(alibi=True), "ALiBi"),
+    "no interface": (FalconConfig(), "attention of its own only"),
+    "rope for half of a key": (
+        LlamaConfig(rope_parameters=HALF),
+        "its code fails with Kedge's attention: RuntimeError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_model_in_memory_is_refused_with_the_reason(config: PretrainedConfig, why: str) -> None:
+    model = random_model(small_config(config))
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel) as refused:
+        checked_runner(model)
+    assert why in refused.value.why
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "llama", "hidden_size": "wide"}', '{"model_type": "nothing"}', "["])
+def test_a_config_that_cannot_be_read_is_unsupported(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="its config cannot be read"):
+        models.load(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_what_is_no_language_model_is_unsupported(tmp_path: Path) -> None:
+    CLIPConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no rotary position embedding"):
+        models.load(tmp_path, torch.float32, torch.device("cpu"))
+
+
+class Changed(LlamaAttention):
+    """Attention that hands over one argument more."""
+
+    handed: dict[str, Any] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **{**kwargs, **self.handed})
+
+
+def handing(**handed: Any) -> PreTrainedModel:
+    """A model whose attention hands over more arguments."""
+    model, kind = tiny_model("llama"), type("Handing", (Changed,), {"handed": handed})
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize(
+    "handed", [{"position_bias": torch.zeros(1)}, {"is_causal": False}, {"head_mask": torch.ones(4)}, {"a_new_one": 0}]
+)
+def test_an_argument_that_is_not_honoured_is_refused_by_name(handed: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match=f"does not know its argument `{next(iter(handed))}`") as refused:
+        checked_runner(handing(**handed))
+    assert refused.value.value == "Handing"
+
+
+def test_an_argument_that_is_none_or_changes_nothing_is_let_through() -> None:
+    assert checked_runner(handing(s_aux=None, is_causal=True, output_attentions=False)).refusal is None
+
+
+def test_a_model_in_training_is_refused_for_its_dropout() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1)).train()
+    with pytest.raises(UnsupportedModel, match="dropout"):
+        checked_runner(model)
+
+
+class Remembering(nn.Module):
+    """A layer's MLP that also looks at the token before, which a cache of keys does not hold."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_with_a_state_of_its_own_is_refused_whatever_its_precision(dtype: torch.dtype) -> None:
+    model = random_model(small_config(LlamaConfig()))
+    model.model.layers[1].mlp = Remembering(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModel, match="its logits differ from those of its own attention by"):
+        checked_runner(model.to(dtype))
+
+
+def windowless(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that masks by a window and keeps it from its attention."""
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    return model
+
+
+@pytest.mark.parametrize(("window", "why"), [(4, "its logits differ"), (500, "it hands over no window, and masks")])
+def test_a_window_that_is_only_in_the_mask_is_refused_however_large(window: int, why: str) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=window, max_window_layers=0)
+    model = Qwen2ForCausalLM(config).eval()
+    assert checked_runner(model).max_positions == 1024
+    with pytest.raises(UnsupportedModel, match=why):
+        checked_runner(windowless(model))
+
+
+def test_a_layer_that_is_skipped_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(UnsupportedModel, match="not called once by every layer, but 2 times, in 2 of 3 layers"):
+        checked_runner(model)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.data[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModel, match="its own logits are not finite"):
+        checked_runner(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config, CohereConfig, Phi3Config])
+def test_half_precision_is_no_reason_to_refuse(kind: type[PretrainedConfig], dtype: torch.dtype) -> None:
+    checked_runner(random_model(small_config(kind())).to(dtype))
+
+
+def test_the_check_leaves_random_numbers_and_the_default_dtype_as_they_were() -> None:
+    model = tiny_model("qwen3")
+    before = torch.get_rng_state()
+    checked_runner(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.config._attn_implementation == "kedge"
+    assert not model.training
+
+
+def test_attention_without_a_batch_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="does not get the batch"):
+        paged_attention(nn.Identity(), torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
 
 
 @pytest.mark.parametrize("has_bar", [False, True])
@@ -23,3 +325,15 @@ def test_weights_in_a_single_file_are_loaded_without_a_progress_bar(
     loading.load(tmp_path, torch.float32, torch.device("cpu"))
     assert ("Loading weights" in capsys.readouterr().err) == has_bar
     assert is_progress_bar_enabled()
+
+
+def test_a_small_copy_has_layers_of_every_type() -> None:
+    config = Gemma3TextConfig()
+    small = small_config(config)
+    assert (len(config.layer_types), small.num_hidden_layers) == (26, 2)
+    assert set(small.layer_types) == set(config.layer_types) == {"sliding_attention", "full_attention"}
+
+
+def test_what_is_refused_is_not_run() -> None:
+    with pytest.raises(UnsupportedModel, match="attention of its own only"):
+        trial(StableLmConfig())

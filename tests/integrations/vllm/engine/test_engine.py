@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.register_assert_rewrite("tests.engine.conformance")
-
-from kedge.errors import ConfigError, ForwardFailed, RequestError  # noqa: E402
-from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.integrations.vllm.engine.response import StreamedResponse  # noqa: E402
-from kedge.settings import EngineSettings  # noqa: E402
-from kedge.types import (  # noqa: E402
+from kedge.errors import ConfigError, ForwardFailed, RequestError
+from kedge.integrations.vllm.engine.engine import VLLMEngine
+from kedge.integrations.vllm.engine.response import StreamedResponse
+from kedge.settings import EngineSettings
+from kedge.types import (
     AgentId,
     Completion,
     FinishReason,
@@ -33,10 +30,10 @@ from kedge.types import (  # noqa: E402
     TenantId,
     Tokens,
 )
-from kedge.workflow.forecast import AgentKey  # noqa: E402
-from kedge.workflow.steps import NextRun  # noqa: E402
-from tests.engine.conformance import EngineConformance  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_nano  # noqa: E402
+from kedge.workflow.forecast import AgentKey
+from kedge.workflow.steps import NextRun
+from tests.engine.conformance import EngineConformance
+from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_nano
 
 PATIENCE = 120.0
 FIXED = 8 * BLOCK

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.utils.system_utils import get_mp_context
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from vllm.utils.system_utils import get_mp_context  # noqa: E402
-
-from kedge.engine.common.guarding import check  # noqa: E402
-from kedge.engine.common.guarding.check import dense_check  # noqa: E402
-from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState  # noqa: E402
-from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.integrations.vllm.forced_answers import ForcedAnswers  # noqa: E402
-from kedge.reuse.guard.fidelity import LEAST, RUNGS  # noqa: E402
-from kedge.reuse.planner import UNPROVED, WITHHELD  # noqa: E402
-from kedge.settings import EngineSettings  # noqa: E402
-from kedge.types import (  # noqa: E402
+from kedge.engine.common.guarding import check
+from kedge.engine.common.guarding.check import dense_check
+from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState
+from kedge.integrations.vllm.engine.engine import VLLMEngine
+from kedge.integrations.vllm.forced_answers import ForcedAnswers
+from kedge.reuse.guard.fidelity import LEAST, RUNGS
+from kedge.reuse.planner import UNPROVED, WITHHELD
+from kedge.settings import EngineSettings
+from kedge.types import (
     AgentId,
     Completion,
     GenerateRequest,
@@ -35,9 +32,9 @@ from kedge.types import (  # noqa: E402
     WorkflowId,
     new_request_id,
 )
-from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_nano  # noqa: E402
+from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_nano
+from tests.integrations.vllm.engine.test_engine import PATIENCE, wait_until
 
-PATIENCE = 120.0
 FAULT = "KEDGE_TEST_FAULT"
 WORKER = f"""
 import os
@@ -93,17 +90,21 @@ def engine(
         yield built
 
 
-def ask(engine: VLLMEngine, number: int, agent: str = "a", orders: GuardOrders = AS_SET) -> Completion:
+def question(
+    number: int, agent: str = "a", run: str = "", orders: GuardOrders = AS_SET, count: int = 8
+) -> GenerateRequest:
     """One call of an agent, in a run of its own."""
-    segments = (
-        Segment(HEAD, "p0"),
-        Segment(tuple(prompt(60, 100 + number)), "q", SampleId.parse("q@0"), LEAD_IN, STAND_IN),
-        Segment(TAIL, "p1"),
-    )
-    request = GenerateRequest(
-        segments, SamplingParams(8, ignore_eos=True), ReuseMode.TRANSLATE, new_request_id(),
-        workflow=WorkflowId("w"), agent=AgentId(agent), run=RunId(f"run {time.monotonic()}"), guard=orders,
+    value = Segment(tuple(prompt(60, 100 + number)), "q", SampleId.parse("q@0"), LEAD_IN, STAND_IN)
+    return GenerateRequest(
+        (Segment(HEAD, "p0"), value, Segment(TAIL, "p1")),
+        SamplingParams(count, ignore_eos=True), ReuseMode.TRANSLATE, new_request_id(),
+        workflow=WorkflowId("w"), agent=AgentId(agent), run=RunId(run or f"run {time.monotonic()}"), guard=orders,
     )  # fmt: skip
+
+
+def ask(engine: VLLMEngine, number: int, agent: str = "a", orders: GuardOrders = AS_SET) -> Completion:
+    """An answer, and the end of its run."""
+    request = question(number, agent, orders=orders)
     done = engine.submit(request).result(PATIENCE)
     engine.end_run(request.run_key)
     return done
@@ -119,13 +120,6 @@ def record(engine: VLLMEngine) -> dict[str, Any]:
     """What it knows of the placeholder of the agent without a budget."""
     known = (one for one in guard(engine)["agents"] if one["agent"] == "a")
     return next(known, {"checks": 0, "withheld": False})
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
 
 
 def is_at_rest(engine: VLLMEngine) -> bool:

@@ -18,7 +18,6 @@ from kedge.integrations.vllm.engine import options
 from kedge.integrations.vllm.engine.options import (
     FOREIGN,
     copy_dtype,
-    plugin_settings,
     refuse_foreign,
     require_vllm,
     vllm_arguments,
@@ -83,16 +82,6 @@ def test_settings_without_a_meaning_are_refused_unless_left_at_their_defaults() 
                 refuse_foreign(EngineSettings(backend="vllm", **given))
 
 
-def test_the_plugin_gets_its_sections_and_reads_them() -> None:
-    pytest.importorskip("torch")
-    from kedge.integrations.vllm.plugin.settings import PluginSettings
-
-    own = {"max_captures": 2}
-    config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3}, vllm=own)
-    read = PluginSettings.model_validate(plugin_settings(config))
-    assert (read.tiers.host_memory, read.anchors.capacity, read.max_captures) == ("5 blocks", 3, 2)
-
-
 def test_a_variable_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEDGE_ENGINE__VLLM__MAX_MODEL_LEN", "512")
@@ -145,7 +134,6 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
         seen.append(given["keeping"])
         raise Started
 
-    monkeypatch.setattr("kedge.cli.run.require_vllm", lambda: None)
     monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
     args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
     result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": ""})
@@ -153,4 +141,8 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     assert seen == [options.KeepingOptions(Path("kept"), {TenantId("acme"): Quota(5, 1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
     assert found.state == tmp_path / "kept"
+    own = {"max_captures": 2}
+    config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3}, vllm=own)
+    read = PluginSettings.model_validate(options.plugin_settings(config))
+    assert (read.tiers.host_memory, read.anchors.capacity, read.max_captures) == ("5 blocks", 3, 2)
     assert found.quotas == {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)}

@@ -58,15 +58,11 @@ def receipt_data(*spans: Span) -> dict[str, Any]:
 def test_a_receipt_has_the_spans_that_the_plug_in_sent() -> None:
     request = GenerateRequest(PROMPT, reuse=ReuseMode.TRANSLATE)
     receipt = plugin_receipt(request, receipt_data(*SPANS), {"queue": 1.0})
-    assert receipt.spans == SPANS
+    assert receipt.spans == SPANS and receipt.parts_ms == {"queue": 1.0}
     assert (receipt.request_id, receipt.misses) == (request.request_id, (Miss("p0", "why"),))
-    assert receipt.parts_ms == {"queue": 1.0}
-
-
-def test_log_probabilities_of_the_prompt_are_a_reason_for_computing_it() -> None:
-    request = GenerateRequest(PROMPT, reuse=ReuseMode.EXACT, prompt_logprobs=0)
+    told = GenerateRequest(PROMPT, reuse=ReuseMode.EXACT, prompt_logprobs=0)
     data = {**receipt_data(Span(0, 100, Source.COMPUTED)), "misses": []}
-    assert plugin_receipt(request, data, {}).misses == (ALL_COMPUTED,)
+    assert plugin_receipt(told, data, {}).misses == (ALL_COMPUTED,), "log-probabilities are a reason for computing it"
 
 
 def test_the_fallback_receipt_has_known_facts_only() -> None:
@@ -149,11 +145,6 @@ def test_tokens_beyond_the_answer_are_dropped(tokenizer: HFTokenizer) -> None:
     assert done.tokens == tokens[:4] and [len(delta.tokens) for delta in deltas] == [4, 0]
 
 
-def test_no_answer_was_wanted(tokenizer: HFTokenizer) -> None:
-    _, done = answered(tokenizer, ask(max_tokens=0), output((5,), "length"))
-    assert (done.tokens, done.text, done.finish_reason) == ((), "", FinishReason.LENGTH)
-
-
 def test_a_stop_string_ends_the_answer_in_the_middle_of_an_output(tokenizer: HFTokenizer) -> None:
     tokens = tokenizer.encode("one two three")
     response = StreamedResponse(ask(stop=("two",), max_tokens=50), tokenizer, None, 100)
@@ -164,11 +155,13 @@ def test_a_stop_string_ends_the_answer_in_the_middle_of_an_output(tokenizer: HFT
     assert done.text == "one " and tokenizer.decode(done.tokens).endswith("two")
 
 
-def test_an_answer_that_vllm_gives_up_fails(tokenizer: HFTokenizer) -> None:
+def test_answers_that_vllm_gives_up_or_nobody_wanted(tokenizer: HFTokenizer) -> None:
     with pytest.raises(ForwardFailed, match="error"):
         StreamedResponse(ask(), tokenizer, None, 100).take(output((), "error"))
     _, done = answered(tokenizer, ask(), output((5,)), output((), "abort"))
     assert done.finish_reason is FinishReason.CANCELLED
+    _, none = answered(tokenizer, ask(max_tokens=0), output((5,), "length"))
+    assert (none.tokens, none.text, none.finish_reason) == ((), "", FinishReason.LENGTH), "none was wanted"
 
 
 def test_times_are_those_of_vllms_process(tokenizer: HFTokenizer) -> None:

@@ -90,20 +90,14 @@ def test_names_that_are_not_accepted_stay_distinct() -> None:
     assert (got.agent, got.segments[1].sample) == (short(line), SampleId.parse(short(f"input_{long}@0")))
 
 
-def test_at_least_one_token_is_drawn_and_no_more_than_there_is_room_for() -> None:
-    drawn = [
-        sampling_arguments(request(sampling=SamplingParams(max_tokens=most)), 5)["max_tokens"] for most in (0, 3, 7)
-    ]
-    assert drawn == [1, 3, 5]
-
-
 def test_sampling_arguments() -> None:
     sampling = SamplingParams(4, temperature=0.5, top_p=0.9, seed=3, stop=("x",), ignore_eos=True)
     arguments = sampling_arguments(request(sampling=sampling, logprobs=2), 100)
     expected = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": None}
     assert {name: arguments[name] for name in expected} == expected
     assert "stop" not in arguments
-    assert arguments["extra_args"]["kv_transfer_params"]["kedge"]["agent"] == "a"
+    asked = [request(sampling=SamplingParams(max_tokens=most)) for most in (0, 3, 7)]
+    assert [sampling_arguments(one, 5)["max_tokens"] for one in asked] == [1, 3, 5], "vLLM draws one token at least"
 
 
 def test_stock_vllm_gets_no_hints() -> None:
@@ -135,19 +129,14 @@ def test_changes_become_whole_forecasts() -> None:
     assert fourth.hints["steps"] == {"b": 4.0}, "nothing is left of a run that was over"
 
 
-def test_fixed_prompts_are_sent_before_the_steps_of_their_agents() -> None:
-    messages = list(Forecasts().messages({key("a"): NextRun(1.0)}, {key("a"): (1, 2, 3)}))
-    assert messages[0] == PluginMessage(
-        Namespace(TENANT), {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}, (1, 2, 3)
-    )
-    assert messages[1].hints["steps"] == {"a": 1.0}
-
-
-def test_a_fixed_prompt_is_sent_again_when_it_changes() -> None:
+def test_fixed_prompts_are_sent_before_the_steps_of_their_agents_and_when_they_change() -> None:
     forecasts, one = Forecasts(), {key("a"): (1, 2, 3)}
-    assert [len(list(forecasts.messages({}, one))) for _ in range(3)] == [1, 0, 0]
+    fixed, steps = forecasts.messages({key("a"): NextRun(1.0)}, one)
+    given = {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}
+    assert fixed == PluginMessage(Namespace(TENANT), given, (1, 2, 3))
+    assert steps.hints["steps"] == {"a": 1.0}
     other_run = key("a")._replace(run_id=RunId("other"))
-    assert not list(forecasts.messages({}, {other_run: (1, 2, 3)})), "the prompt is the same in all runs"
+    assert not list(forecasts.messages({}, one)) and not list(forecasts.messages({}, {other_run: (1, 2, 3)}))
     assert list(forecasts.messages({}, {key("a"): (1, 2)})) and list(forecasts.messages({}, {key("b"): (1, 2)}))
 
 

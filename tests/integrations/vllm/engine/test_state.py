@@ -8,33 +8,20 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.engine.base import Quota  # noqa: E402
-from kedge.errors import ConfigError  # noqa: E402
-from kedge.guard import DecisionKind  # noqa: E402
-from kedge.integrations.vllm.engine.engine import VLLMEngine  # noqa: E402
-from kedge.integrations.vllm.engine.options import KeepingOptions  # noqa: E402
-from kedge.reuse.guard.comparison import DecisionComparison  # noqa: E402
-from kedge.settings import EngineSettings  # noqa: E402
-from kedge.types import (  # noqa: E402
-    AgentId,
-    GenerateRequest,
+from kedge.engine.base import Quota
+from kedge.errors import ConfigError
+from kedge.guard import DecisionKind
+from kedge.integrations.vllm.engine.engine import VLLMEngine
+from kedge.integrations.vllm.engine.options import KeepingOptions
+from kedge.reuse.guard.comparison import DecisionComparison
+from kedge.settings import EngineSettings
+from kedge.types import (
     Receipt,
-    ReuseMode,
-    RunId,
-    SampleId,
-    SamplingParams,
-    Segment,
     TenantId,
-    ValueKind,
-    WorkflowId,
 )
-from tests.integrations.vllm.conftest import prompt, save_tiny_nano  # noqa: E402
+from tests.integrations.vllm.conftest import save_tiny_nano
+from tests.integrations.vllm.engine.test_guard import PATIENCE, question
 
-PATIENCE = 120.0
-HEAD, TAIL = tuple(prompt(41, 1)), tuple(prompt(70, 2))
-LEAD_IN, STAND_IN = tuple(prompt(5, 3)), tuple(prompt(4, 4))
 CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 ACME = TenantId("acme")
 MOST = 1 << 20
@@ -52,21 +39,9 @@ def engine(model: Path, state: Path) -> VLLMEngine:
     return VLLMEngine(model, settings, keeping=KeepingOptions(state, {ACME: Quota(anchor_bytes=MOST)}))
 
 
-def ask(built: VLLMEngine, seed: int, run: str) -> Receipt:
+def ask(built: VLLMEngine, number: int, run: str) -> Receipt:
     """Return the receipt of a call with this question."""
-    return built.submit(question(seed, run)).result(PATIENCE).receipt
-
-
-def question(seed: int, run: str) -> GenerateRequest:
-    value = Segment(tuple(prompt(60, seed)), "q", SampleId(ValueKind.INPUT, "q"), LEAD_IN, STAND_IN)
-    return GenerateRequest(
-        (Segment(HEAD, "p0"), value, Segment(TAIL, "p1")),
-        reuse=ReuseMode.TRANSLATE,
-        workflow=WorkflowId("w"),
-        run=RunId(run),
-        agent=AgentId("a"),
-        sampling=SamplingParams(max_tokens=2, ignore_eos=True),
-    )
+    return built.submit(question(number, run=run, count=2)).result(PATIENCE).receipt
 
 
 def guard_of(built: VLLMEngine) -> list[dict[str, Any]]:
@@ -94,7 +69,7 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         before = ask(built, 12, "before")
         assert before.translated > 100
         for _ in range(40):
-            built._guard.guard.observe(question(12, "before"), ("q",), CHANGED)
+            built._guard.guard.observe(question(12, run="before"), ("q",), CHANGED)
         known = guard_of(built)
         assert known[0]["breaches"] > 0
     with engine(model, state) as built:

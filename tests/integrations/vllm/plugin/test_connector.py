@@ -1,16 +1,18 @@
-"""What the connector decides on its own: how much of a GPU's memory anchors may take."""
+"""What the connector decides on its own: how much of a GPU's memory anchors may take; and its settings."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
+from kedge.errors import ConfigError
 from kedge.integrations.vllm.plugin.connector import within_free_memory
+from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.settings import AnchorSettings
+from kedge.types import ReuseMode
 
 WANTED = AnchorSettings(max_bytes=8 << 30, max_base_bytes=4 << 30)
 GPU = torch.device("cuda")
@@ -29,3 +31,32 @@ def test_anchors_take_at_most_half_of_what_is_free_on_a_gpu(
 
 def test_on_a_cpu_they_take_what_the_settings_say() -> None:
     assert within_free_memory(WANTED, torch.device("cpu")) is WANTED
+
+
+# settings: the sections of `kedge.toml`, checked in the same way -----------------------------------------------------
+
+
+def test_sections_are_those_of_the_file() -> None:
+    settings = PluginSettings.model_validate(
+        {"reuse": "exact", "tiers": {"host_memory": "1KiB", "policy": "lru"}, "planner": {"min_translated": 0.9}}
+    )
+    assert settings.reuse is ReuseMode.EXACT and settings.tiers.policy == "lru"
+    assert settings.tiers.host_memory == 1024
+    assert settings.planner.min_translated == 0.9
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ({"tier": {}}, "kv_connector_extra_config.tier"),
+        ({"tiers": 5}, "engine.tiers"),
+        ({"tiers": {"backup_hits": -1}}, "engine.tiers.backup_hits"),
+        ({"reuse": "sometimes"}, "kv_connector_extra_config.reuse"),
+        ({"max_captures": 0}, "kv_connector_extra_config.max_captures"),
+        ({"forecast_ttl": 0}, "kv_connector_extra_config.forecast_ttl"),
+    ],
+)
+def test_bad_values_are_named(extra: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PluginSettings.model_validate(extra)
+    assert caught.value.key == key

@@ -1,8 +1,9 @@
-"""The free queue against a naive twin that sorts all blocks, against LRU, and its own integrity check."""
+"""The free queue against a naive twin that sorts all blocks, and its own integrity check."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin.free_queue import BlockOwners, StepFreeQueue
-from kedge.policies.eviction import EvictionPolicy, lru, steps_to_execution
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
+from kedge.policies.eviction import EvictionPolicy, kind_of, lru, steps_to_execution
 
 BLOCKS = 10
 AGENTS = "abcd"
@@ -43,24 +44,28 @@ class Twin:
 
     policy: EvictionPolicy
     loose: list[int]
+    evicted: Counter[str] = field(default_factory=Counter)
     kept: dict[int, int] = field(default_factory=dict)
     owners: dict[int, set[str]] = field(default_factory=dict)
     varying: set[int] = field(default_factory=set)
     steps: dict[str, float] = field(default_factory=dict)
     clock: int = 0
 
-    def key(self, block: int) -> tuple[float, ...]:
+    def view(self, block: int) -> Kept:
         steps = [self.steps[owner] for owner in self.owners.get(block, ())]
-        return self.policy(Kept(self.kept[block], min(steps, default=None), block in self.varying))
+        return Kept(self.kept[block], min(steps, default=None), block in self.varying)
 
-    def sort_key(self, block: int) -> tuple[float, ...]:
-        return self.key(block)
+    def key(self, block: int) -> tuple[float, ...]:
+        return self.policy(self.view(block))
+
+    sort_key = key
 
     def order(self) -> list[int]:
         return self.loose + sorted(self.kept, key=self.sort_key)
 
     def take(self, n: int) -> list[int]:
         taken = self.order()[:n]
+        self.evicted.update(kind_of(self.view(block)) for block in taken if block in self.kept)
         for block in taken:
             self.drop(block)
         self.forget(taken)
@@ -109,10 +114,9 @@ class WholeTwin(Twin):
             self.stamps[found] = self.kept[block] = self.clock
             self.places[block] = place
 
-    def key(self, block: int) -> tuple[float, ...]:
+    def view(self, block: int) -> Kept:
         found = self.set_of(block)
-        step, varying = found.step, found.varying
-        return self.policy(Kept(self.kept[block] if found.stamp is None else self.stamps[found], step, varying))
+        return Kept(self.kept[block] if found.stamp is None else self.stamps[found], found.step, found.varying)
 
     def sort_key(self, block: int) -> tuple[float, ...]:
         newest_first = self.set_of(block).stamp is not None
@@ -122,23 +126,23 @@ class WholeTwin(Twin):
 class Machine(RuleBasedStateMachine):
     """vLLM's calls in any order: blocks are held or free, and only held ones change owners."""
 
-    policy: EvictionPolicy = staticmethod(POLICY)
     whole = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [Block(i) for i in range(BLOCKS)]
-        self.queue = StepFreeQueue(self.blocks, BLOCKS, self.policy, self.whole)
-        self.twin = Twin(self.policy, list(range(BLOCKS)))
+        self.queue = StepFreeQueue(self.blocks, BLOCKS, POLICY, self.whole)
+        self.twin = Twin(POLICY, list(range(BLOCKS)))
         if self.whole:
-            self.twin = WholeTwin(self.policy, list(range(BLOCKS)), set_of=lambda i: self.queue.set_of[i])
+            self.twin = WholeTwin(POLICY, list(range(BLOCKS)), set_of=lambda i: self.queue.set_of[i])
         self.held: list[int] = []
 
     @rule(n=st.integers(0, BLOCKS))
     def allocate(self, n: int) -> None:
         n = min(n, self.queue.num_free_blocks)
         taken = self.twin.take(n)
-        assert [block.block_id for block in self.queue.popleft_n(n)] == taken
+        found = [self.queue.popleft()] if n == 1 else self.queue.popleft_n(n)
+        assert [block.block_id for block in found] == taken
         self.held += taken
 
     @precondition(lambda self: self.held)
@@ -204,6 +208,20 @@ class Machine(RuleBasedStateMachine):
         self.queue.on_forecast({owner: None if step is None else (step, 1.0)})
         self.twin.forecast(owner, step)
 
+    @rule(policy=st.sampled_from([POLICY, lru]))
+    def change_policy(self, policy: EvictionPolicy) -> None:
+        assert self.queue.set_policy(policy) is self.twin.policy
+        self.twin.policy = policy
+
+    @precondition(lambda self: self.queue.num_free_blocks < BLOCKS)
+    @rule()
+    def ask_too_much(self) -> None:
+        with pytest.raises(PlanError):
+            self.queue.popleft_n(self.queue.num_free_blocks + 1)
+        if self.held:
+            with pytest.raises(PlanError):
+                self.queue.remove(self.blocks[self.held[0]])
+
     @rule()
     def empty_the_cache(self) -> None:
         """vLLM does so only while nobody holds a block."""
@@ -218,6 +236,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def same_order(self) -> None:
         assert [block.block_id for block in self.queue.get_all_free_blocks()] == self.twin.order()
+        assert self.queue.evicted == self.twin.evicted
 
     @invariant()
     def sound(self) -> None:
@@ -225,88 +244,30 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def same_room(self) -> None:
-        far = sum(self.twin.key(block) < (1.0, -2.0) for block in self.twin.kept) + len(self.twin.loose)
-        allowed = lambda view: POLICY(view)[:2] < (1.0, -2.0)  # noqa: E731
-        if self.policy is POLICY:
-            assert self.queue.room(far, allowed) == self.queue.room(far + 1, allowed) == far
+        def is_far(view: Any) -> bool:
+            return POLICY(view)[:2] < (1.0, -2.0)
 
-
-class LruMachine(Machine):
-    policy = staticmethod(lru)
+        far = sum(is_far(self.twin.view(block)) for block in self.twin.kept) + len(self.twin.loose)
+        assert self.queue.room(far, is_far) == self.queue.room(far + 1, is_far) == far
 
 
 class WholeMachine(Machine):
     whole = True
 
 
-TestSteps = Machine.TestCase
-TestLru = LruMachine.TestCase
-TestWhole = WholeMachine.TestCase
-TestSteps.settings = TestLru.settings = TestWhole.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None
-)
-
-
-def queue_of(blocks: list[Block]) -> StepFreeQueue:
-    return StepFreeQueue(blocks, len(blocks), steps_to_execution())
-
-
-def test_farthest_agent_first_then_tail_first() -> None:
-    blocks = [Block(i) for i in range(9)]
-    queue = queue_of(blocks)
-    held = queue.popleft_n(9)
-    queue.on_forecast({"near": (1, 1.0), "far": (9, 1.0), "middle": (4, 1.0)})
-    for agent, ids in (("near", [0, 1]), ("far", [2, 3]), ("middle", [4, 5])):
-        queue.own(ids, agent)
-    queue.mark_suffix([6])
-    queue.append_n(held[::-1])
-    order = [block.block_id for block in queue.get_all_free_blocks()]
-    assert order == [6, 3, 2, 8, 7, 5, 4, 1, 0]
-    assert [block.block_id for block in queue.popleft_n(9)] == order
-    assert queue.evicted == {"varying": 1, "labelled": 6, "unlabelled": 2}
+TestSteps, TestWhole = Machine.TestCase, WholeMachine.TestCase
+TestSteps.settings = TestWhole.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_a_head_of_many_owners_is_one_set_that_grows_in_place_and_may_be_split() -> None:
-    owners = BlockOwners(4)
+    queue = StepFreeQueue([], 4, POLICY)
     sessions = [f"s{i}" for i in range(30)]
-    owners.update_steps(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
+    queue.on_forecast(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
     for session in sessions:
-        owners.own([0, 1, 2], session)
-    assert owners.set_of[0] is owners.set_of[1] and len(list(owners.sets())) == 3, "the head, and those without owners"
-    owners.own([0], "new")
-    assert owners.set_of[0].owners == {*sessions, "new"} and owners.set_of[1].owners == set(sessions)
-    with pytest.raises(PlanError, match="has no step"):
-        owners.own([3], "stranger")
-    owners.check_integrity()
-
-
-def test_another_policy_ranks_what_is_free_already() -> None:
-    blocks = [Block(i) for i in range(6)]
-    queue = queue_of(blocks)
-    held = queue.popleft_n(6)
-    queue.on_forecast({"near": (1, 1.0), "far": (9, 1.0)})
-    queue.own([0, 1, 2], "near")
-    queue.own([3, 4, 5], "far")
-    queue.append_n(held)
-    assert queue.popleft().block_id == 3, "the far one goes first, though it was used last"
-    by_steps = queue.set_policy(lru)
-    assert [block.block_id for block in queue.get_all_free_blocks()] == [0, 1, 2, 4, 5]
-    assert queue.popleft().block_id == 0
-    assert queue.set_policy(by_steps) is lru
-    queue.check_integrity()
-    assert [block.block_id for block in queue.popleft_n(4)] == [4, 5, 1, 2]
-
-
-def test_more_than_is_free_changes_nothing() -> None:
-    queue = queue_of([Block(0)])
-    with pytest.raises(PlanError):
-        queue.popleft_n(2)
-    assert queue.popleft().block_id == 0
+        queue.own([0, 1, 2], session)
+    assert queue.set_of[0] is queue.set_of[1] and len(list(queue.sets())) == 3, "the head, and those without owners"
+    queue.own([0], "new")
+    assert queue.set_of[0].owners == {*sessions, "new"} and queue.set_of[1].owners == set(sessions)
     with pytest.raises(ValueError, match="No free blocks"):
         queue.popleft()
-
-
-def test_a_block_that_is_not_free_cannot_be_removed() -> None:
-    queue = queue_of([Block(0)])
-    with pytest.raises(PlanError):
-        queue.remove(queue.popleft())
+    queue.check_integrity()

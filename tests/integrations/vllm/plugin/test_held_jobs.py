@@ -5,6 +5,7 @@ and what becomes of every one of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,13 @@ STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_
 AMPLE = LaneBudget(1000, 1000)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_may_wait() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "MAX_PENDING", MOST)
+        yield
+
+
 class Stage:
     """Held jobs over a pool of vLLM's."""
 
@@ -40,9 +48,7 @@ class Stage:
         self.held.pool = self.pool
         self.captures: list[Capture] = []
         self.jobs = HeldJobs(self.held, self.captures.append)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(module, "MAX_PENDING", MOST)
-            self.jobs.open(PassLimits(LIMIT, 100, BLOCK))
+        self.jobs.open(PassLimits(LIMIT, 100, BLOCK))
 
     def end(self, prompt: int, output: Tokens, status: RequestStatus = LENGTH) -> None:
         """End a request that holds blocks for what it has computed, all but the last token, and frees them."""
@@ -86,12 +92,8 @@ def test_the_end_is_the_last_token() -> None:
     assert (lane.span, lane.tokens) == (range(7, 8), [1] * 6 + [7, 8, 8])
     assert len(lane.blocks) == 2 and list(capture.blocks) == lane.blocks
     assert capture.response == (7, 8)
-
-
-def test_an_answer_whose_tokens_all_have_kv_needs_no_lane() -> None:
-    stage = Stage()
     stage.end(6, (7, 8, 2), STOPPED)
-    assert not stage.jobs.has_ends and stage.captures[0].response == (7, 8)
+    assert not stage.jobs.has_ends and stage.captures[1].response == (7, 8), "all of its tokens have KV"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,13 @@ def test_without_room_beside_requests_they_wait(tokens: int, rows: int, spare: i
     assert stage.pool.get_num_free_blocks() == BLOCKS
 
 
-def test_one_that_an_idle_engine_has_no_room_for_is_dropped() -> None:
+@pytest.mark.parametrize("idle", [True, False])
+def test_one_without_blocks_is_dropped_where_the_engine_is_idle_or_a_request_waits_for_it(idle: bool) -> None:
+    """Else the engine would step for ever, or the request wait."""
     stage = Stage()
     blocks = stage.pool.get_new_blocks(BLOCKS - 1)
-    stage.jobs.add(HERE, (1,) * 10)
-    assert not stage.step(40, idle=True) and not stage.jobs, "else the engine would step for ever"
+    stage.jobs.add(HERE, (1,) * 10, is_awaited=not idle)
+    assert not stage.step(40, idle=idle) and not stage.jobs and not stage.jobs.is_awaited(HERE, (1,) * 10)
     stage.pool.free_blocks(blocks)
     assert stage.jobs.counters()["base_prefills_dropped"] == 1
 
@@ -164,40 +168,26 @@ def test_blocks_that_requests_need_are_given_up_after_the_pass() -> None:
     assert stage.pool.get_num_free_blocks() == BLOCKS
 
 
-def test_several_are_computed_in_a_step_as_far_as_it_goes() -> None:
-    stage = Stage()
-    for token in (1, 2, 3):
-        stage.jobs.add(HERE, (token,) * 10)
-    assert stage.step(25, rows=3, idle=True) == [range(10), range(10), range(5)]
-    assert [capture.request.tokens[0] for capture in stage.captures] == [3, 2]
-
-
 def test_what_a_request_waits_for_goes_first_and_takes_all_that_is_left() -> None:
     stage = Stage()
     stage.jobs.add(HERE, (1,) * 10)
     assert stage.step(4, rows=9) == [range(2)]
     for token in (2, 3):
-        stage.jobs.add_awaited(HERE, (token,) * 10)
+        stage.jobs.add(HERE, (token,) * 10, is_awaited=True)
     stage.jobs.add(HERE, (4,) * 10)
     assert stage.step(14, rows=9) == [range(10), range(4)]
     (capture,) = stage.captures
     assert capture.request.tokens == (2,) * 10
     assert not stage.jobs.is_awaited(HERE, (2,) * 10) and stage.jobs.is_awaited(HERE, (3,) * 10)
-    stage.jobs.add_awaited(HERE, (1,) * 10)
+    stage.jobs.add(HERE, (1,) * 10, is_awaited=True)
     assert stage.step(20, rows=9) == [range(4, 10), range(2, 10), range(6)], "one that was begun goes on"
     assert len(stage.jobs) == 1
-
-
-def test_one_that_is_awaited_and_finds_no_blocks_is_dropped_so_that_its_request_goes_on() -> None:
-    stage = Stage()
-    stage.jobs.add_awaited(HERE, (1,) * 10)
-    assert not stage.step(40, spare=BLOCKS) and not stage.jobs.is_awaited(HERE, (1,) * 10) and not stage.jobs
 
 
 @pytest.mark.parametrize("tokens", [(), (1,) * LIMIT, (100,)])
 def test_nobody_waits_for_what_cannot_be_computed(tokens: tuple[int, ...]) -> None:
     stage = Stage()
-    stage.jobs.add_awaited(HERE, tokens)
+    stage.jobs.add(HERE, tokens, is_awaited=True)
     assert not stage.jobs.is_awaited(HERE, tokens) and not stage.jobs
 
 
@@ -223,8 +213,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(token=st.integers(0, 110), length=st.integers(0, LIMIT + 2), is_awaited=st.booleans())
     def add(self, token: int, length: int, is_awaited: bool) -> None:
-        jobs = self.stage.jobs
-        (jobs.add_awaited if is_awaited else jobs.add)(HERE, (token,) * length)
+        self.stage.jobs.add(HERE, (token,) * length, is_awaited=is_awaited)
 
     @rule(tokens=st.integers(-5, 60), rows=st.integers(-1, 3), spare=st.integers(0, BLOCKS), idle=st.booleans())
     def step(self, tokens: int, rows: int, spare: int, idle: bool) -> None:
@@ -273,7 +262,7 @@ class Machine(RuleBasedStateMachine):
         counts = jobs.counters()
         ended = counts["base_prefills_done"] + counts["base_prefills_dropped"]
         assert counts["base_prefills_queued"] - ended == len(jobs)
-        assert len(jobs._wanted) <= MOST and len(jobs) <= MOST + 1 + len(jobs._awaited)
+        assert len(jobs._waiting()) <= MOST and jobs._begun.keys() <= jobs._wanted.keys()
         assert all(len(key[1]) > job.computed for key, job in jobs._begun.items())
 
     def teardown(self) -> None:

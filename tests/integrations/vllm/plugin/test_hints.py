@@ -64,23 +64,24 @@ def test_all_hints_are_read() -> None:
     assert request.segments == (Segment(TOKENS, "p0"),)
 
 
-@pytest.mark.parametrize("withheld", ["q", [1], [[]], ["q"] * 4097, {"q": 1}])
-@pytest.mark.parametrize(("epoch", "pick"), [(-1, 3), (1.5, ["a"]), ("2", "x" * 2000)])
-@pytest.mark.parametrize(
-    ("rung", "held_out"), [(-1, 1), (len(RUNGS), "yes"), (0.0, 0), (True, []), ("0", {}), (2**70, "")]
-)
-def test_orders_of_a_guard_that_are_not_accepted_are_ignored(
-    withheld: Any, epoch: Any, pick: Any, rung: Any, held_out: Any
-) -> None:
-    call = read({"withheld": withheld, "epoch": epoch, "pick": pick, "rung": rung, "held_out": held_out})
-    assert call.request.guard == GuardOrders() and call.ignored == 5
+BAD_ORDERS: dict[str, list[Any]] = {
+    "withheld": ["q", [1], [[]], ["q"] * 4097, {"q": 1}],
+    "epoch": [-1, 1.5, "2"],
+    "pick": [3, ["a"], "x" * 2000],
+    "rung": [-1, len(RUNGS), 0.0, True, "0", 2**70],
+    "held_out": [1, "yes", 0, [], {}, ""],
+}
 
 
-@pytest.mark.parametrize("rung", range(len(RUNGS)))
-def test_every_rung_can_be_ordered(rung: int) -> None:
-    call = read({"rung": rung, "held_out": True, "withheld": [EVERYTHING]})
-    expected = GuardOrders(rung=rung, held_out=True, withheld=frozenset((EVERYTHING,)))
-    assert call.request.guard == expected and not call.ignored
+def test_orders_of_a_guard_that_are_not_accepted_are_ignored() -> None:
+    for name, values in BAD_ORDERS.items():
+        for value in values:
+            call = read({name: value})
+            assert call.request.guard == GuardOrders() and call.ignored == 1, (name, value)
+    for rung in range(len(RUNGS)):
+        call = read({"rung": rung, "held_out": True, "withheld": [EVERYTHING]})
+        expected = GuardOrders(rung=rung, held_out=True, withheld=frozenset((EVERYTHING,)))
+        assert call.request.guard == expected and not call.ignored
 
 
 @pytest.mark.parametrize("salt, tenant", [("acme", "acme"), (f"acme{AFRESH}r1", "acme"), (AFRESH, "default")])
@@ -88,14 +89,11 @@ def test_a_check_has_a_prefix_cache_of_its_own_and_its_calls_namespace(salt: str
     assert read({"agent": "a"}, salt).request.namespace == Namespace(TenantId(tenant))
 
 
-@pytest.mark.parametrize("params", [None, {}, {"other": {}}, {"kedge": None}])
-def test_no_hints(params: dict[str, Any] | None) -> None:
-    assert read_hints("r1", TOKENS, None, params, ReuseMode.EXACT) is None
-
-
-@pytest.mark.parametrize("kedge", ["text", 7, [], True])
-def test_no_mapping_is_one_ignored_hint(kedge: Any) -> None:
-    assert read(kedge).ignored == 1 and read(kedge).request.reuse is ReuseMode.TRANSLATE
+def test_no_hints_are_none_and_no_mapping_is_one_ignored_hint() -> None:
+    for params in (None, {}, {"other": {}}, {"kedge": None}):
+        assert read_hints("r1", TOKENS, None, params, ReuseMode.EXACT) is None
+    for kedge in ("text", 7, [], True):
+        assert read(kedge).ignored == 1 and read(kedge).request.reuse is ReuseMode.TRANSLATE
 
 
 @pytest.mark.parametrize(
@@ -139,9 +137,6 @@ def test_workers_are_not_sent_the_hints() -> None:
     sent = without_hints(given)
     assert sent.extra_args == {"a": 1, "kv_transfer_params": others} and sent.max_tokens == 3
     assert given.extra_args["kv_transfer_params"]["kedge"], "the caller's own is unchanged"
-
-
-@pytest.mark.parametrize("extra", [None, {}, {"kv_transfer_params": None}, {"kv_transfer_params": {"other": 1}}])
-def test_parameters_without_hints_are_passed_on_as_they_are(extra: Any) -> None:
-    given = SimpleNamespace(extra_args=extra)
-    assert without_hints(given) is given and without_hints(None) is None
+    for extra in (None, {}, {"kv_transfer_params": None}, {"kv_transfer_params": {"other": 1}}):
+        given = SimpleNamespace(extra_args=extra)
+        assert without_hints(given) is given and without_hints(None) is None

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kedge.cache import Copied, Copy, Direction
 from kedge.cache.copies import Purpose
-from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks, replace_queue
+from kedge.integrations.vllm.plugin.block_pools import cached_block, leading_blocks
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
-from kedge.policies.eviction import steps_to_execution
 from kedge.policies.sessions import SessionKey
 from kedge.settings import QuotaSettings
 from kedge.types import Namespace, TenantId
+from tests.integrations.vllm.plugin.pools import POLICY, admitted, chain, computed, land, opened
 
-SIZE, DEVICE, HOST = 16, 12, 16
-POLICY = steps_to_execution(math.inf)
-
-
-def chain(name: str, length: int) -> list[BlockHash]:
-    return [BlockHash(f"{name}-{at}".encode()) for at in range(length)]
+DEVICE, HOST = 12, 16
 
 
 class Copies(RuleBasedStateMachine):
@@ -37,8 +26,8 @@ class Copies(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(DEVICE + 1, True, SIZE)
-        self.queue = replace_queue(self.pool, POLICY, whole_sets=True)
+        self.pool = opened(DEVICE)
+        self.queue: Any = self.pool.free_block_queue
         self.tier = HostTier(self.pool, HOST, POLICY, 1, self.quotas())
         self.sent: list[Copy] = []
 
@@ -52,16 +41,9 @@ class Copies(RuleBasedStateMachine):
     def compute(self, name: str, length: int) -> None:
         """A request computes a prompt and ends."""
         hashes = chain(name, length)
-        found = leading_blocks(self.pool, hashes)
-        self.pool.touch(found)
-        if length - len(found) > self.pool.get_num_free_blocks():
-            self.pool.free_blocks(reversed(found))
-            return
-        blocks = found + self.pool.get_new_blocks(length - len(found))
-        for block, one in zip(blocks, hashes, strict=True):
-            if block.block_hash is None and cached_block(self.pool, one) is None:
-                self.pool._insert_block_hash(make_block_hash_with_group_id(one, 0), block, num_tokens=SIZE)
-        self.pool.free_blocks(reversed(blocks))
+        if found := admitted(self.pool, hashes):
+            computed(self.pool, hashes, found[0])
+            self.pool.free_blocks(reversed(found[0]))
 
     @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
     def back_up(self, name: str, length: int) -> None:
@@ -120,9 +102,8 @@ class Copies(RuleBasedStateMachine):
             assert self.tier.host.get_num_free_blocks() == HOST
 
     def teardown(self) -> None:
-        self.send()
-        while self.sent:
-            self.tier.on_copied(Copied(self.sent.pop().copy_id, True, 0.1))
+        land(self.tier, self.sent)
+        self.sent = []
         self.sound()
         assert not self.tier.busy
 
@@ -136,8 +117,7 @@ def test_the_next_load_is_of_what_the_device_lacks() -> None:
     world, prompt = Copies(), chain("a", 4)
     world.compute("a", 4)
     world.back_up("a", 4)
-    world.send()
-    world.tier.on_copied(Copied(world.sent.pop().copy_id, True, 0.1))
+    land(world.tier)
     assert world.tier.next_load(prompt, 3) == (None, False)
     world.empty_device()
     assert world.tier.next_load(prompt, 3) == (None, True)
@@ -206,8 +186,7 @@ def backed_up(world: Copies, name: str, length: int, may_evict: Any = lambda _: 
     world.compute(name, length)
     world.tier.queue.on_forecast({session(name): (1.0, 1.0)})
     world.tier.back_up(chain(name, length), session(name), may_evict)
-    for copy in world.tier.take_copies():
-        world.tier.on_copied(Copied(copy.copy_id, True, 0.1))
+    land(world.tier)
 
 
 def held(world: Copies, name: str) -> int:
@@ -226,15 +205,10 @@ def test_a_tenant_over_its_quota_gives_up_its_own() -> None:
     assert world.tier.counters["host_evictions_over_quota"] == 6
     backed_up(world, "a3", 6)
     assert held(world, "a3") == 4, "what it continues is not given up for its end"
+    backed_up(world, "a4", 3, may_evict=lambda _: False)
+    assert (held(world, "a3"), held(world, "a4")) == (4, 0), "nor what is needed sooner"
     world.within_quotas()
     world.sound()
-
-
-def test_what_is_needed_sooner_is_not_given_up() -> None:
-    world = CopiesOfTenants()
-    backed_up(world, "a1", 4)
-    backed_up(world, "a2", 3, may_evict=lambda _: False)
-    assert (held(world, "a1"), held(world, "a2")) == (4, 0)
 
 
 def test_quotas_are_in_whole_blocks_and_only_where_there_are_any() -> None:

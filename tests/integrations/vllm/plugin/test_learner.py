@@ -86,24 +86,16 @@ def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking:
 
 def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(learner: Learner) -> None:
     captured(learner, replace(REQUEST, guard=GuardOrders(held_out=True)))
-    assert not learner._captured
+    assert not learner.captured
     captured(learner, REQUEST)
-    assert len(learner._captured) == 1
+    assert list(learner.captured) == [REQUEST]
 
 
 def test_where_keys_are_rotated_otherwise_nothing_is_kept_of_a_prompt(learner: Learner) -> None:
     learner.rotation.refusal = "its rotary embedding differs from Kedge's"
     captured(learner, REQUEST)
-    assert not learner._captured and not learner.learned[1].stats().values
+    assert not learner.captured and not learner.learned[1].stats().values
     assert learner.rotation.refusal, "another prompt does not show that they are not"
-
-
-def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-    monkeypatch.setattr(learner._expected, "prepare", lambda: bool(seen.append(None)))
-    assert not learner.learn() and not seen
-    learner.expect(REQUEST)
-    assert not learner.learn() and not learner.learn() and len(seen) == 1
 
 
 # prompts that are captured although something in them is translated --------------------------------------------------
@@ -111,24 +103,19 @@ def test_an_expected_prompt_is_looked_at(learner: Learner, monkeypatch: pytest.M
 
 def planned(seconds: float = 0.0) -> PlannedWrite:
     plan: Any = SimpleNamespace(translations=())
-    return PlannedWrite(plan, None, {}, seconds)
+    return PlannedWrite(plan, None, seconds)
 
 
 @pytest.fixture
-def costs() -> EngineCosts:
-    return EngineCosts()
-
-
-@pytest.fixture
-def writes(costs: EngineCosts) -> PlannedWrites:
+def writes() -> PlannedWrites:
     pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
-    return PlannedWrites(pages, costs)
+    return PlannedWrites(pages, EngineCosts())
 
 
 def test_a_translation_costs_the_step_that_asking_takes_too(
-    writes: PlannedWrites, costs: EngineCosts, monkeypatch: pytest.MonkeyPatch
+    writes: PlannedWrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observed: list[float] = []
+    costs, observed = writes._costs, list[float]()
     monkeypatch.setattr(costs, "observe_translation", lambda _segments, _tokens, seconds: observed.append(seconds))
     writes.put(REQUEST.request_id, planned(seconds=100.0))
     writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
@@ -138,19 +125,16 @@ def test_a_translation_costs_the_step_that_asking_takes_too(
     assert observed == pytest.approx([100.0, 150.0], rel=1e-3)
 
 
-def test_a_plan_is_kept_until_its_prompt_is_captured(writes: PlannedWrites) -> None:
-    writes.put(REQUEST.request_id, one := planned())
-    assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
-    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
-    assert not writes and writes.take_written(REQUEST.request_id) is one.plan
-    assert writes.take_written(REQUEST.request_id) is None
-
-
-def test_a_verdict_that_is_withdrawn_takes_the_written_plan_along(writes: PlannedWrites) -> None:
-    writes.put(REQUEST.request_id, planned())
-    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
-    writes.drop(REQUEST.request_id)
-    assert writes.take_written(REQUEST.request_id) is None, "a prompt that is computed anew holds nothing translated"
+def test_a_plan_is_kept_until_its_prompt_is_captured_or_its_verdict_withdrawn(writes: PlannedWrites) -> None:
+    order = TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),))
+    for is_withdrawn in (False, True):
+        writes.put(REQUEST.request_id, one := planned())
+        assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
+        writes.write(order)
+        if is_withdrawn:
+            writes.drop(REQUEST.request_id)
+        assert not writes and writes.take_written(REQUEST.request_id) is (None if is_withdrawn else one.plan)
+        assert writes.take_written(REQUEST.request_id) is None
 
 
 def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:

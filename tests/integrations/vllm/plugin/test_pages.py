@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from vllm.config import VllmConfig, set_current_vllm_config
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_layouts
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error
-from kedge.kv.rotary import Rotary
+from kedge.integrations.vllm.plugin.rotations import rotation_of
+from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.fake_layers import float8_layer
 
@@ -98,22 +104,12 @@ def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> No
     torch.testing.assert_close(read.keys[1:], base.keys[1:] + offsets.keys, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(read.values[1:], base.values[1:] + offsets.values)
     torch.testing.assert_close(read.values[0], base.values[0])
+    torch.testing.assert_close(read.keys[0], base.keys[0], atol=1e-5, rtol=1e-5)
     for layer, old in zip(layers, before, strict=True):
         kept = torch.ones(BLOCKS, SIZE, dtype=torch.bool)
         kept[2, 3], kept[5] = False, False
         for now, then in zip(view(layer.pages), view(old), strict=True):
             assert torch.equal(now[kept], then[kept])
-
-
-@pytest.mark.parametrize("view", [side_by_side, keys_transposed])
-def test_what_has_no_offsets_is_written_as_with_offsets_of_zero(view: View) -> None:
-    base = KVSegment(*torch.randn(2, LAYERS, 5, HEADS, DIM))
-    zeros, written = KVSegment(*torch.zeros(2, LAYERS - 1, 5, HEADS, DIM)), []
-    for offsets in (zeros, None):
-        pages = pages_of([layer_of(view) for _ in range(LAYERS)])
-        pages.write(pages.table([2, 5, 0]), 3, base, offsets)
-        written.append(pages.read(pages.table([2, 5, 0]), 3, 8))
-    assert torch.equal(written[0].keys, written[1].keys) and torch.equal(written[0].values, written[1].values)
 
 
 def test_layers_of_other_shapes_are_refused() -> None:
@@ -165,3 +161,55 @@ def test_positions_that_a_table_leaves_out_are_not_written() -> None:
     torch.testing.assert_close(after.values[:, written], given.values[:, [at - 2 for at in written]])
     assert torch.equal(after.values[:, kept], before.values[:, kept])
     assert torch.equal(after.keys[:, kept], before.keys[:, kept])
+
+
+# rotations of layers, from vLLM's tables, against the rotary modules of Transformers --------------------------------
+
+POSITIONS = torch.arange(3, 40)
+CONFIG = {"head_dim": 32, "max_position_embeddings": 64}
+
+
+def vllms_rotation(text: Any, layers: list[int]) -> Rotation:
+    model = SimpleNamespace(hf_text_config=text, get_head_size=lambda: 32, dtype=torch.float32, max_model_len=64)
+    with set_current_vllm_config(VllmConfig()):
+        return rotation_of(model, layers, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def transformers_rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return apply_rotary_pos_emb(keys, keys, cos, sin, unsqueeze_dim=2)[1]
+
+
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+"""Those of Gemma 3 from 4 billion parameters on"""
+
+
+def test_every_layer_is_rotated_as_its_kind() -> None:
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    text = Gemma3TextConfig(**CONFIG, layer_types=kinds, num_hidden_layers=3, rope_parameters=ROPES)
+    keys, module = torch.randn(3, len(POSITIONS), 2, 32), Gemma3RotaryEmbedding(text)
+    expected = torch.cat(
+        [
+            transformers_rotated(one[None], *module(one, POSITIONS[None], kind))
+            for one, kind in zip(keys, text.layer_types, strict=True)
+        ]
+    )
+    found, by_kind = torch.empty_like(keys), vllms_rotation(text, [0, 1, 2])
+    by_kind.rotate(keys, POSITIONS, out=found)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(by_kind.unrotate(expected, POSITIONS), keys)
+    by_kind = vllms_rotation(text, [2, 1])  # a rank may have some of the layers
+    by_kind.rotate(keys[[2, 1]], POSITIONS, out=found[:2])
+    torch.testing.assert_close(found[:2], expected[[2, 1]])
+
+
+def test_layers_that_rotate_alike_share_one_rotation() -> None:
+    text = LlamaConfig(**CONFIG)
+    one = vllms_rotation(text, [0, 1])
+    assert isinstance(one, Rotary)
+    keys = torch.randn(2, len(POSITIONS), 2, 32)
+    found = torch.empty_like(keys)
+    one.rotate(keys, POSITIONS, out=found)
+    torch.testing.assert_close(found, transformers_rotated(keys, *LlamaRotaryEmbedding(text)(keys, POSITIONS[None])))

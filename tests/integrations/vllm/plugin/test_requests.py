@@ -1,4 +1,4 @@
-"""The receipt of a finished request, as it leaves vLLM."""
+"""The receipt of a finished request, as it leaves vLLM; and what the workers say of a step, merged over the ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.messages import TranslationVerdict
+from kedge.integrations.vllm.plugin.messages import Reports, TranslationVerdict
 from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
 from kedge.reuse.plan import spans_of
-from kedge.types import Miss, ReuseMode, Source
+from kedge.types import Miss, RequestId, ReuseMode, Source
 
 PROMPT = tuple(range(3, 103))
 
@@ -83,3 +80,12 @@ def test_spans_are_those_of_one_source_per_token(
     for span in holes:
         sources[span.start : span.stop] = [Source.TRANSLATED] * len(span)
     assert live(device=device, loaded=loaded, translated=holes).receipt().spans == spans_of(sources)
+
+
+def test_what_one_rank_has_to_compute_all_ranks_compute() -> None:
+    few = TranslationVerdict((range(5, 9), range(99, 100)), (Miss("few", ""),), needs=((1, 2),))
+    many = TranslationVerdict((range(7, 20), range(99, 100)), (Miss("many", ""),))
+    assert few.merged(many) == TranslationVerdict((range(5, 20), range(99, 100)), (Miss("many", ""),), ((1, 2),))
+    dense = TranslationVerdict((range(100),), (Miss("dense", ""),))
+    merged = Reports(verdicts={RequestId("r"): few}).aggregate(Reports(verdicts={RequestId("r"): dense}))
+    assert merged.verdicts == {"r": TranslationVerdict((range(100),), (Miss("dense", ""),), ((1, 2),))}

@@ -62,6 +62,8 @@ class Check:
     """What is translated now and was not: a placeholder, or `EVERYTHING`; "": the served call was translated"""
     decisions: AnswerDecisions
     """Of the served answer"""
+    is_settled: bool = False
+    """Whether it can wait for those of agents that are new, or whose mean seems to rise"""
 
     @property
     def run(self) -> RunKey | None:
@@ -112,13 +114,15 @@ class Check:
         return ComparedWay(names, DecisionComparison(changes, divergence), finding, is_served)
 
 
-def dense_check(request: GenerateRequest, served: Completion, rungs: Sequence[int]) -> Check:
+def dense_check(
+    request: GenerateRequest, served: Completion, rungs: Sequence[int], *, is_settled: bool = False
+) -> Check:
     """Return the check of a translated call. It computes the whole prompt, so that no cached KV is trusted either, and
     belongs to no agent: what is expected of that one is not its concern. `rungs` are tried beside.
     """
     again = _untranslated(_again(request, served), ReuseMode.OFF)
     others = [_tried(request, served, EVERYTHING, rung) for rung in rungs]
-    return _check(request, served, [again, *others])
+    return replace(_check(request, served, [again, *others]), is_settled=is_settled)
 
 
 def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:

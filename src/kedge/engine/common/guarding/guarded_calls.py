@@ -23,11 +23,10 @@ from kedge.engine.common.guarding.check import Check, by_placeholder, dense_chec
 from kedge.engine.common.stream import Tap
 from kedge.errors import EngineClosed, KedgeError, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.reuse.costs import MAX_PENDING
+from kedge.reuse.costs import GRACE, MAX_PENDING
 from kedge.reuse.guard.comparison import TOP
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
-from kedge.reuse.guard.record import SentinelFinding
 from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
 from kedge.types import (
@@ -43,9 +42,13 @@ from kedge.types import (
 )
 
 End = Callable[[], None]
-GRACE, PATIENCE = 0.02, 5.0
-"""Fewest and most seconds without a request after which an engine counts as idle: a workflow's next agent comes within
-milliseconds, and what a check took beside many requests says nothing of an idle engine"""
+PATIENCE = 5.0
+"""Most seconds without a request after which an engine counts as idle, `GRACE` being the fewest: what a check took
+beside many requests says nothing of an idle engine"""
+SETTLED_SHARE = 0.2
+"""Share of the budget for checks of settled agents. Each computes a whole prompt, three times what a translated call
+does: within all of the budget they took 22 % of a team's tokens (SmolLM2 under load), two thirds of what it saved
+"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 logger = logging.getLogger(__name__)
@@ -101,7 +104,8 @@ class CheckThread:
         with self._changed:
             self._in_flight -= 1
             self._idle_since = time.monotonic()
-            credit = self._credit + self._settings.budget * tokens
+            share = SETTLED_SHARE if all(check.is_settled for check in self._waiting) else 1.0
+            credit = self._credit + share * self._settings.budget * tokens
             self._credit = credit if self._waiting else min(credit, 0.0)  # what nothing waits for is not saved up
             self._changed.notify_all()
 
@@ -124,10 +128,11 @@ class CheckThread:
             self._changed.notify_all()
         self._carry_out_ends()
 
-    def wants(self, agent: WorkflowAgent) -> bool:
+    def wants(self, agent: WorkflowAgent, *, is_settled: bool) -> bool:
         """Return whether another check of an agent would be carried out soon."""
         with self._changed:
-            return sum(check.of.workflow_agent == agent for check in self._waiting) < MAX_WAITING
+            of_agent = (check for check in self._waiting if check.of.workflow_agent == agent)
+            return sum(is_settled or not check.is_settled for check in of_agent) < MAX_WAITING
 
     def _drop(self, checks: Sequence[Check]) -> None:
         for check in checks:
@@ -212,7 +217,8 @@ class CheckThread:
             while not self._closed:
                 wait = self._seconds_to_wait()
                 if wait == 0:
-                    self._current = self._waiting.popleft()
+                    self._waiting.remove(check := self._first())
+                    self._current = check.narrowed() if self._is_charged else check
                     return self._current
                 self._changed.wait(wait)
             return None
@@ -227,8 +233,12 @@ class CheckThread:
             return max(0.0, self._idle_since + self._pause - time.monotonic())
         if self._credit <= 0:
             return None
-        self._waiting[0], self._is_charged = self._waiting[0].narrowed(), True
+        self._is_charged = True
         return 0
+
+    def _first(self) -> Check:
+        """Return the check to carry out next: the oldest of an agent that is not settled, or else of any."""
+        return next((check for check in self._waiting if not check.is_settled), self._waiting[0])
 
     def _carry_out(self, check: Check) -> None:
         is_done, answers, began = False, list[Completion | None](), time.monotonic()
@@ -284,6 +294,8 @@ class GuardedCall:
     tried: str
     """The withheld placeholder that a check would translate, or `EVERYTHING`; "": none is withheld"""
     is_checked: bool
+    is_settled: bool
+    """Whether its comparison can wait for those of agents that are new, or whose mean seems to rise"""
 
 
 class GuardedCalls:
@@ -310,8 +322,9 @@ class GuardedCalls:
         if self.checks.is_under_way(request.request_id):
             return request, None
         verdict = self._verdict(request)
-        call = GuardedCall(request, replace(request, guard=verdict.orders), verdict.tried, is_checked=False)
-        if verdict.is_checked and self.checks.wants(request.workflow_agent):
+        served, settled = replace(request, guard=verdict.orders), verdict.is_settled
+        call = GuardedCall(request, served, verdict.tried, is_checked=False, is_settled=settled)
+        if verdict.is_checked and self.checks.wants(request.workflow_agent, is_settled=settled):
             self._check(call)
         self.checks.arrived()
         self._calls[request.request_id] = call
@@ -324,24 +337,17 @@ class GuardedCalls:
             call.is_checked = True
             call.served = replace(request, logprobs=max(request.logprobs or 0, TOP))
 
-    def sentinels_read(
-        self, request: GenerateRequest, errors: Mapping[Sentinel, float]
-    ) -> tuple[GenerateRequest, bool]:
-        """Take the relative errors of a request's sentinel tokens before its first token is drawn.
-
-        Returns the request, which is compared from here on if they are unusual, and whether its prompt has to be
-        computed.
+    def sentinels_read(self, request: GenerateRequest, errors: Mapping[Sentinel, float]) -> bool:
+        """Take the relative errors of a request's sentinel tokens before its first token is drawn. Returns whether its
+        prompt has to be computed.
         """
-        call = self._calls.get(request.request_id)
-        if call is None:
-            return request, False
-        found = set()
+        if request.request_id not in self._calls:
+            return False
+        refuted = False
         for weak in (False, True):
             of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
-            found.add(self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak))
-        if SentinelFinding.UNUSUAL in found and not call.is_checked:
-            self._check(call)
-        return call.served, SentinelFinding.REFUTED in found
+            refuted |= self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak)
+        return refuted
 
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:
@@ -390,7 +396,7 @@ class GuardedCalls:
                     self.checks.add(trial(served, done, call.tried, rungs, control=self.guard.needs_control(served)))
                 elif call.is_checked and names:
                     beside = [one for one in rungs if one is not None]
-                    self.checks.add(dense_check(served, done, beside))
+                    self.checks.add(dense_check(served, done, beside, is_settled=call.is_settled))
             guard, fidelity = self.guard.notes(served), self.guard.fidelity(served)
             return replace(done, receipt=replace(done.receipt, guard=guard, fidelity=fidelity))
         except Exception:  # an answer is not lost for what the guard makes of it

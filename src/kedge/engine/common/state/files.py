@@ -43,27 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 def identity_of(parts: Mapping[str, object]) -> str:
-    """Return an identity of named parts, plain data each, so that a refusal can name those that differ."""
+    """Return an identity of named parts, plain data each, so that a refusal shows which of them differ."""
     return json.dumps(parts, sort_keys=True)
-
-
-def differences(theirs: object, ours: str) -> tuple[str, object, object]:
-    """Return the names of the parts in which two identities differ, with both values of each. Identities without parts
-    differ as a whole.
-    """
-    saved, own = _parts(theirs), _parts(ours)
-    names = sorted(name for name in own.keys() | saved.keys() if saved.get(name) != own.get(name))
-    if not (saved and own and names):
-        return "identity", theirs, ours
-    return ", ".join(names), [saved.get(name) for name in names], [own.get(name) for name in names]
-
-
-def _parts(identity: object) -> Mapping[str, object]:
-    try:
-        parts = json.loads(identity) if isinstance(identity, str) else None
-    except ValueError:
-        return {}
-    return parts if isinstance(parts, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +90,7 @@ class StateFolder:
         damaged: list[Damage] = []
         for entry in self._listed(damaged):
             try:
-                accept(read_record(self._path, entry))
+                accept(self._read(entry))
                 sound.append(entry)
             except StateDamaged as damage:
                 damaged.append(Damage(entry.file, entry.name, damage.why))
@@ -119,9 +100,40 @@ class StateFolder:
         return sound, damaged
 
     def put(self, record: Record) -> Entry:
-        """Write a record, which is part of no snapshot until `commit`. Raises `OSError`."""
+        """Write a record under the name of its content. It is part of no snapshot, and not durable, until `commit`.
+        Raises `OSError`.
+        """
         self._claim()
-        return write_record(self._path, record)
+        head = json.dumps({"name": record.name, "data": record.data})
+        partial = self._path / f"record{PARTIAL}"
+        try:
+            save_file({key: tensor.contiguous() for key, tensor in record.tensors.items()}, partial, {"kedge": head})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {partial}: {error}") from error
+        with partial.open("rb+") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        path = self._path / f"{digest}{SUFFIX}"
+        partial.replace(path)
+        return Entry(record.name, path.name, path.stat().st_size)
+
+    def _read(self, entry: Entry) -> Record:
+        """Return the record in a snapshot's file, byte for byte as written. Raises `StateDamaged` and `OSError`."""
+        path = self._path / entry.file
+        with reading(path):
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.nbytes:
+                found = "is missing" if size is None else f"has {size} bytes of {entry.nbytes}"
+                raise StateDamaged("state", str(path), found)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if path.name != digest + SUFFIX:
+                raise StateDamaged("state", str(path), "has another content than its name says")
+            with safe_open(path, "pt") as tensors:
+                head = json.loads(tensors.metadata()["kedge"])
+                if tuple(head["name"]) != entry.name:
+                    raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {entry.name}")
+                return Record(entry.name, head["data"], {key: tensors.get_tensor(key) for key in tensors.keys()})  # noqa: SIM118
 
     def has(self, entry: Entry) -> bool:
         """Return whether the file exists with its size. Its content is not read."""
@@ -131,7 +143,8 @@ class StateFolder:
     def commit(self, entries: Sequence[Entry]) -> None:
         """Make these entries the snapshot, and delete the files of others. Raises `OSError`."""
         self._claim()
-        content, path = manifest_of(entries, self._identity), self._path / MANIFEST
+        body = {"format": FORMAT, "identity": self._identity, "entries": [asdict(entry) for entry in entries]}
+        content, path = json.dumps({**body, "sha256": _digest(body)}, indent=1).encode(), self._path / MANIFEST
         if not (path.is_file() and path.read_bytes() == content):
             self._force()
             partial = self._path / f"{MANIFEST}{PARTIAL}"
@@ -148,10 +161,20 @@ class StateFolder:
 
     def _listed(self, damaged: list[Damage]) -> list[Entry]:
         """Return the entries of the manifest; none where it is missing or `damaged`. Raises `StateRefused`."""
-        if not os.path.lexists(self._path / MANIFEST):
+        path = self._path / MANIFEST
+        if not os.path.lexists(path):
             return []
         try:
-            return read_manifest(self._path / MANIFEST, self._identity)
+            with reading(path):
+                manifest = json.loads(path.read_bytes())
+                if manifest.pop("sha256") != _digest(manifest):
+                    raise StateDamaged("state", str(path), "is not what its checksum says")
+                if manifest["format"] != FORMAT:
+                    raise StateRefused(f"{MANIFEST}: format", manifest["format"], f"this engine has {FORMAT!r}")
+                if manifest["identity"] != self._identity:
+                    why = f"this engine has {self._identity!r}"
+                    raise StateRefused(f"{MANIFEST}: identity", manifest["identity"], why)
+                return [_entry(**one) for one in manifest["entries"]]
         except StateDamaged as damage:
             damaged.append(Damage(MANIFEST, (), damage.why))
             return []
@@ -180,29 +203,6 @@ class StateFolder:
             os.close(descriptor)
 
 
-# manifests ------------------------------------------------------------------------------------------------------------
-
-
-def manifest_of(entries: Sequence[Entry], identity: str) -> bytes:
-    """Return the content of a manifest, including its own SHA-256."""
-    body = {"format": FORMAT, "identity": identity, "entries": [asdict(entry) for entry in entries]}
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
-
-
-def read_manifest(path: Path, identity: str) -> list[Entry]:
-    """Return the entries of a manifest. Raises `StateDamaged`, `StateRefused`, and `OSError`."""
-    with reading(path):
-        manifest = json.loads(path.read_bytes())
-        if manifest.pop("sha256") != _digest(manifest):
-            raise StateDamaged("state", str(path), "is not what its checksum says")
-        if manifest["format"] != FORMAT:
-            raise StateRefused(f"{path.name}: format", manifest["format"], f"this engine has {FORMAT!r}")
-        if manifest["identity"] != identity:
-            names, theirs, ours = differences(manifest["identity"], identity)
-            raise StateRefused(f"{path.name}: {names}", theirs, f"this engine has {ours!r}")
-        return [_entry(**one) for one in manifest["entries"]]
-
-
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -212,44 +212,6 @@ def _entry(name: list[str], file: str, nbytes: int) -> Entry:
     if not (sound and _FILE.fullmatch(file)):
         raise ValueError(f"no entry of a manifest: {name!r:.200} {file!r:.200} {nbytes!r:.200}")
     return Entry(tuple(name), file, nbytes)
-
-
-# records --------------------------------------------------------------------------------------------------------------
-
-
-def write_record(folder: Path, record: Record) -> Entry:
-    """Write a record under the name of its content. It is durable once the folder is synced. Raises `OSError`."""
-    head = json.dumps({"name": record.name, "data": record.data})
-    partial = folder / f"record{PARTIAL}"
-    try:
-        save_file({key: tensor.contiguous() for key, tensor in record.tensors.items()}, partial, {"kedge": head})
-    except SafetensorError as error:
-        raise OSError(f"cannot write {partial}: {error}") from error
-    with partial.open("rb+") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-    path = folder / f"{digest}{SUFFIX}"
-    partial.replace(path)
-    return Entry(record.name, path.name, path.stat().st_size)
-
-
-def read_record(folder: Path, entry: Entry) -> Record:
-    """Return the record in a snapshot's file, byte for byte as written. Raises `StateDamaged` and `OSError`."""
-    path = folder / entry.file
-    with reading(path):
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry.nbytes:
-            found = "is missing" if size is None else f"has {size} bytes of {entry.nbytes}"
-            raise StateDamaged("state", str(path), found)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if path.name != digest + SUFFIX:
-            raise StateDamaged("state", str(path), "has another content than its name says")
-        with safe_open(path, "pt") as tensors:
-            head = json.loads(tensors.metadata()["kedge"])
-            if tuple(head["name"]) != entry.name:
-                raise StateDamaged("state", str(path), f"holds {head['name']!s:.200}, not {entry.name}")
-            return Record(entry.name, head["data"], {key: tensors.get_tensor(key) for key in tensors.keys()})  # noqa: SIM118
 
 
 @contextmanager

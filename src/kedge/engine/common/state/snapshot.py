@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.saving import (
@@ -36,13 +36,8 @@ from kedge.reuse.guard.guard import Group, QualityGuard, SavedGroup
 from kedge.types import Namespace, WorkflowId
 
 GUARD = "guard"
-T = TypeVar("T")
-
-
-class AskLearned(Protocol):
-    """A call that runs on the engine's thread with what it has learned."""
-
-    def __call__(self, question: Callable[[AnchorStore, BaseStore], T]) -> T: ...
+AskLearned = Callable[[Callable[[AnchorStore, BaseStore], Any]], Any]
+"""A call that runs on the engine's thread with what it has learned"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +144,7 @@ def _group(record: Record) -> tuple[Group, SavedGroup]:
     """Return the guard's records of one workflow. Raises `StateDamaged` for invalid ones."""
     try:
         _, namespace, workflow = record.name
-        return (Namespace.parse(namespace), WorkflowId(workflow)), SavedGroup.read(record.data)
+        return (Namespace.parse(namespace), WorkflowId(workflow)), SavedGroup.model_validate(record.data)
     except (ValueError, LookupError, TypeError) as error:
         raise StateDamaged("record", record.name, f"is malformed: {error!r:.300}") from error
 

@@ -15,43 +15,23 @@ from torch import Tensor, nn
 from kedge.errors import UnsupportedModel
 from kedge.kv.storage import PagedStorage
 
-HARMLESS: Mapping[str, str] = MappingProxyType(
-    {
-        "position_ids": "queries and keys are rotated to them before",
-        "cache_position": "it is about Transformers' own cache, which is not used",
-        "use_cache": "it is about Transformers' own cache, which is not used",
-        "output_attentions": "only what the model returns besides its logits depends on it",
-        "output_hidden_states": "only what the model returns besides its logits depends on it",
-        "output_router_logits": "only what the model returns besides its logits depends on it",
-        "return_dict": "only what the model returns besides its logits depends on it",
-    }
-)
-"""Arguments that attention does not depend on, and why."""
+HARMLESS = frozenset((
+    "position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+    "output_router_logits",
+))  # fmt: skip
+"""Arguments that attention does not depend on: queries and keys are rotated before, Transformers' own cache is not
+used, and the others are about what the model returns besides its logits
+"""
 
 ONLY: Mapping[str, object] = MappingProxyType({"dropout": 0.0, "is_causal": True})
 """Arguments that are supported with this one value only."""
-
-MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "attention_mask": "a mask of its own making",
-        "block_indices": "sparse attention",
-        "cu_seq_lens_q": "several sequences in one row",
-        "dropout": "dropout, as in training: call `eval()` on the model",
-        "head_mask": "heads that are switched off",
-        "indices": "sparse attention",
-        "is_causal": "attention to later tokens",
-        "position_bias": "a bias by distance",
-    }
-)
-"""The meanings of arguments that are known but not supported."""
 
 
 def require_known(module: nn.Module, arguments: Mapping[str, object]) -> None:
     """Raise `UnsupportedModel` for the first unknown or unsupported argument."""
     for name, value in arguments.items():
         if value is not None and name not in HARMLESS and (name not in ONLY or value != ONLY[name]):
-            meaning = f" ({MEANINGS[name]})" if name in MEANINGS else ""
-            raise unsupported(module, f"Kedge's attention does not know its argument `{name}`{meaning}")
+            raise unsupported(module, f"Kedge's attention does not know its argument `{name}`")
     if getattr(module, "is_causal", True) is False:
         raise unsupported(module, "its tokens attend to later ones (`is_causal` is False)")
 

@@ -7,10 +7,10 @@ of it, with its context, and which of it each query sees.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -153,21 +153,32 @@ class Scoring:
 
 
 @dataclass(slots=True)
-class Batch:
-    """One forward pass: flattened tokens, their positions and slots, and the sequences they belong to."""
+class ForwardBatch(ABC):
+    """One forward pass: flattened tokens, their positions in their sequences, and the slots where their KV is written,
+    each int64 [tokens].
+    """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    sequences: list[SequenceSlice]
     logits_rows: Tensor
     """Rows that need logits."""
     storage: PagedStorage
 
+    @abstractmethod
     def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
-        """Return each sequence's attention over its own context: query [heads, tokens, head_dim] -> [tokens, heads,
+        """Return the attention of every token over its own context: query [heads, tokens, head_dim] -> [tokens, heads,
         head_dim], or [tokens, heads, value_dim] where the pool has latents.
         """
+
+
+@dataclass(slots=True)
+class Batch(ForwardBatch):
+    """A pass with the sequences that its tokens belong to."""
+
+    sequences: list[SequenceSlice]
+
+    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         pools = self.storage.pools[layer]
         if latent is not None:
             return _attend_latents(query, pools[0], self.sequences, how, latent)
@@ -176,33 +187,6 @@ class Batch:
             rows = slice(sequence.start, sequence.stop)
             out[rows] = _attend_one(query[:, rows], pools, sequence, how)
         return out
-
-
-class ForwardBatch(Protocol):
-    """The batch interface of the attention function: it finds the contexts of queries in the paged pool."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [tokens]: token ids."""
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [tokens]: positions in their sequences."""
-
-    @property
-    def slots(self) -> Tensor:
-        """int64 [tokens]: where their KV is written."""
-
-    @property
-    def storage(self) -> PagedStorage:
-        """The paged storage that is written and read."""
-
-    @property
-    def logits_rows(self) -> Tensor | int:
-        """Rows that need logits; 0 is all of them."""
-
-    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
-        """Compute attention as `Batch.attend` does."""
 
 
 def kernels_of(device: torch.device) -> AbstractContextManager[None]:

@@ -37,23 +37,18 @@ Captured = tuple[Callable[[], object], Tensor]
 """A replay function, and the tensor that holds its result"""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A `ForwardBatch` whose inputs stay where they are: every row is a token that sees the context up to it."""
+@dataclass(slots=True)
+class Rows(ForwardBatch):
+    """A pass whose inputs stay where they are: every row is a token that sees the context up to it. At most
+    `WITH_LOGITS` of them need logits.
+    """
 
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    """int64 [rows] like the two before"""
     lengths: Tensor
     """int32 [rows]: tokens of each row's context, including its own"""
     owners: Tensor
     """int32 [rows]: the sequence of each row"""
     blocks: Tensor
     """int32 [sequences, longest context in blocks]"""
-    logits_rows: Tensor
-    """int64 [at most `WITH_LOGITS`]: the rows that need logits"""
-    storage: PagedStorage
     attend_with: Attend
     together: bool = False
     """Whether rows mostly follow others of their sequence, as those of prompts do"""
@@ -65,7 +60,7 @@ class Rows:
         tokens, positions, slots, logits = torch.zeros(4, most, dtype=torch.int64, device=device)
         lengths, owners = torch.tensor([[1], [0]], dtype=torch.int32, device=device).repeat(1, most)
         blocks = torch.zeros(most, -(-longest // storage.block_size), dtype=torch.int32, device=device)
-        return cls(tokens, positions, slots, lengths, owners, blocks, logits[:WITH_LOGITS], storage, attend)
+        return cls(tokens, positions, slots, logits[:WITH_LOGITS], storage, lengths, owners, blocks, attend)
 
     def first(self, count: int, *, together: bool = False) -> Rows:
         """Return the first rows, as views."""

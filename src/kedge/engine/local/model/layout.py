@@ -292,9 +292,5 @@ def _record_layer(
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(**_: object) -> None:
-    """Return no mask, with the signature of Transformers' mask functions."""
-
-
 AttentionInterface.register(NAME, _record_layer)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda **_: None)

@@ -11,19 +11,18 @@ function that inspects its mask and passes the values on: a single token attends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention.arguments import unsupported
-from kedge.engine.local.attention.latent import LatentWeights
-from kedge.engine.local.attention.paged import Batch, Scoring, SequenceSlice
 from kedge.engine.local.model.layout import TOLERANCE, attention, precision
+from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.errors import KedgeError, UnsupportedModel
 from kedge.kv.storage import PagedStorage
 
@@ -68,7 +67,8 @@ def require_same(runner: ModelRunner) -> None:
     """Raise `UnsupportedModel` unless the paged logits of two prompts equal those of the model's own attention."""
     if runner.spec.dtype not in TOLERANCE:
         raise refusal(runner, f"its weights are of {runner.spec.dtype}, which Kedge does not know")
-    prompts = random_prompts(runner)
+    generator = torch.Generator().manual_seed(0)  # always the same prompts, without use of global random state
+    prompts = torch.randint(runner.vocab_size, (len(SPLITS), LENGTH), generator=generator).to(runner.device)
     ours, theirs = _paged(runner, prompts), eager_logits(runner.model, prompts)
     if ours.shape != theirs.shape:
         raise refusal(runner, f"it gives logits of shape {tuple(ours.shape)}, and {tuple(theirs.shape)} by itself")
@@ -80,20 +80,22 @@ def require_same(runner: ModelRunner) -> None:
         raise refusal(runner, f"its logits differ from those of its own attention by {error:.2g} of their size")
 
 
-def random_prompts(runner: ModelRunner) -> Tensor:
-    """Return int64 [prompts, tokens], always the same, without use of global random state."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(runner.vocab_size, (len(SPLITS), LENGTH), generator=generator).to(runner.device)
-
-
 def _paged(runner: ModelRunner, prompts: Tensor) -> Tensor:
     """Return float32 [prompts, tokens, vocab], computed as the engine does."""
-    storage = storage_for(runner, prompts.numel())
-    starts = [(prompt, i * LENGTH, split) for i, (prompt, split) in enumerate(zip(prompts, SPLITS, strict=True))]
-    first = [PromptPiece(prompt, slot, 0, split) for prompt, slot, split in starts]
-    second = [PromptPiece(prompt, slot, split, LENGTH) for prompt, slot, split in starts]
-    logits = [run(runner, one_pass(step, storage)).split([p.stop - p.start for p in step]) for step in (first, second)]
+    storage = PagedStorage(runner.spec, prompts.numel(), 1, runner.device, runner.rotary)
+    sequences = [ProbedSequence.at(prompt.tolist(), i * LENGTH) for i, prompt in enumerate(prompts)]
+    pieces = [[range(split) for split in SPLITS], [range(split, LENGTH) for split in SPLITS]]
+    steps = [[Work(one, [*piece]) for one, piece in zip(sequences, step, strict=True)] for step in pieces]
+    logits = [runner.forward(flatten(step, storage)).split([one.logit_rows for one in step]) for step in steps]
     return torch.stack([torch.cat(parts) for parts in zip(*logits, strict=True)])
+
+
+class ProbedSequence(Sequence):
+    """A sequence with the logits after every position."""
+
+    @property
+    def needs_all_logits(self) -> bool:
+        return True
 
 
 @torch.inference_mode()
@@ -121,69 +123,6 @@ def _usual(errors: Tensor) -> Tensor:
     cached = torch.arange(LENGTH) >= splits
     seams = errors.gather(1, splits)
     return torch.stack([errors[cached].median(), errors[~cached].median(), seams.min()]).max()
-
-
-# short passes, as the engine runs them -----------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Watched(Batch):
-    """A batch that records which layers have attended."""
-
-    layers: list[int] = field(default_factory=list)
-
-    def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
-        self.layers.append(layer)
-        return Batch.attend(self, layer, query, how, latent)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """Tokens [start, stop) of a prompt, stored in the slots from `slot` on."""
-
-    prompt: Tensor
-    slot: int
-    start: int
-    stop: int
-
-    def share(self, row: int) -> SequenceSlice:
-        """Return its share of a batch, starting at a row."""
-        return SequenceSlice(
-            start=row,
-            stop=row + self.stop - self.start,
-            runs=(slice(self.slot, self.slot + self.stop),),
-            context=self.stop,
-            positions=torch.arange(self.start, self.stop, device=self.prompt.device),
-            contiguous=True,
-        )
-
-
-def storage_for(runner: ModelRunner, slots: int) -> PagedStorage:
-    """Return storage for the KV of a few tokens."""
-    return PagedStorage(runner.spec, slots, 1, runner.device, runner.rotary)
-
-
-def one_pass(pieces: Sequence[PromptPiece], storage: PagedStorage) -> Watched:
-    """Return a batch of all pieces, with the logits of every token."""
-    shares: list[SequenceSlice] = []
-    for piece in pieces:
-        shares.append(piece.share(shares[-1].stop if shares else 0))
-    tokens = torch.cat([piece.prompt[piece.start : piece.stop] for piece in pieces])
-    slots = torch.cat([piece.slot + share.positions for piece, share in zip(pieces, shares, strict=True)])
-    positions = torch.cat([share.positions for share in shares])
-    return Watched(tokens, positions, slots, shares, torch.arange(len(tokens), device=tokens.device), storage)
-
-
-@torch.inference_mode()
-def run(runner: ModelRunner, batch: Watched) -> Tensor:
-    """Return the logits of all tokens. Raises `UnsupportedModel` unless every layer has attended once."""
-    logits = runner.run(batch)
-    if sorted(batch.layers) != list(range(runner.spec.layers)):
-        counts = f"{len(batch.layers)} times, in {len(set(batch.layers))} of {runner.spec.layers} layers"
-        raise refusal(runner, f"Kedge's attention is not called once by every layer, but {counts}")
-    if len(logits) != len(batch.tokens):
-        raise refusal(runner, f"asked for {len(batch.tokens)} rows of logits it gives {len(logits)}")
-    return logits
 
 
 def refusal(runner: ModelRunner, why: str) -> UnsupportedModel:
@@ -239,11 +178,6 @@ def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
     return query.flatten(), key.flatten()
 
 
-def _make(mask_function: Sees, **_: Any) -> Mask:
-    """Return a stand-in for a mask, with the signature of Transformers' mask functions."""
-    return Mask(mask_function)
-
-
 def _look(
     module: nn.Module,
     query: Tensor,
@@ -261,4 +195,4 @@ def _look(
 
 
 AttentionInterface.register(MASKS, _look)
-AttentionMaskInterface.register(MASKS, _make)
+AttentionMaskInterface.register(MASKS, lambda mask_function, **_: Mask(mask_function))

@@ -107,46 +107,38 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     return cast("PreTrainedModel", model)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """The number of layers of a config, and those that are kept."""
-
-    count: int
-    kept: list[int]
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> _Layers:
-        """Keep the first layer of every kind, and at least two."""
-        count = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), 0)
-        lists = [value for value in values.values() if isinstance(value, list) and len(value) == count]
-        kinds: dict[str, int] = {}
-        for layer in range(count):
-            kinds.setdefault(repr([value[layer] for value in lists]), layer)
-        kept = list(kinds.values())
-        return cls(count, kept if len(kept) > 1 else list(range(min(count, 2))))
+def _layers(values: dict[str, Any]) -> tuple[int, list[int]]:
+    """Return the number of layers of a config, and those that are kept: the first of every kind, and at least two."""
+    count = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), 0)
+    lists = [value for value in values.values() if isinstance(value, list) and len(value) == count]
+    kinds: dict[str, int] = {}
+    for layer in range(count):
+        kinds.setdefault(repr([value[layer] for value in lists]), layer)
+    kept = list(kinds.values())
+    return count, kept if len(kept) > 1 else list(range(min(count, 2)))
 
 
 def _small(values: dict[str, Any]) -> dict[str, Any]:
     """Return a config's values cut down, nested configs included."""
-    layers = _Layers.of(values)
-    small = {name: _cut(name, value, layers) for name, value in values.items()}
+    layers = _layers(values)
+    small = {name: _cut(name, value, *layers) for name, value in values.items()}
     heads = values.get("num_attention_heads")
     if "num_key_value_heads" in values and values["num_key_value_heads"] == heads:
         small["num_key_value_heads"] = small["num_attention_heads"]
     return small
 
 
-def _cut(name: str, value: Any, layers: _Layers) -> Any:
+def _cut(name: str, value: Any, count: int, kept: list[int]) -> Any:
     """Return one value of a config cut down."""
     if name == "per_layer_config" and isinstance(value, dict):
         by_layer = {int(layer): _small(changes) for layer, changes in value.items()}
-        return {at: by_layer[layer] for at, layer in enumerate(layers.kept) if layer in by_layer}
+        return {at: by_layer[layer] for at, layer in enumerate(kept) if layer in by_layer}
     if isinstance(value, dict):
         return _cut_rope(value) if name.startswith("rope") else _small(value) if name.endswith("_config") else value
     if isinstance(value, list):
-        cut = [value[layer] for layer in layers.kept] if len(value) == layers.count else value
+        cut = [value[layer] for layer in kept] if len(value) == count else value
         return [_cut_size(name, one) for one in cut]
-    return NEEDED.get(name) if value is None else _cut_size(name, value, len(layers.kept))
+    return NEEDED.get(name) if value is None else _cut_size(name, value, len(kept))
 
 
 def _cut_size(name: str, value: Any, layers: int = 0) -> Any:

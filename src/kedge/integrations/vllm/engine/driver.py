@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -26,7 +25,7 @@ from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
-from kedge.integrations.vllm.plugin.metrics import ADVICE, ADVICE_CALLS, RECEIPTS, REPORT, message
+from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, REPORT, message
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, RequestId, WorkflowAgent
 
@@ -82,17 +81,13 @@ class Driver:
         self.figures = Figures()
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._receipts: dict[RequestId, asyncio.Future[ReceiptData]] = {}
-        """Receipts that may come without an output"""
-        self._messages: asyncio.Queue[PluginMessage] = asyncio.Queue()
-        self._numbers = itertools.count()
+        self._in_order, self._numbers = asyncio.Lock(), itertools.count()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
         self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _StatsListener(self)])
-        self._sending = asyncio.create_task(self._send_messages())
 
     @property
     def is_dead(self) -> bool:
@@ -134,7 +129,7 @@ class Driver:
     async def _serve(self, response: StreamedResponse, generating: asyncio.Task[ReceiptData | None]) -> None:
         """Wait for the end of a request, and end its stream."""
         request_id = response.request.request_id
-        later = self._receipts[request_id] = asyncio.get_running_loop().create_future()
+        later = LATE_ANSWERS.expect(request_id)
         await asyncio.wait([generating])
         error = None if generating.cancelled() else generating.exception()
         receipt = None if error or generating.cancelled() else generating.result()
@@ -144,7 +139,8 @@ class Driver:
             receipt = later.result() if done else None
         if receipt:
             self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
-        del self._receipts[request_id], self._generating[request_id]
+        LATE_ANSWERS.forget(request_id)
+        del self._generating[request_id]
         try:
             if error is not None:
                 raise error
@@ -156,28 +152,17 @@ class Driver:
         """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
         return self._translated.get(request.workflow_agent, False)
 
-    def on_receipts(self, receipts: Mapping[str, ReceiptData]) -> None:
-        """Take receipts of aborted requests by vLLM's ids, which are ours with a hyphen and a random suffix."""
-        for name, receipt in receipts.items():
-            future = self._receipts.get(RequestId(name.rpartition("-")[0]))
-            if future is not None and not future.done():
-                future.set_result(receipt)
-
     # messages to the plug-in ----------------------------------------------------------------------------------------
 
-    def send(self, messages: Iterable[PluginMessage]) -> None:
-        """Send messages to the plug-in in this order, unless vLLM has died."""
-        for one in messages if not self.is_dead else ():
-            self._messages.put_nowait(one)
-
-    async def _send_messages(self) -> None:
-        """Send messages as `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt."""
-        while True:
-            sent = await self._messages.get()
-            try:
-                await self.llm.engine_core.add_request_async(as_request(sent, next(self._numbers)))
-            except EngineDeadError:
-                return
+    async def send(self, messages: Iterable[PluginMessage]) -> None:
+        """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died: as
+        `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt.
+        """
+        async with self._in_order:
+            with suppress(EngineDeadError):
+                for one in messages:
+                    sent = message(f"kedge-message-{next(self._numbers)}", *one)
+                    await self.llm.engine_core.add_request_async(sent)
 
     # the end --------------------------------------------------------------------------------------------------------
 
@@ -186,7 +171,6 @@ class Driver:
         for generating in self._generating.values():
             generating.cancel()
         await asyncio.gather(*self._serving)
-        self._sending.cancel()
         self.llm.shutdown(grace)
 
 
@@ -206,8 +190,7 @@ class _StatsListener(StatLoggerBase):
         if scheduler_stats is None:
             return
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
-        self._driver.on_receipts(plugin_stats.pop(RECEIPTS, {}))
-        ADVICE_CALLS.answered(plugin_stats.pop(ADVICE, {}))
+        LATE_ANSWERS.answered(plugin_stats.pop(ANSWERS, {}))
         figures.report = plugin_stats.pop(REPORT, None) or figures.report
         figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
@@ -217,11 +200,6 @@ class _StatsListener(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM has a log of its own."""
-
-
-def as_request(sent: PluginMessage, number: int) -> EngineCoreRequest:
-    """Return a message as a request that vLLM aborts at once."""
-    return message(f"kedge-message-{number}", sent.namespace, sent.hints, sent.tokens)
 
 
 def kedge_error(error: BaseException, request_id: RequestId) -> KedgeError:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kedge.engine.base import Engine, Quota
+from kedge.engine.base import Engine, Quota, Stream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
@@ -31,7 +31,6 @@ from kedge.errors import ConfigError, EngineClosed, RequestError
 from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
-from kedge.integrations.vllm.engine.guarding import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.engine.options import (
     NOTHING_KEPT,
     KeepingOptions,
@@ -54,13 +53,16 @@ from kedge.integrations.vllm.engine.requests import (
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.policies.sessions import NO_SESSIONS, refused
-from kedge.settings import EngineSettings
+from kedge.reuse.guard.comparison import TOP
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.types import (
     GenerateRequest,
     Namespace,
     RequestId,
+    ReuseMode,
     RunKey,
     SamplingParams,
+    Segment,
     TenantId,
     Tokens,
     TurnHints,
@@ -68,8 +70,11 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, Changes
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kedge.engine.common.state.saving import Snapshots
     from kedge.integrations.vllm.engine.driver import Driver
+    from kedge.reuse.guard.guard import QualityGuard
 
 STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
@@ -229,10 +234,10 @@ class VLLMEngine(Engine):
         require_advice(namespace, hints)
         if not self._plugged:
             return refused(hints, NO_SESSIONS)
-        from kedge.integrations.vllm.plugin.metrics import ADVICE_CALLS
+        from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 
         core = self._driver.llm.engine_core
-        outcomes: list[ActionOutcome] | None = self._call(partial(ADVICE_CALLS.ask, core, namespace, turn_hints(hints)))
+        outcomes: list[ActionOutcome] | None = self._call(partial(LATE_ANSWERS.ask, core, namespace, turn_hints(hints)))
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -319,3 +324,43 @@ def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOption
         return AsyncEngineArgs(**{**chosen, **plugin})
     except ValueError as error:
         raise ConfigError("engine.vllm", config.vllm.arguments, str(error)) from error
+
+
+# what the quality guard needs, here and in vLLM's own server --------------------------------------------------------
+
+
+def warm_up(submit: Callable[[GenerateRequest], Stream]) -> None:
+    """Draw tokens with log-probabilities, for one request and for two at once: vLLM compiles what these need for one
+    row and for several, which takes seconds, and the quality guard asks for them beside any request.
+    """
+    for prompts in ([(Segment((0,), "p0"),)] * count for count in (1, 2)):
+        drawn = [GenerateRequest(one, SamplingParams(max_tokens=1), ReuseMode.OFF, logprobs=TOP) for one in prompts]
+        for stream in [submit(one) for one in drawn]:
+            stream.result()
+
+
+def within_top(request: GenerateRequest, most: int) -> GenerateRequest:
+    """Return the request with no more log-probabilities than vLLM gives, its `max_logprobs`."""
+    if request.logprobs is None or not 0 <= most < request.logprobs:
+        return request
+    return replace(request, logprobs=most)
+
+
+def keep_guard(guard: QualityGuard, folder: Path, config: VllmConfig, anchors: AnchorSettings) -> Snapshots:
+    """Load what the guard knew before, and begin to save what it learns, until `close`.
+
+    Damaged records and those of another model or of other settings of the anchors are left out, with a line in the
+    log. Raises `ConfigError` where the folder cannot be used.
+    """
+    from kedge.engine.common.state.saving import Snapshots
+    from kedge.engine.common.state.snapshot import EngineState
+    from kedge.integrations.vllm.plugin.rank_state import guard_identity
+
+    try:
+        state = EngineState(folder, guard_identity(config, anchors), guard=guard)
+    except OSError as error:
+        raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+    kept = Snapshots(folder, state.load, state.save, give_back=state.close)
+    kept.load()
+    kept.start()
+    return kept

@@ -6,8 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kedge.checks import LAST_SEED
 from kedge.guard import GuardOrders
@@ -26,8 +25,7 @@ NO_SEED = -1
 """The seed that vLLM takes for none; `LAST_SEED` is used instead, so that a seeded answer repeats."""
 
 
-@dataclass(frozen=True, slots=True)
-class PluginMessage:
+class PluginMessage(NamedTuple):
     """Hints for the plug-in without a prompt to run. For vLLM it is a request that is aborted at once."""
 
     namespace: Namespace

@@ -40,7 +40,6 @@ from kedge.integrations.vllm.plugin.feature_checks import (
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas
 from kedge.integrations.vllm.plugin.lanes import LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.learner import Learner
-from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.plugin.pages import Pages
@@ -51,6 +50,7 @@ from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.learning import LearningBudget
 from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:

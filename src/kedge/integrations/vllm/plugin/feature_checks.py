@@ -118,7 +118,6 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int)
         or _groups_refusal(config, kv_cache)
         or _manager_refusal()
         or _model_refusal(config)
-        or _load_failure_refusal(config)
         or lanes_refusal(config)
     )
     return Features(eviction, host, translation)
@@ -230,7 +229,9 @@ def backends_refusal(backends: Iterable[Any]) -> str | None:
 
 
 def _model_refusal(config: VllmConfig) -> str | None:
-    parallel = config.parallel_config
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    if transfer and transfer.kv_load_failure_policy != "fail":  # vLLM's issue 49250
+        return "kv_load_failure_policy must be 'fail': with 'recompute' vLLM gives wrong answers"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism: a rank does not see the first layer"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -245,21 +246,3 @@ def _model_refusal(config: VllmConfig) -> str | None:
         return "M-RoPE: a position is not one number"
     text = config.model_config.hf_text_config
     return translation_refusal(text) or layers_refusal(text)
-
-
-def _load_failure_refusal(config: VllmConfig) -> str | None:
-    """Refuse the policy by which vLLM answers wrongly once a translation could not be written (its issue 49250).
-
-    It moves a request back by its own counter alone: Model Runner V2 keeps another one on the device, and asynchronous
-    scheduling has the next step under way.
-    """
-    assert config.kv_transfer_config is not None
-    if config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        return None
-    if config.use_v2_model_runner:
-        where = "Model Runner V2"
-    elif config.scheduler_config.async_scheduling:
-        where = "asynchronous scheduling"
-    else:
-        return None
-    return f"kv_load_failure_policy must be 'fail' with {where}: 'recompute' gives wrong answers there"

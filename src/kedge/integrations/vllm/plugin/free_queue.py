@@ -11,21 +11,18 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey, EvictionPolicy, StepView, kind_of
 from kedge.structures.heaps import LazyHeap, StepCounts
 from kedge.structures.prefixes import leading_count
 
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
 Owner = Hashable
 """Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""
-
-
-class FreeBlock(Protocol):
-    """vLLM's `KVCacheBlock`, as far as a free queue uses it."""
-
-    block_id: int
 
 
 class OwnerSet:
@@ -65,158 +62,16 @@ class OwnerSet:
         return before != self.step
 
 
-class BlockOwners:
-    """The owner set of every block and the step of every owner. A set exists while it has members."""
-
-    def __init__(self, num_blocks: int, whole_sets: bool = False) -> None:
-        """Begin without owners; with `whole_sets`, sets of owners are evicted as a whole."""
-        self._num_blocks = num_blocks
-        self._stamp = 0 if whole_sets else None
-        self._steps: dict[Owner, float] = {}
-        self.clear_owners()
-
-    def clear_owners(self) -> None:
-        """Make every block unowned. Steps stay known."""
-        self.unowned, self.suffix = OwnerSet(), OwnerSet(varying=True)
-        self.set_of = [self.unowned] * self._num_blocks
-        """By block id"""
-        self._owned: set[OwnerSet] = set()
-        """All sets with members that have or had owners"""
-        self._by_owner: dict[Owner, set[OwnerSet]] = {}
-
-    def sets(self) -> Iterator[OwnerSet]:
-        """Yield all sets that a block may be in."""
-        return itertools.chain((self.unowned, self.suffix), self._owned)
-
-    def has_step(self, owner: Owner) -> bool:
-        """Return whether the step of `owner` is known."""
-        return owner in self._steps
-
-    def step_of(self, owner: Owner) -> float:
-        """Return the step of an owner that has one."""
-        return self._steps[owner]
-
-    def owns(self, block_id: int, owner: Owner) -> bool:
-        """Return whether a block belongs to `owner`."""
-        return owner in self.set_of[block_id].owners
-
-    def members_of(self, owner: Owner) -> int:
-        """Return how many blocks `owner` owns. O(its sets)."""
-        return sum([owners.members for owners in self._by_owner.get(owner, ())])
-
-    # blocks ---------------------------------------------------------------------------------------------------
-
-    def own(self, block_ids: Iterable[int], owner: Owner) -> None:
-        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
-
-        Raises `PlanError` for an owner without a step.
-        """
-        if owner not in self._steps:
-            raise PlanError("owner", owner, "has no step")
-        for owners, members in self.by_set(block_ids).items():
-            if owner in owners.owners:
-                continue
-            if owners in self._owned and len(members) == owners.members:
-                self._widen(owners, owner)  # all its blocks are in use, so that it is in no order
-            else:
-                after = self._joined(owners, owner)
-                for block_id in members:
-                    self.set_of[block_id] = after
-                after.members += len(members)
-                self._remove_members(owners, len(members))
-
-    def by_set(self, block_ids: Iterable[int]) -> dict[OwnerSet, list[int]]:
-        """Return blocks by the set that they are in. O(n), with one look-up for each run of blocks of one set."""
-        found = dict[OwnerSet, list[int]]()
-        for owners, run in itertools.groupby(block_ids, self.set_of.__getitem__):
-            found.setdefault(owners, []).extend(run)
-        return found
-
-    def mark_suffix(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks that are in use as following a fixed prompt; owned blocks stay owned."""
-        for block_id in block_ids:
-            if self.set_of[block_id] is self.unowned:
-                self.set_of[block_id] = self.suffix
-
-    def release(self, owners: OwnerSet, blocks: Sequence[FreeBlock]) -> None:
-        """Make `blocks`, all of the set `owners`, unowned: their KV is lost."""
-        for block in blocks:
-            self.set_of[block.block_id] = self.unowned
-        self._remove_members(owners, len(blocks))
-
-    def _remove_members(self, owners: OwnerSet, count: int) -> None:
-        """Count members that have left. A set without members is dropped."""
-        owners.members -= count
-        if not owners.members and owners in self._owned:
-            self._owned.discard(owners)
-            for owner in owners.owners:
-                self._by_owner[owner].discard(owners)
-
-    # owners ---------------------------------------------------------------------------------------------------
-
-    def update_steps(self, changes: Mapping[Any, tuple[float, float] | None]) -> list[OwnerSet]:
-        """Take new steps (with probabilities, which are not used here); None removes an owner.
-
-        Returns the sets whose least step has changed. O(owner sets of the changed owners).
-        """
-        changed = list[OwnerSet]()
-        for owner, next_run in changes.items():
-            old = self._steps.get(owner)
-            new = None if next_run is None else next_run[0]
-            if new is None:
-                changed += self.disown(owner)
-                self._steps.pop(owner, None)
-            elif old != new:
-                changed += [one for one in self._by_owner.get(owner, ()) if one.change_step(old, new)]
-                self._steps[owner] = new
-        return changed
-
-    def disown(self, owner: Owner) -> list[OwnerSet]:
-        """Let an owner own nothing: blocks without other owners compete like unowned ones from now on.
-
-        Returns the sets whose least step has changed. O(its sets).
-        """
-        left = self._by_owner.pop(owner, set())
-        for owners in left:
-            owners.owners.discard(owner)
-        return [owners for owners in left if owners.change_step(self._steps[owner], None)]
-
-    def _joined(self, owners: OwnerSet, owner: Owner) -> OwnerSet:
-        """Return a set with the owners of another and one more, new where that one has none such."""
-        wanted = owners.owners | {owner}
-        found = next((one for one in self._by_owner.get(owner, ()) if one.owners == wanted), None)
-        if found is None:
-            found = OwnerSet(stamp=self._stamp)
-            self._owned.add(found)
-            for one in wanted:
-                self._widen(found, one)
-        return found
-
-    def _widen(self, owners: OwnerSet, owner: Owner) -> None:
-        owners.owners.add(owner)
-        owners.change_step(None, self._steps[owner])
-        self._by_owner.setdefault(owner, set()).add(owners)
-
-    def check_integrity(self) -> None:
-        """Raise `PlanError` unless the step and the members of every owned set agree with the books."""
-        for owners in self._owned:
-            steps = [self._steps[owner] for owner in owners.owners]
-            if owners.step != min(steps, default=None) or owners.members != self.set_of.count(owners):
-                raise PlanError("owners", owners.owners, f"step {owners.step} of {steps}, {owners.members} members")
-        for owner, found in self._by_owner.items():
-            if found != {owners for owners in self._owned if owner in owners.owners}:
-                raise PlanError("owner", owner, "its sets are not those that name it")
-
-
-class StepFreeQueue(BlockOwners):
+class StepFreeQueue:
     """A drop-in for `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Without owners it has the same order.
 
-    The owners of a block are set while a request holds it, and forgotten when its KV is evicted. A set of owners is
-    ranked by its oldest free block. Blocks that are freed one after another with the same owners share a stamp.
+    It has the owner set of every block and the step of every owner. A set exists while it has members. The owners of a
+    block are set while a request holds it, and forgotten when its KV is evicted. A set of owners is ranked by its
+    oldest free block. Blocks that are freed one after another with the same owners share a stamp.
     """
 
     def __init__(
-        self, blocks: Sequence[FreeBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
+        self, blocks: Sequence[KVCacheBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
     ) -> None:
         """`blocks` are free, first to be used first; all block ids are below `num_blocks`.
 
@@ -225,22 +80,29 @@ class StepFreeQueue(BlockOwners):
         """
         self.evicted: Counter[str] = Counter()
         """Blocks with KV that were handed out, by `kind_of`"""
-        self.num_free_blocks = 0
         self.groups: Any = None
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
+        self._num_blocks, self._policy, self._clock = num_blocks, policy, 0
+        self._stamp = 0 if whole_sets else None
+        self._steps: dict[Owner, float] = {}
+        self._begin(blocks)
+
+    def _begin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Begin with free blocks that have neither KV worth keeping nor owners. Steps stay known."""
+        self.num_free_blocks = 0
         self._empty: dict[int, Any] = {}
         """Free blocks without KV worth keeping by id, the one that is used next at the end"""
-        self._policy, self._clock = policy, 0
-        super().__init__(num_blocks, whole_sets)
-        self.prepend_n(blocks)
-
-    def clear_owners(self) -> None:
-        """Make every block unowned, and the order empty. Steps stay known."""
-        super().clear_owners()
+        self.unowned, self.suffix = OwnerSet(), OwnerSet(varying=True)
+        self.set_of = [self.unowned] * self._num_blocks
+        """By block id"""
+        self._owned: set[OwnerSet] = set()
+        """All sets with members that have or had owners"""
+        self._by_owner: dict[Owner, set[OwnerSet]] = {}
         self._stamps = [0] * self._num_blocks
         """When each block was freed, by block id"""
         self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"), lambda owners: bool(owners.free))
         """All sets with free blocks, under the key that they have now or a lesser one"""
+        self.prepend_n(blocks)
 
     # called by vLLM -------------------------------------------------------------------------------------------
 
@@ -260,18 +122,18 @@ class StepFreeQueue(BlockOwners):
             taken += self._evict(n - len(taken))
         return taken
 
-    def remove(self, block: FreeBlock) -> None:
+    def remove(self, block: KVCacheBlock) -> None:
         """Take a block out of its list. Raises `PlanError` for a block that is not free."""
         at = block.block_id
         if self.set_of[at].free.pop(at, None) is None and self._empty.pop(at, None) is None:
             raise PlanError("block", at, "is not free")
         self.num_free_blocks -= 1
 
-    def append(self, block: FreeBlock) -> None:
+    def append(self, block: KVCacheBlock) -> None:
         """Add a free block whose KV is worth keeping."""
         self.append_n([block])
 
-    def append_n(self, blocks: Sequence[FreeBlock]) -> None:
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add free blocks whose KV is worth keeping; of those with the same owners the first is evicted first."""
         set_of, stamps = self.set_of, self._stamps
         for owners, run in itertools.groupby(blocks, lambda block: set_of[block.block_id]):
@@ -288,7 +150,7 @@ class StepFreeQueue(BlockOwners):
                 self._rank(owners)
         self.num_free_blocks += len(blocks)
 
-    def prepend_n(self, blocks: Sequence[FreeBlock]) -> None:
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add free blocks without KV worth keeping; the first of them is used before all others."""
         for block in blocks:
             if (owners := self.set_of[block.block_id]) is not self.unowned:
@@ -300,7 +162,7 @@ class StepFreeQueue(BlockOwners):
         """Return all free blocks in the order in which they are used. O(n log n) in their number."""
         return [*reversed(self._empty.values()), *self._sorted(self.sets())]
 
-    def iter_blocks_after(self, cursor: FreeBlock | None) -> Iterator[Any]:
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[Any]:
         """Yield the free blocks that are used after `cursor` (None: all), in that order."""
         order = self.get_all_free_blocks()
         yield from order[0 if cursor is None else order.index(cursor) + 1 :]
@@ -358,19 +220,109 @@ class StepFreeQueue(BlockOwners):
         self._rank_again(self.sets())
         return before
 
-    def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
-        """Take new steps (with probabilities, which are not used here); None removes an owner.
-
-        O(owner sets of the changed owners).
-        """
-        self._rank_again(self.update_steps(changes))
-
     def _rank_again(self, sets: Iterable[OwnerSet]) -> None:
         for owners in sets:
             if owners.free:
                 self._rank(owners)
 
     # owners ---------------------------------------------------------------------------------------------------
+
+    def sets(self) -> Iterator[OwnerSet]:
+        """Yield all sets that a block may be in."""
+        return itertools.chain((self.unowned, self.suffix), self._owned)
+
+    def has_step(self, owner: Owner) -> bool:
+        """Return whether the step of `owner` is known."""
+        return owner in self._steps
+
+    def step_of(self, owner: Owner) -> float:
+        """Return the step of an owner that has one."""
+        return self._steps[owner]
+
+    def owns(self, block_id: int, owner: Owner) -> bool:
+        """Return whether a block belongs to `owner`."""
+        return owner in self.set_of[block_id].owners
+
+    def members_of(self, owner: Owner) -> int:
+        """Return how many blocks `owner` owns. O(its sets)."""
+        return sum([owners.members for owners in self._by_owner.get(owner, ())])
+
+    def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
+        """Take new steps (with probabilities, which are not used here); None removes an owner.
+
+        O(owner sets of the changed owners).
+        """
+        for owner, next_run in changes.items():
+            if next_run is None:
+                self.leave(owner)
+                self._steps.pop(owner, None)
+                continue
+            old, new = self._steps.get(owner), next_run[0]
+            if old != new:
+                self._steps[owner] = new
+                self._rank_again(one for one in self._by_owner.get(owner, ()) if one.change_step(old, new))
+
+    def own(self, block_ids: Iterable[int], owner: Owner) -> None:
+        """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
+
+        Raises `PlanError` for an owner without a step.
+        """
+        if owner not in self._steps:
+            raise PlanError("owner", owner, "has no step")
+        for owners, members in self.by_set(block_ids).items():
+            if owner in owners.owners:
+                continue
+            if owners in self._owned and len(members) == owners.members:
+                self._widen(owners, owner)  # all its blocks are in use, so that it is in no order
+            else:
+                after = self._joined(owners, owner)
+                for block_id in members:
+                    self.set_of[block_id] = after
+                after.members += len(members)
+                self._remove_members(owners, len(members))
+
+    def by_set(self, block_ids: Iterable[int]) -> dict[OwnerSet, list[int]]:
+        """Return blocks by the set that they are in. O(n), with one look-up for each run of blocks of one set."""
+        found = dict[OwnerSet, list[int]]()
+        for owners, run in itertools.groupby(block_ids, self.set_of.__getitem__):
+            found.setdefault(owners, []).extend(run)
+        return found
+
+    def mark_suffix(self, block_ids: Iterable[int]) -> None:
+        """Mark blocks that are in use as following a fixed prompt; owned blocks stay owned."""
+        for block_id in block_ids:
+            if self.set_of[block_id] is self.unowned:
+                self.set_of[block_id] = self.suffix
+
+    def release(self, owners: OwnerSet, blocks: Sequence[KVCacheBlock]) -> None:
+        """Make `blocks`, all of the set `owners`, unowned: their KV is lost."""
+        for block in blocks:
+            self.set_of[block.block_id] = self.unowned
+        self._remove_members(owners, len(blocks))
+
+    def _remove_members(self, owners: OwnerSet, count: int) -> None:
+        """Count members that have left. A set without members is dropped."""
+        owners.members -= count
+        if not owners.members and owners in self._owned:
+            self._owned.discard(owners)
+            for owner in owners.owners:
+                self._by_owner[owner].discard(owners)
+
+    def _joined(self, owners: OwnerSet, owner: Owner) -> OwnerSet:
+        """Return a set with the owners of another and one more, new where that one has none such."""
+        wanted = owners.owners | {owner}
+        found = next((one for one in self._by_owner.get(owner, ()) if one.owners == wanted), None)
+        if found is None:
+            found = OwnerSet(stamp=self._stamp)
+            self._owned.add(found)
+            for one in wanted:
+                self._widen(found, one)
+        return found
+
+    def _widen(self, owners: OwnerSet, owner: Owner) -> None:
+        owners.owners.add(owner)
+        owners.change_step(None, self._steps[owner])
+        self._by_owner.setdefault(owner, set()).add(owners)
 
     def own_history(self, block_ids: Sequence[int], owner: Owner) -> None:
         """Make `owner` own these blocks, all of a prompt that is in use, and no others: those it has left behind.
@@ -386,16 +338,17 @@ class StepFreeQueue(BlockOwners):
         self.own(block_ids[known:], owner)
 
     def leave(self, owner: Owner) -> None:
-        """Let an owner, whose step stays known, own nothing. O(its sets)."""
-        self._rank_again(self.disown(owner))
+        """Let an owner, whose step stays known, own nothing: blocks without other owners compete like unowned ones from
+        now on. O(its sets).
+        """
+        for owners in self._by_owner.pop(owner, set()):
+            owners.owners.discard(owner)
+            if owners.change_step(self._steps[owner], None):
+                self._rank_again((owners,))
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
-        free = [*reversed(self._empty.values()), *(block for owners in self.sets() for block in owners.order)]
-        self.num_free_blocks = 0
-        self._empty.clear()
-        self.clear_owners()
-        self.prepend_n(free)
+        self._begin([*reversed(self._empty.values()), *(block for owners in self.sets() for block in owners.order)])
 
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Return how many free blocks, up to `blocks`, have no KV worth keeping, or are in sets that `may_evict` takes.
@@ -422,7 +375,6 @@ class StepFreeQueue(BlockOwners):
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless lists, counts and steps agree and every set with free blocks is in the order."""
-        super().check_integrity()
         sets = list(self.sets())
         listed = [at for free in (self._empty, *(owners.free for owners in sets)) for at in free]
         if len(set(listed)) != len(listed) or len(listed) != self.num_free_blocks:
@@ -432,3 +384,10 @@ class StepFreeQueue(BlockOwners):
                 raise PlanError("owners", owners.owners, "has blocks of others in its list")
             if owners.free and owners.key > self._key(owners, self._oldest(owners)):
                 raise PlanError("owners", owners.owners, "is not in the eviction order where it should be")
+        for owners in self._owned:
+            steps = [self._steps[owner] for owner in owners.owners]
+            if owners.step != min(steps, default=None) or owners.members != self.set_of.count(owners):
+                raise PlanError("owners", owners.owners, f"step {owners.step} of {steps}, {owners.members} members")
+        for owner, found in self._by_owner.items():
+            if found != {owners for owners in self._owned if owner in owners.owners}:
+                raise PlanError("owner", owner, "its sets are not those that name it")

@@ -13,10 +13,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kedge.cache import Copied, Copy
 from kedge.cache.copies import Purpose
 from kedge.errors import PlanError
-from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import has_end, own_known, own_prefix
 from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
+from kedge.integrations.vllm.plugin.owners import AgentPrompts
 from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.policies.eviction import StepView, distance
 from kedge.policies.prefetch import (
@@ -35,54 +35,6 @@ from kedge.structures.prefixes import first_of
 
 SHARE = 2
 """One of so many device blocks may be held by backups."""
-
-
-class HostBackups:
-    """Orders backups into the host tier, over blocks there that are needed no sooner. Owned by the scheduler."""
-
-    def __init__(self, tier: HostTier, unlabelled_step: float) -> None:
-        self._tier, self._unlabelled_step = tier, unlabelled_step
-        self._limit = max(1, tier.device.num_gpu_blocks // SHARE)
-        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict()
-        """Histories, and the index from which on they are not done"""
-
-    @property
-    def busy(self) -> bool:
-        """Whether histories wait for a backup."""
-        return bool(self._pending)
-
-    def fixed_prompt(self, hashes: Sequence[BlockHash], owner: Owner, step: float) -> None:
-        """Order the backup of an agent's fixed prompt, which is needed in `step` steps."""
-        own_prefix(self._tier.host, hashes, owner)
-        self._tier.back_up(hashes, owner, partial(self._is_no_sooner, step))
-
-    def history(self, owner: Owner, hashes: Sequence[BlockHash]) -> None:
-        """Order the backup of what a session has on the device at the end of a turn.
-
-        O(blocks that the host lacks, or that change their owners there, + log n).
-        """
-        queue = self._tier.queue
-        held, owned = self._tier.prefixes(hashes, owner)
-        if owned != queue.members_of(owner):  # as after a prompt that leaves a part of the history out
-            queue.leave(owner)
-            owned = 0
-        if owned < held:
-            own_known(self._tier.host, self._tier.groups.needed(hashes[:held], owned).keys, owner)
-        self._pending[owner] = hashes, held
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Order the next backups, as far as they may hold device blocks. Call this once per step."""
-        while self._pending and (room := self._limit - self._tier.backing_up) > 0:
-            owner, (hashes, start) = self._pending.popitem(last=False)
-            if self._tier.queue.has_step(owner):
-                may_evict = partial(self._is_no_sooner, self._tier.queue.step_of(owner))
-                done = self._tier.back_up(hashes, owner, may_evict, start, room)
-                if done < self._tier.groups.count(len(hashes)):
-                    self._pending[owner] = (hashes, done)
-
-    def _is_no_sooner(self, step: float, victim: StepView) -> bool:
-        return distance(victim, self._unlabelled_step) >= step
 
 
 class IdleSessions:
@@ -139,7 +91,7 @@ class IdleSessions:
 
 
 class HostLoads:
-    """The policy of loads. Owned by the scheduler."""
+    """The policy of loads, and of backups over host blocks that are needed no sooner. Owned by the scheduler."""
 
     def __init__(
         self,
@@ -152,7 +104,9 @@ class HostLoads:
         """`is_trusted` returns whether sessions, and not LRU, rule the device."""
         self.tier, self._prompts, self.idle = tier, prompts, IdleSessions(tier)
         self.settings, self._block_size, self._is_trusted = settings, block_size, is_trusted
-        self.backups = HostBackups(tier, settings.unlabelled_step)
+        self._most_held = max(1, tier.device.num_gpu_blocks // SHARE)
+        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict()
+        """Histories that are backed up, and the index from which on they are not done"""
         self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
         self._has_room = False
@@ -160,8 +114,8 @@ class HostLoads:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way, or prefetches are to be looked for."""
-        return self.tier.busy or self._is_due or self.backups.busy
+        """Whether a copy is under way or waits, or prefetches are to be looked for."""
+        return self.tier.busy or self._is_due or bool(self._pending)
 
     @property
     def _is_due(self) -> bool:
@@ -217,17 +171,50 @@ class HostLoads:
 
     def copies(self, requests: Iterable[LiveRequest], idle: bool) -> tuple[Copy, ...]:
         """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
-        self.backups.go_on()
+        self._back_up()
         self._demand(idle)
         if self._is_due:
             self._has_room = self._prompts.changed = self.idle.changed = False
             self._load_ahead([one for one in requests if one.may_load and not one.is_admitted])
         return self.tier.take_copies()
 
+    # backups --------------------------------------------------------------------------------------------------
+
+    def back_up_prompt(self, hashes: Sequence[BlockHash], owner: Owner, step: float) -> None:
+        """Order the backup of an agent's fixed prompt, which is needed in `step` steps."""
+        own_prefix(self.tier.host, hashes, owner)
+        self.tier.back_up(hashes, owner, partial(self._is_no_sooner, step))
+
     def finished(self, session: SessionKey, hashes: Sequence[BlockHash]) -> None:
-        """Take the history that a session has on the device at the end of a turn: the hashes of its blocks with KV."""
+        """Take the history that a session has on the device at the end of a turn, the hashes of its blocks with KV, and
+        order its backup. O(blocks that the host lacks, or that change their owners there, + log n).
+        """
         self.idle.ended(session, hashes)
-        self.backups.history(session, hashes)
+        queue = self.tier.queue
+        held, owned = self.tier.prefixes(hashes, session)
+        if owned != queue.members_of(session):  # as after a prompt that leaves a part of the history out
+            queue.leave(session)
+            owned = 0
+        if owned < held:
+            own_known(self.tier.host, self.tier.groups.needed(hashes[:held], owned).keys, session)
+        self._pending[session] = hashes, held
+        self._back_up()
+
+    def _back_up(self) -> None:
+        """Order the next backups, as far as they may hold device blocks."""
+        queue = self.tier.queue
+        while self._pending and (room := self._most_held - self.tier.backing_up) > 0:
+            owner, (hashes, start) = self._pending.popitem(last=False)
+            if queue.has_step(owner):
+                may_evict = partial(self._is_no_sooner, queue.step_of(owner))
+                done = self.tier.back_up(hashes, owner, may_evict, start, room)
+                if done < self.tier.groups.count(len(hashes)):
+                    self._pending[owner] = hashes, done
+
+    def _is_no_sooner(self, step: float, victim: StepView) -> bool:
+        return distance(victim, self.settings.unlabelled_step) >= step
+
+    # loads ----------------------------------------------------------------------------------------------------
 
     def _demand(self, idle: bool) -> None:
         """Order the loads that requests wanted in this step, in the order of service.

@@ -38,7 +38,6 @@ from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
-from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, Segment, Tokens
 
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -172,19 +171,15 @@ class HeldJobs:
         """The lanes of this step"""
         self._ends: list[HeldJob] = []
         """Answers that ended since the last step, whose ends may be computed"""
-        self._wanted: BoundedDict[BaseKey, None] = BoundedDict(1)
-        """Base prefills that no request waits for and that have not begun, oldest first"""
-        self._awaited: dict[BaseKey, None] = {}
-        """Those that a request waits for, oldest first"""
+        self._wanted: dict[BaseKey, bool] = {}
+        """All base prefills, oldest first, and whether a request waits for each"""
         self._begun: dict[BaseKey, HeldJob] = {}
+        """Those that hold blocks"""
         self._counts: Counter[str] = Counter()
 
     def open(self, model: PassLimits) -> None:
-        """Compute ends of answers and base prefills from now on. At most `MAX_PENDING` of these are queued that no
-        request waits for.
-        """
+        """Compute ends of answers and base prefills from now on."""
         self._model = model
-        self._wanted = BoundedDict(MAX_PENDING, lambda *_: self._count(DROPPED))
 
     @property
     def taken(self) -> LaneBudget:
@@ -265,32 +260,32 @@ class HeldJobs:
         return self._counts
 
     def __len__(self) -> int:
-        return len(self._wanted) + len(self._awaited.keys() | self._begun.keys())
+        return len(self._wanted)
 
-    def add(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Queue a base prefill as the next one, unless the model cannot compute it."""
+    def add(self, namespace: Namespace, tokens: Tokens, *, is_awaited: bool = False) -> None:
+        """Queue a base prefill, unless the model cannot compute it: before all that no request waits for if one does,
+        else as the next of these, of which `MAX_PENDING` at most wait.
+        """
         key = namespace, tokens
-        if not self._model.can_compute(tokens) or key in self._awaited or key in self._begun:
+        if not self._model.can_compute(tokens):
             return
         self._count(QUEUED, key not in self._wanted)
-        self._wanted[key] = None
+        self._wanted[key] = self._wanted.pop(key, False) or is_awaited
+        if len(waiting := self._waiting()) > MAX_PENDING:
+            self._drop(waiting[0])
 
-    def add_awaited(self, namespace: Namespace, tokens: Tokens) -> None:
-        """Queue a base prefill that a request waits for, before those that none does."""
-        self.add(namespace, tokens)
-        key = namespace, tokens
-        if key in self._wanted or key in self._begun:
-            self._wanted.pop(key, None)
-            self._awaited[key] = None
+    def _waiting(self) -> list[BaseKey]:
+        """Return those that have not begun and that no request waits for, oldest first."""
+        return [key for key, is_awaited in self._wanted.items() if not (is_awaited or key in self._begun)]
 
     @property
-    def awaited(self) -> int:
-        """Number of prefills that requests wait for."""
-        return len(self._awaited)
+    def awaited(self) -> list[BaseKey]:
+        """The prefills that requests wait for, oldest first."""
+        return [key for key, is_awaited in self._wanted.items() if is_awaited]
 
     def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
         """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
-        return (namespace, tokens) in self._awaited
+        return self._wanted.get((namespace, tokens), False)
 
     def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
         """Grant lanes for pieces of base prefills. Returns what they take.
@@ -304,15 +299,16 @@ class HeldJobs:
             self._drop(*self._begun)
         for key in self._in_order():
             left = budget.less(*self.taken)
-            limit = left.tokens if key in self._awaited else min(left.tokens, most)
+            is_awaited = self.is_awaited(*key)
+            limit = left.tokens if is_awaited else min(left.tokens, most)
             if limit <= 0 or left.rows <= 0:
                 break
             if not self._has_begun(key, spare):
-                if not idle and key not in self._awaited:
+                if not idle and not is_awaited:
                     break
                 self._drop(key)  # the request is computed densely; an idle engine would step for ever
                 continue
-            most -= 0 if key in self._awaited else min(limit, len(key[1]) - self._begun[key].computed)
+            most -= 0 if is_awaited else min(limit, len(key[1]) - self._begun[key].computed)
             if not self._compute(self._begun[key], limit):
                 break
             self._forget(key)
@@ -320,8 +316,8 @@ class HeldJobs:
         return self.taken.less(*ends)
 
     def _in_order(self) -> list[BaseKey]:
-        others = [key for key in self._begun if key not in self._awaited]
-        return [*self._awaited, *others, *reversed(self._wanted)]
+        others = [key for key in self._begun if not self.is_awaited(*key)]
+        return [*self.awaited, *others, *reversed(self._waiting())]
 
     def _has_begun(self, key: BaseKey, spare: int) -> bool:
         """Give a prefill its blocks, unless it has them. Returns False where there are too few."""
@@ -334,7 +330,6 @@ class HeldJobs:
             return False
         request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
         self._begun[key] = HeldJob(request, tokens, capture_id)
-        self._wanted.pop(key, None)
         return True
 
     def _drop(self, *keys: BaseKey) -> None:
@@ -347,8 +342,7 @@ class HeldJobs:
 
     def _forget(self, key: BaseKey) -> None:
         self._begun.pop(key, None)
-        self._awaited.pop(key, None)
-        self._wanted.pop(key, None)
+        del self._wanted[key]
 
     def stop(self) -> None:
         """Drop all base prefills: nothing may be computed."""
@@ -357,7 +351,7 @@ class HeldJobs:
     def give_up(self) -> None:
         """Forget all base prefills and ends of answers. The blocks that they hold are freed by the caller."""
         self._count(DROPPED, len(self))
-        for kept in (self._begun, self._awaited, self._wanted, self._ends):
+        for kept in (self._begun, self._wanted, self._ends):
             kept.clear()
 
 

@@ -1,45 +1,34 @@
 """Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts.
 
-KV is written into vLLM's pages once its request is admitted.
-
-A prompt of an agent that runs next is drafted and translated as far as it is known before its request arrives, value
-by value, in the time for learning: its KV, with keys rotated to their places, waits outside of vLLM's pages. A request
-that begins with the same segments has it stored into its blocks, and only what is new in it is matched and translated
-then. Where a kernel translates, prompts are only drafted. A prompt that turns out otherwise costs that time, and
-changes no answer.
+KV is written into vLLM's pages once its request is admitted. A prompt of an agent that runs next is drafted as far as
+it is known before its request arrives, value by value, in the time for learning: a request that begins with the same
+segments needs only what is new in it to be looked up.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
-
-import torch
 
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
-from kedge.anchors.translator import Translation, translate_into
-from kedge.errors import TranslationRefused
+from kedge.anchors.translator import translate_into
 from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import SlotTable
-from kedge.reuse.costs import MAX_PENDING, EngineCosts
-from kedge.reuse.layout import Placed, known_segments, next_stop, plan_key
+from kedge.reuse.ahead import Ended, ExpectedPrompt, ExpectedPrompts
+from kedge.reuse.costs import EngineCosts
+from kedge.reuse.learning import Backlog
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import Draft
 from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
-    AgentKey,
     GenerateRequest,
     Miss,
     Namespace,
@@ -56,163 +45,59 @@ from kedge.types import (
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
 logger = logging.getLogger(__name__)
-EXPECTED_SHARE = 4
-"""Expected prompts may take one in so many of the bytes that base KV may take"""
 
 
-_NOWHERE = SlotTable(torch.empty(0, dtype=torch.int64))
+@dataclass(eq=False)
+class DraftedPrompt(ExpectedPrompt):
+    """An expected prompt of one rank."""
 
-
-class ReadyPart(NamedTuple):
-    """Translated KV for the positions from `start` on, keys rotated to them."""
-
-    start: int
-    kv: KVSegment
-
-
-@dataclass(slots=True)
-class ExpectedPrompt:
-    """A prompt whose request has not arrived, as far as it is known."""
-
-    request: GenerateRequest
     exact: int
     """Leading tokens whose exact KV is at hand: those of its first segment"""
-    draft: Draft | None = None
-    ready: dict[int, list[ReadyPart]] = field(default_factory=dict)
-    """The parts of each translation, by its first position"""
     seconds: float = 0.0
     """Time that was spent on it"""
 
-    @property
-    def drafted(self) -> int:
-        """Number of segments that are drafted."""
-        return self.draft.drafted if self.draft else 0
 
-    @property
-    def next_segments(self) -> range:
-        """The segments to be drafted next, none where no more are known."""
-        if self.drafted == known_segments(self.request):
-            return range(self.drafted, self.drafted)
-        return range(self.drafted, next_stop(self.request, self.drafted))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its translated KV."""
-        return sum(part.kv.nbytes for parts in self.ready.values() for part in parts)
-
-    def agrees(self, request: GenerateRequest) -> bool:
-        """Return whether `request` is the expected one, as far as this is drafted."""
-        return (
-            plan_key(self.request) == plan_key(request)
-            and self.request.segments[: self.drafted] == request.segments[: self.drafted]
-        )
-
-
-class ExpectedPrompts:
+class DraftedPrompts(ExpectedPrompts[DraftedPrompt]):
     """All expected prompts of one rank."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        pages: Pages,
-        exact_of: Callable[[GenerateRequest], int],
-        max_bytes: int,
-    ) -> None:
-        """`exact_of` returns how many leading tokens of a prompt have exact KV at hand. Translated KV takes at most
-        `max_bytes`.
-        """
-        self._runtime, self._pages, self._exact_of, self._max_bytes = runtime, pages, exact_of, max_bytes
-        self._expected: BoundedDict[AgentKey, ExpectedPrompt] = BoundedDict(MAX_PENDING)
+    def __init__(self, runtime: Runtime, exact_of: Callable[[GenerateRequest], int]) -> None:
+        """`exact_of` returns how many leading tokens of a prompt have exact KV at hand."""
+        super().__init__()
+        self._runtime, self._exact_of = runtime, exact_of
 
-    def __len__(self) -> int:
-        return len(self._expected)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all translated KV."""
-        return sum(one.nbytes for one in self._expected.values())
-
-    def expect(self, request: GenerateRequest) -> None:
-        """Take the hint that such a request is expected, or more of its segments; it replaces one that differs."""
-        old = self._expected.get(request.agent_key)
-        if old is not None and old.agrees(request):
-            old.request = request
-            self._expected.move_to_end(request.agent_key)
-            return
-        self._expected.pop(request.agent_key, None)
-        if exact := self._exact_of(request):
-            self._expected[request.agent_key] = ExpectedPrompt(request, exact)
+    def begin(self, request: GenerateRequest) -> DraftedPrompt | None:
+        exact = self._exact_of(request)
+        return DraftedPrompt(exact, request=request) if exact else None
 
     @property
     def is_due(self) -> bool:
         """Whether there is something to do for `prepare`."""
-        return any(map(self._can_advance, self._expected.values()))
+        return any(map(self._can_advance, self.expected.values()))
 
-    def _can_advance(self, prompt: ExpectedPrompt) -> bool:
+    def _can_advance(self, prompt: DraftedPrompt) -> bool:
         """Return whether more of a prompt is known, and can be decided: what lacks base KV would be computed."""
-        segments = prompt.next_segments
-        return bool(segments) and self._runtime.has_bases(prompt.request, segments)
+        drafted = prompt.draft.drafted if prompt.draft else 0
+        return prompt.drafts_on and self._runtime.has_bases(prompt.request, range(drafted, prompt.next_stop))
 
     def prepare(self) -> bool:
-        """Draft and translate one value of one prompt. Returns False where nothing is left to do."""
-        found = next(filter(self._can_advance, self._expected.values()), None)
+        """Draft one value of one prompt. Returns False where nothing is left to do."""
+        found = next(filter(self._can_advance, self.expected.values()), None)
         if found is None:
             return False
         began = time.monotonic()
         try:
-            if found.draft is None:
-                found.draft = self._runtime.draft(found.request, (Span(0, found.exact, Source.DEVICE),))
-            for one in self._runtime.grow(found.draft, found.request, found.next_segments.stop, again=True):
-                found.ready[one.start] = translated(self._pages, one)
+            found.draft = found.draft or self._runtime.planner.draft(
+                found.request, (Span(0, found.exact, Source.DEVICE),)
+            )
+            self._runtime.planner.grow(found.draft, found.request, found.next_stop, again=True)
         except Exception:
-            del self._expected[found.request.agent_key]
-            raise
+            logger.exception("a prompt of agent %s was not prepared", found.request.agent)
+            self.drop(found, Ended.FAILED)
+            return True
         found.seconds += time.monotonic() - began
-        if found.draft is None or found.draft.dense:  # what is computed needs no preparation
-            del self._expected[found.request.agent_key]
-        while self.nbytes > self._max_bytes:
-            self._expected.popitem(last=False)
+        if found.draft.dense:  # what is computed needs no preparation
+            self.drop(found, Ended.WASTED)
         return True
-
-    def claim(self, request: GenerateRequest, exact: int) -> ExpectedPrompt | None:
-        """Return the prompt of a request that has arrived, of which `exact` leading tokens have exact KV, if what was
-        drafted of it holds. It is expected no longer.
-        """
-        found = self._expected.pop(request.agent_key, None)
-        return found if found and found.draft and found.exact <= exact and found.agrees(request) else None
-
-    def end_run(self, run: RunKey) -> None:
-        """Forget the prompts of a run."""
-        for key in [key for key, one in self._expected.items() if one.request.run_key == run]:
-            del self._expected[key]
-
-    def clear(self) -> None:
-        """Forget all prompts."""
-        self._expected.clear()
-
-
-def translated(pages: Pages, translation: Translation) -> list[ReadyPart]:
-    """Return what a translation writes, outside of the pages; nothing where a kernel translates it as fast as it would
-    copy this.
-    """
-    if pages.kernel_slots is not None:
-        return []
-    parts = _Parts(pages)
-    translate_into(parts)(_NOWHERE, [translation])
-    return parts.found
-
-
-class _Parts:
-    """A `Storage` that keeps what is written into it."""
-
-    kernel_slots = None
-
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
-        self.found: list[ReadyPart] = []
-
-    def write(self, table: SlotTable, start: int, base: KVSegment, offsets: KVSegment | None) -> None:  # noqa: ARG002
-        self.found.append(ReadyPart(start, self._pages.translated(start, base, offsets)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +107,6 @@ class PlannedWrite:
     plan: ReusePlan
     head: KVSegment | None
     """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
-    ready: Mapping[int, Sequence[ReadyPart]]
-    """What was translated before the request arrived, by the first position of its translation"""
     seconds: float
     """Time that all this took"""
 
@@ -261,38 +144,13 @@ class PlannedWrites:
         start, stop = order.spans[0].start, order.spans[-1].stop
         if planned.head is not None and start < planned.head.tokens:
             self._pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
-        count, tokens = self._translate(planned, table, range(start, stop))
+        found = (one.within(start, stop) for one in planned.plan.translations)
+        parts = [part for part in found if part is not None]
+        self._translate_into(table, parts)
         self._written[order.request_id] = planned.plan
         # a request that is asked about begins a step later, which counts as the smallest of passes
-        asking = self._costs.pass_seconds(1, 1)
-        self._costs.observe_translation(count, tokens, asking + planned.seconds + time.monotonic() - began)
-
-    def _translate(self, planned: PlannedWrite, table: SlotTable, span: range) -> tuple[int, int]:
-        """Write what of the translations is within `span`. Returns the number of these parts, and of their tokens."""
-        count = tokens = 0
-        for translation in planned.plan.translations:
-            part = translation.within(span.start, span.stop)
-            if part is None:
-                continue
-            ready = planned.ready.get(translation.start, ())
-            for first, kv in ready:
-                self._pages.store(table, first, kv)
-            if not ready:
-                self._translate_into(table, [part])
-            count, tokens = count + 1, tokens + part.tokens
-        return count, tokens
-
-
-@dataclass(eq=False, slots=True)
-class _CapturedPrompt:
-    """A prompt that is to be learned from, with its KV, keys unrotated."""
-
-    request: GenerateRequest
-    kv: KVSegment
-    plan: ReusePlan | None = None
-    """What was translated in it, where anything was: that teaches nothing"""
-    steps: Iterator[Placed] | None = None
-    """Segments that are still to be measured, once learning has begun"""
+        taken = self._costs.pass_seconds(1, 1) + planned.seconds + time.monotonic() - began
+        self._costs.observe_translation(len(parts), sum(part.tokens for part in parts), taken)
 
 
 class Learner:
@@ -305,14 +163,14 @@ class Learner:
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages = pages
-        most = settings.anchors.max_base_bytes // EXPECTED_SHARE
-        self._expected = ExpectedPrompts(self._runtime, pages, self._known, most)
+        self.expected = DraftedPrompts(self._runtime, self._known)
         self.writes = PlannedWrites(pages, costs)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
         self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
-        self._captured: deque[_CapturedPrompt] = deque(maxlen=settings.max_captures)
-        self._ended_runs: list[RunKey] = []
+        self.captured = Backlog[GenerateRequest](
+            self._runtime.end_run, lambda one: not self._runtime.needs(one), lambda _: None, settings.max_captures
+        )
         self.is_at_rest = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
@@ -358,23 +216,21 @@ class Learner:
         began = time.monotonic()
         request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
-        found = self._expected.claim(request, exact)
-        ready: Mapping[int, Sequence[ReadyPart]] = {}
-        if found is None or found.draft is None:
+        found, ready = self.expected.claim(request), 0
+        if found is None or found.draft is None or found.exact > exact or found.draft.is_outdated:
             plan, seconds = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), 0.0
         else:  # going on from what was prepared of it
-            self._runtime.grow(found.draft, request, len(request.segments), again=True)
-            plan = self._runtime.seal(found.draft, request)
+            ready, seconds = len(found.draft.sources), found.seconds
+            self._runtime.planner.grow(found.draft, request, len(request.segments), again=True)
+            plan = self._runtime.planner.seal(found.draft, request)
             self._runtime.use(plan)
-            ready, seconds = found.ready, found.seconds
         holes = plan.holes
         self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             return TranslationVerdict((range(request.prompt_tokens),), plan.misses, wanted)
         seconds += time.monotonic() - began
-        self.writes.put(request.request_id, PlannedWrite(plan, head, ready, seconds))
-        stops = (one.start + one.tokens for one in plan.translations if one.start in ready)
-        return TranslationVerdict(holes, plan.misses, wanted, ready=max(stops, default=0))
+        self.writes.put(request.request_id, PlannedWrite(plan, head, seconds))
+        return TranslationVerdict(holes, plan.misses, wanted, ready=ready)
 
     def _note_harvest(self, request: GenerateRequest, *, wanted: bool) -> None:
         self._harvests.pop(request.request_id, None)
@@ -405,7 +261,8 @@ class Learner:
                 self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
             self._runtime.keep_base(request, read, plan)
             if request.request_id in self._harvests and self._runtime.may_observe(request, plan):
-                self._captured.append(_CapturedPrompt(request, read(0, request.prompt_tokens), plan))
+                steps = self._runtime.observe(request, read(0, request.prompt_tokens).slice, plan)
+                self.captured.add(request, request.run_key, steps)
             self._harvests.pop(request.request_id, None)
 
     # learning -----------------------------------------------------------------------------------------------------
@@ -413,12 +270,7 @@ class Learner:
     @property
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
-        if self.is_at_rest:
-            return False
-        return self._expected.is_due or any(self._is_ready(prompt) for prompt in self._captured)
-
-    def _is_ready(self, prompt: _CapturedPrompt) -> bool:
-        return prompt.steps is not None or not self._runtime.needs(prompt.request)
+        return not self.is_at_rest and (self.expected.is_due or self.captured.ready)
 
     def learn(self) -> bool:
         """Prepare one value of an expected prompt, or else measure the offsets of one segment of a captured prompt. No
@@ -428,53 +280,28 @@ class Learner:
         """
         if self.is_at_rest:
             return False
-        try:
-            if self._expected.prepare():
-                return True
-        except Exception:
-            logger.exception("a prompt was not prepared")
+        if self.expected.prepare():
             return True
-        prompt = next((one for one in self._captured if self._is_ready(one)), None)
-        if prompt is None or self.writes:
-            self.is_at_rest = prompt is None
+        if self.writes:
             return False
-        prompt.steps = prompt.steps or self._runtime.observe(prompt.request, prompt.kv.slice, prompt.plan)
-        if not self._observe(prompt):
-            self._captured.remove(prompt)
-            self._forget_ended_runs()
-        return True
-
-    def _observe(self, prompt: _CapturedPrompt) -> bool:
-        """Return False where no segment is left, or where offsets cannot be kept (which changes no pool)."""
-        assert prompt.steps is not None
-        try:
-            return next(prompt.steps, None) is not None
-        except TranslationRefused as refusal:
-            logger.warning("request %s is not learned from: %s", prompt.request.request_id, refusal)
-            return False
+        self.is_at_rest = not self.captured.step()
+        return not self.is_at_rest
 
     def expect(self, request: GenerateRequest) -> None:
         """Take the prompt of an agent that runs next, as far as it is known."""
         self.is_at_rest = False
-        self._expected.expect(request)
+        self.expected.expect(request)
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
-        self._expected.end_run(run)
-        self._ended_runs.append(run)
-        self._forget_ended_runs()
-
-    def _forget_ended_runs(self) -> None:
-        pending = {prompt.request.run_key for prompt in self._captured}
-        for one in [one for one in self._ended_runs if one not in pending]:
-            self._runtime.end_run(one)
-            self._ended_runs.remove(one)
+        self.expected.end_run(run)
+        self.captured.end_run(run)
 
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
-        self._expected.clear()
+        self.expected.clear()
         self._runtime.clear()
-        self._captured.clear()
+        self.captured.clear()
 
 
 def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> AnchorStore:

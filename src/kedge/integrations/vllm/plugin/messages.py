@@ -85,7 +85,7 @@ class TranslationVerdict:
     awaits: tuple[Tokens, ...] = ()
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
     ready: int = 0
-    """Leading tokens of which what is translated was so before the request arrived"""
+    """Leading tokens that were looked up before the request arrived"""
 
     @property
     def tokens(self) -> int:

@@ -63,10 +63,9 @@ COUNTERS = {
     "ignored_labels": "Fixed prompts of agents without a forecast.",
     "ignored_forecasts": "Forecasts, or their entries for single agents, that were ignored.",
 }
-RECEIPTS = "receipts"
-"""Key of the receipts of aborted requests, by vLLM's request ids: the outputs of those carry none."""
-ADVICE = "advice"
-"""Key of what became of hints without a prompt, by the ids of their messages: those have no output either."""
+ANSWERS = "answers"
+"""Key of what no output carries, by vLLM's ids: receipts of aborted requests, and what became of hints without a prompt
+"""
 REPORT = "report"
 """Key of the report of plain traffic (`PlainRequests.report`)."""
 REPORTS: dict[int, dict[str, Any]] = {}
@@ -81,11 +80,12 @@ def message(
     rank: int | None = None,
 ) -> EngineCoreRequest:
     """Return hints for the plug-in as a request that vLLM aborts at once; `rank` is a data-parallel engine's."""
+    extra = {"kv_transfer_params": {"kedge": dict(hints)}}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(tokens),
         mm_features=None,
-        sampling_params=hinted_params(hints),
+        sampling_params=SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
@@ -95,21 +95,24 @@ def message(
     )
 
 
-def hinted_params(hints: Mapping[str, Any]) -> SamplingParams:
-    """Return parameters that carry hints for the plug-in."""
-    extra = {"kv_transfer_params": {"kedge": dict(hints)}}
-    return SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
-
-
-class AdviceCalls:
-    """Hints that were sent and not answered yet. One event loop owns it."""
+class LateAnswers:
+    """Who waits for what comes with vLLM's statistics instead of an output. Each entry belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[list[ActionOutcome]]] = {}
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
 
     def __len__(self) -> int:
-        """Return the number of messages that wait for an answer."""
+        """Return the number of answers that are waited for."""
         return len(self._waiting)
+
+    def expect(self, name: str) -> asyncio.Future[Any]:
+        """Return what will be the answer to a message or a request, until `forget`."""
+        self._waiting[name] = found = asyncio.get_running_loop().create_future()
+        return found
+
+    def forget(self, name: str) -> None:
+        """Drop the answer to a message or a request."""
+        self._waiting.pop(name, None)
 
     async def ask(
         self, engine_core: Any, namespace: Namespace, hints: Mapping[str, Any], timeout: float = TIMEOUT
@@ -121,8 +124,7 @@ class AdviceCalls:
         count = len(getattr(engine_core, "core_engines", ()))
         ranks = range(count) if count > 1 else [None]
         name = f"kedge-advice-{uuid.uuid4().hex}"
-        answers = [asyncio.get_running_loop().create_future() for _ in ranks]
-        self._waiting.update((f"{name}-{at}", one) for at, one in enumerate(answers))
+        answers = [self.expect(f"{name}-{at}") for at in range(len(ranks))]
         try:
             for at, rank in enumerate(ranks):
                 given = message(f"{name}-{at}", namespace, {**hints, "advice": True}, rank=rank)
@@ -132,18 +134,19 @@ class AdviceCalls:
             raise died() from None
         finally:
             for at in range(len(ranks)):
-                del self._waiting[f"{name}-{at}"]
-        return _best(one.result() for one in done) if done else None
+                self.forget(f"{name}-{at}")
+        return _best(map(ActionOutcome.from_dict, one.result()) for one in done) if done else None
 
-    def answered(self, answers: Mapping[str, Iterable[Any]]) -> None:
-        """Take answers by the ids of their messages; those that nobody waits for are dropped."""
-        for name, outcomes in answers.items():
-            future = self._waiting.get(name)
+    def answered(self, answers: Mapping[str, Any]) -> None:
+        """Take answers by vLLM's ids; those that nobody waits for are dropped."""
+        for name, answer in answers.items():
+            # vLLM's id of a request is ours with a hyphen and a random suffix
+            future = self._waiting.get(name) or self._waiting.get(name.rpartition("-")[0])
             if future is not None and not future.done():
-                future.set_result([ActionOutcome.from_dict(one) for one in outcomes])
+                future.set_result(answer)
 
 
-def _best(answers: Iterable[list[ActionOutcome]]) -> list[ActionOutcome]:
+def _best(answers: Iterable[Iterable[ActionOutcome]]) -> list[ActionOutcome]:
     best: dict[tuple[str, str], ActionOutcome] = {}
     for one in (one for outcomes in answers for one in outcomes):
         known = best.setdefault((one.action_id, one.session), one)
@@ -182,12 +185,12 @@ class StatReports:
         return data
 
 
-ADVICE_CALLS = AdviceCalls()
-"""Hints that were sent by this process: Kedge's engine, or the middleware in vLLM's server."""
+LATE_ANSWERS = LateAnswers()
+"""Of this process: Kedge's engine, or the middleware in vLLM's server"""
 
 
 class KedgeStats(KVConnectorStats):
-    """Counts since the last report by names of `COUNTERS`, with `RECEIPTS`, `ADVICE` and `REPORT`."""
+    """Counts since the last report by names of `COUNTERS`, with `ANSWERS` and `REPORT`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -197,8 +200,7 @@ class KedgeStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         others = {
-            RECEIPTS: {**self.data.get(RECEIPTS, {}), **other.data.get(RECEIPTS, {})},
-            ADVICE: {**self.data.get(ADVICE, {}), **other.data.get(ADVICE, {})},
+            ANSWERS: {**self.data.get(ANSWERS, {}), **other.data.get(ANSWERS, {})},
             REPORT: other.data.get(REPORT) or self.data.get(REPORT),
         }
         self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
@@ -229,10 +231,10 @@ class KedgePromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if report := transfer_stats_data.get(REPORT):
             REPORTS[engine_idx] = report
-        ADVICE_CALLS.answered(transfer_stats_data.get(ADVICE, {}))
+        LATE_ANSWERS.answered(transfer_stats_data.get(ANSWERS, {}))
         for name, count in _counts(transfer_stats_data).items():
             self._series[name][engine_idx].inc(count)
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int | float]:
-    return {name: count for name, count in data.items() if name not in (RECEIPTS, ADVICE, REPORT)}
+    return {name: count for name, count in data.items() if name not in (ANSWERS, REPORT)}

@@ -88,47 +88,32 @@ class Pages:
         """Write `base` plus `offsets` (of all layers but the first; None: of no layer) to the positions from `start`
         on, keys rotated, but to none that the table leaves out.
         """
-        if self.kernel_slots is None or offsets is not None:
-            self.store(table, start, self.translated(start, base, offsets))
-        else:
-            self._launch(table, start, base)
-
-    def translated(self, start: int, base: KVSegment, offsets: KVSegment | None) -> KVSegment:
-        """Return `base` plus `offsets` (of all layers but the first; None: of no layer), its keys rotated to the
-        positions from `start` on.
-        """
-        if offsets is None:
-            return KVSegment(self._rotated(base.keys, start), base.values)
-        keys, values = torch.empty_like(base.keys), torch.empty_like(base.values)
-        add_offsets(base.keys, offsets.keys, out=keys)
-        add_offsets(base.values, offsets.values, out=values)
-        return KVSegment(self._rotated(keys, start), values)
-
-    def _launch(self, table: SlotTable, start: int, kv: KVSegment, *, reads: bool = False) -> None:
-        from kedge.kv.translate_kernel import translate
-
-        assert self.kernel_slots is not None
-        translate(self.kernel_slots, table.slots[start : start + kv.tokens], start, kv, reads=reads)
-
-    def _rotated(self, keys: Tensor, start: int) -> Tensor:
+        if self.kernel_slots is not None and offsets is None:
+            return self._launch(table, start, base)
+        keys, values = base.keys, base.values
+        if offsets is not None:
+            keys, values = torch.empty_like(keys), torch.empty_like(values)
+            add_offsets(base.keys, offsets.keys, out=keys)
+            add_offsets(base.values, offsets.values, out=values)
         rotated = torch.empty_like(keys)
-        self._rotary.rotate(keys, slice(start, start + keys.shape[1]), out=rotated)
-        return rotated
-
-    def store(self, table: SlotTable, start: int, kv: KVSegment) -> None:
-        """Write `kv`, whose keys are rotated, to the positions from `start` on, but to none that the table leaves
-        out.
-        """
-        slots, rotated, values = table.slots[start : start + kv.tokens], kv.keys, kv.values
+        self._rotary.rotate(keys, slice(start, start + base.tokens), out=rotated)
+        slots = table.slots[start : start + base.tokens]
         written = slots != _SKIPPED
         if not written.any():
-            return
+            return None
         if not written.all():
             slots, chosen = slots[written], written.nonzero().flatten().to(self._device)
             rotated, values = rotated[:, chosen], values[:, chosen]
         slots = slots.to(self._device)
         for number, (layer, layout) in enumerate(zip(self._layers, self._layouts, strict=True)):
             layout.store(layer, rotated[number], values[number].contiguous(), slots)
+        return None
+
+    def _launch(self, table: SlotTable, start: int, kv: KVSegment, *, reads: bool = False) -> None:
+        from kedge.kv.translate_kernel import translate
+
+        assert self.kernel_slots is not None
+        translate(self.kernel_slots, table.slots[start : start + kv.tokens], start, kv, reads=reads)
 
 
 def slots_for_kernels(

@@ -59,8 +59,6 @@ class LiveRequest:
     verdict: TranslationVerdict | None = None
     awaits: tuple[Tokens, ...] | None = None
     """Prompts whose prefill it waits for; None: it has not been asked yet whether it should"""
-    waits: int = 0
-    """Steps in which it has waited for that"""
     holes: Holes = ()
     """Positions to be computed by the verdict, until the request is admitted"""
     refusals: int = 0
@@ -131,9 +129,7 @@ class LiveRequest:
 
     @property
     def outcome(self) -> tuple[tuple[Miss, ...], int]:
-        """Why tokens were not translated, and of how many leading ones what is translated was so before the request
-        arrived.
-        """
+        """Why tokens were not translated, and how many leading ones were looked up before the request arrived."""
         if not (self.has_placeholders and self.asked.reuse is ReuseMode.TRANSLATE):
             return (), 0
         if self.refusal:

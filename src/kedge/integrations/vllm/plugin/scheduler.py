@@ -18,7 +18,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import SchedulerConfig, VllmConfig
@@ -35,10 +34,10 @@ from vllm.v1.request import Request
 from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
-from kedge.integrations.vllm.plugin.learning_budget import BaseShare
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
+from kedge.reuse.learning import BaseShare
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -46,11 +45,7 @@ if TYPE_CHECKING:
 
 Cached = Callable[[Sequence[BlockHash]], tuple[int, int]]
 """Returns how many leading blocks of a prompt are on the device, and how many after them can be loaded"""
-LANE_FIELDS = {
-    "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
-    "num_computed_tokens", "lora_request", "prefill_token_ids",
-}  # fmt: skip
-"""Fields of `NewRequestData` that a lane sets"""
+_LANE_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
 LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 """Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
 MayStart = Callable[[int, float], bool]
@@ -198,7 +193,6 @@ class KedgeScheduling:
         self._lanes: LaneGrants | None = self.connector.open_lanes(self._hold_back) if is_plugged else None
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
-        self._lane_sampling = SamplingParams(max_tokens=1, temperature=0)
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         self._base_share = BaseShare(self._times)
         self._by_cache: CachedFirstQueue | None = None
@@ -329,17 +323,7 @@ class KedgeScheduling:
         self._count_as_computed(request, sum(map(len, lanes)))
 
     def _add(self, output: SchedulerOutput, tokens: list[int], blocks: list[int], lane: range) -> None:
-        data = NewRequestData(
-            req_id=next(self._lane_ids),
-            prompt_token_ids=tokens,
-            mm_features=[],
-            sampling_params=self._lane_sampling,
-            pooling_params=None,
-            block_ids=(blocks,),
-            num_computed_tokens=lane.start,
-            lora_request=None,
-            prefill_token_ids=tokens if self.use_v2_model_runner else None,
-        )
+        data = lane_data(next(self._lane_ids), tokens, blocks, lane, tokens if self.use_v2_model_runner else None)
         output.scheduled_new_reqs.append(data)
         output.num_scheduled_tokens[data.req_id] = len(lane)
         output.total_num_scheduled_tokens += len(lane)
@@ -369,6 +353,23 @@ class AsyncStepScheduler(KedgeScheduling, AsyncScheduler):
     """vLLM's scheduler that runs ahead of the device, with lanes and with Kedge's order of waiting requests."""
 
 
+def lane_data(
+    name: str, tokens: list[int], blocks: list[int], lane: range, prefill: list[int] | None
+) -> NewRequestData:
+    """Return a lane as the runner's new request, whose tokens end one behind it; `prefill` is for Model Runner V2."""
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=tokens,
+        mm_features=[],
+        sampling_params=_LANE_SAMPLING,
+        pooling_params=None,
+        block_ids=(blocks,),
+        num_computed_tokens=lane.start,
+        lora_request=None,
+        prefill_token_ids=prefill,
+    )
+
+
 def scheduler_refusal() -> str | None:
     """Return the reason why Kedge's scheduler does not fit the installed vLLM, or None."""
     stored = {step.argval for step in dis.get_instructions(Scheduler.__init__) if step.opname == "STORE_ATTR"}
@@ -377,10 +378,10 @@ def scheduler_refusal() -> str | None:
         return f"vLLM's Scheduler has no {', '.join(missing)}"
     if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
         return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
-    found = {field.name: field for field in fields(NewRequestData)}
-    required = {name for name, field in found.items() if field.default is MISSING and field.default_factory is MISSING}
-    if differing := sorted(LANE_FIELDS - found.keys() | required - LANE_FIELDS):
-        return f"vLLM's NewRequestData differs in {', '.join(differing)}"
+    try:
+        lane_data("", [], [], range(0), [])
+    except TypeError as error:
+        return f"vLLM's NewRequestData differs: {error}"
     unknown = sorted(getattr(CachedFirstQueue, "__abstractmethods__", ()))
     return f"vLLM's queue of requests has a {', '.join(unknown)} that Kedge's has not" if unknown else None
 

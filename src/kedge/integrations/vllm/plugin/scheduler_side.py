@@ -21,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 from kedge.discovery import PlainRequests, Served
 from kedge.hints.actions import ActionOutcome
 from kedge.hints.without_prompt import run_ended, took_forecast
-from kedge.integrations.vllm.plugin.agent_prompts import AgentPrompts
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import (
@@ -36,14 +35,9 @@ from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
 from kedge.integrations.vllm.plugin.messages import Orders, Reports
-from kedge.integrations.vllm.plugin.metrics import (
-    ADVICE,
-    RECEIPTS,
-    KedgeStats,
-    StatReports,
-)
+from kedge.integrations.vllm.plugin.metrics import ANSWERS, KedgeStats, StatReports
+from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
-from kedge.integrations.vllm.plugin.session_histories import UNANSWERED, SessionHistories
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
@@ -69,9 +63,8 @@ class SchedulerSide:
         self._pool: BlockPool | None = None
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._reports = StatReports(self.totals, self.plain)
-        self._unsent_receipts: dict[str, dict[str, Any]] = {}
-        self._answers: BoundedDict[RequestId, list[dict[str, str]]] = BoundedDict()
-        """What became of hints between requests, by the ids of their messages"""
+        self._answers: BoundedDict[str, Any] = BoundedDict()
+        """By vLLM's ids: receipts of aborted requests, and what became of hints between requests"""
 
     def bind(
         self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
@@ -174,7 +167,7 @@ class SchedulerSide:
         if hinted and may_label and (key := self.prompts.label(hinted, request, main, others)):
             self.sessions.ledger.own(key, self.prompts.prompts[key])
             if self.loads:
-                self.loads.backups.fixed_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
+                self.loads.back_up_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
         history = self.sessions.finish(live, main, others)
         if history and self.loads:
             self.loads.finished(*history)
@@ -188,7 +181,7 @@ class SchedulerSide:
             self._counts["translated_tokens"] += found.translated
             receipt = receipt_to_dict(found, hinted.actions)
             if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
-                self._unsent_receipts[request.request_id] = receipt
+                self._answers[request.request_id] = receipt
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
         self.plain.ended(namespace, request_id, answer, served)
@@ -280,11 +273,9 @@ class SchedulerSide:
         aborted, and answers to hints without a prompt.
         """
         data = self._reports.take(idle=not self.requests)
-        receipts, self._unsent_receipts = self._unsent_receipts, {}
-        answers = {str(request_id): outcomes for request_id, outcomes in self._answers.items()}
-        self._answers.clear()
-        others = {RECEIPTS: receipts, ADVICE: answers}
-        data.update({name: value for name, value in others.items() if value})
+        if self._answers:
+            data[ANSWERS] = dict(self._answers)
+            self._answers.clear()
         return KedgeStats(data=data) if data else None
 
     def totals(self) -> dict[str, int]:

@@ -35,8 +35,6 @@ Answer = Callable[[TranslationQuery], TranslationVerdict]
 NO_LANES = "vLLM's scheduler is not Kedge's, or another KV connector would save translated KV as if it were exact"
 MAX_QUERIES = 3
 """Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
-MAX_WAITS = 64
-"""Steps for which a request waits for base KV; then it goes on without"""
 
 
 class Translations:
@@ -147,11 +145,11 @@ class Translations:
         return TranslationQuery(live.asked, computed, may_wait, has_waited=live.awaits == ())
 
     def _awaits_base(self, live: LiveRequest) -> bool:
-        """Return whether a request waits for base KV. Once that is there, or given up, its verdict is withdrawn."""
+        """Return whether a request waits for base KV, which goes before all that waits and is given up for want of
+        room. Once it is there, or given up, the verdict is withdrawn.
+        """
         namespace = live.asked.namespace
-        live.waits += 1
-        is_awaited = any(self.lanes.jobs.is_awaited(namespace, tokens) for tokens in live.awaits or ())
-        if is_awaited and live.waits <= MAX_WAITS:
+        if any(self.lanes.jobs.is_awaited(namespace, tokens) for tokens in live.awaits or ()):
             return True
         live.withdraw()
         live.awaits, live.queries = (), 0
@@ -220,7 +218,7 @@ class Translations:
             self.lanes.jobs.add(request.namespace, tokens)
         live.awaits = verdict.awaits if live.awaits is None else ()  # it waits once at most
         for tokens in live.awaits:
-            self.lanes.jobs.add_awaited(request.namespace, tokens)
+            self.lanes.jobs.add(request.namespace, tokens, is_awaited=True)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""

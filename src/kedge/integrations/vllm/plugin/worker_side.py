@@ -25,7 +25,6 @@ from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import LayoutUnknown, TranslationRefused
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
-from kedge.integrations.vllm.plugin.learning_budget import LearningBudget
 from kedge.integrations.vllm.plugin.messages import (
     Orders,
     Reports,
@@ -36,6 +35,7 @@ from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
+from kedge.reuse.learning import LearningBudget
 from kedge.types import Miss
 
 Registered = Mapping[str, Tensor | Sequence[Tensor]]

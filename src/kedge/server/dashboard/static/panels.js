@@ -203,7 +203,7 @@ export function guard(records) {
   const row = (one) => [
     h("span", {}, `${agentName(one)}: `, breakable(one.placeholder)),
     h("span", { class: one.withheld ? "status failed" : null, title: one.withheld ? "Answers changed: it is computed and tried out." : "" }, one.withheld ? "withheld" : one.state),
-    h("span", { title: (one.decisions ?? []).map((kind) => `${kind.kind}: ${number(kind.changed)} of ${number(kind.checks)}`).join(", ") }, `${number(one.changed)} of ${number(one.checks)}`),
+    `${number(one.changed)} of ${number(one.checks)}`,
     one.checks ? percent(one.bound, 1) : muted("\u2013"),
   ];
   const worst = [...records].sort((a, b) => b.withheld - a.withheld || b.bound - a.bound).slice(0, MAX_GUARDED);

@@ -1,0 +1,438 @@
+"""The protocols that a server speaks: histories that clients replay, answers in their words, and what they may ask for.
+
+Whatever a session once had in it, its next turn is answered. Parameters of other servers are followed, refused by
+name, or named in the answer as ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kedge.engine.echo import EchoEngine
+from kedge.server.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
+from kedge.types import SamplingParams
+from tests.server.conftest import serving
+from tests.server.talking import CALL, MODEL, WEATHER, Talking
+
+ASK: Any = {"role": "user", "content": "How is it?"}
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": HI,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {**HI, "max_tokens": 5},
+    "/v1/responses": {"input": "hi"},
+}
+CHAT, TEXT, MESSAGES, RESPONSES = BODIES
+TOOL: Any = {"type": "function", **WEATHER}
+CHAT_TOOL: Any = {"type": "function", "function": WEATHER}
+
+
+@pytest.fixture(scope="module")
+def http(told: Talking) -> Iterator[httpx.Client]:
+    with told.served.http() as opened:
+        yield opened
+
+
+def said(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    """The answer to a call that must be answered."""
+    answer = http.post(path, json={"model": MODEL, **({"max_tokens": 50} if path == MESSAGES else {}), **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+# parts that are no text -----------------------------------------------------------------------------------------------
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+URL = {"type": "document", "source": {"type": "url", "url": "x"}}
+SEE = {"type": "text", "text": "see"}
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+SEARCH = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def assistant(*parts: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(parts)}
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [SEE, IMAGE]}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}
+UNREAD: list[tuple[str, str, dict[str, Any]]] = [
+    (MESSAGES, "image", {"messages": [ASK, assistant(USE), user(RESULT)]}),
+    (MESSAGES, "document", {"messages": [user(URL)]}),
+    (MESSAGES, "server_tool_use", {"messages": [ASK, assistant(SEARCH), ASK]}),
+    (MESSAGES, "image", {"system": [IMAGE], "messages": [ASK]}),
+    (CHAT, "input_audio", {"messages": [ASK, assistant({"type": "input_audio", "input_audio": {}}), ASK]}),
+    (CHAT, "file", {"messages": [{"role": "tool", "tool_call_id": "t", "content": [{"type": "file", "file": {}}]}]}),
+    (RESPONSES, "input_file", {"input": [OUTPUT, ASK]}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), UNREAD)
+def test_the_model_reads_that_there_was_what_it_cannot_read(
+    told: Talking, http: httpx.Client, path: str, kind: str, body: dict[str, Any]
+) -> None:
+    answer = said(http, path, **body)
+    assert f"[{kind}: this model reads text only]" in told.prompt()
+    assert answer["kedge"]["ignored"] == [f"messages.{kind}"]
+
+
+def test_texts_of_other_kinds_are_read(told: Talking, http: httpx.Client) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "A whole book."}
+    content = [{"type": "document", "source": source}, {"type": "thinking", "thinking": "Hm."}]
+    answer = said(http, MESSAGES, messages=[{"role": "user", "content": content}])
+    assert "A whole book." in told.prompt() and "Hm." not in told.prompt() and "ignored" not in answer["kedge"]
+    said(http, CHAT, messages=[ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}])
+    assert "I won't." in told.prompt()
+
+
+# tools that a server does not run ------------------------------------------------------------------------------------
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": {"type": "grammar"}}
+SPACE = {
+    "type": "namespace",
+    "name": "mcp__docs",
+    "description": "Docs.",
+    "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}}, {"type": "search"}],
+}
+FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "ignored"),
+    [
+        (RESPONSES, [{"type": "web_search"}, {"type": "computer"}], ["tools.web_search", "tools.computer"]),
+        (RESPONSES, [{"type": "web_search"}, PATCH, SPACE], ["tools.web_search", "tools.search"]),
+        (RESPONSES, [{"type": "local_shell"}, {}], ["tools.local_shell", "tools.None"]),
+        (MESSAGES, [{"type": "web_search_20250305", "name": "web_search"}], ["tools.web_search_20250305"]),
+        (MESSAGES, [{"type": "bash_20250124", "name": "bash"}, {"name": "f"}], ["tools.bash_20250124"]),
+        (CHAT, [{"type": "custom", "custom": {"name": "x"}}, CHAT_TOOL], ["tools.custom"]),
+    ],
+)
+def test_tools_that_nobody_runs_are_left_out(
+    http: httpx.Client, path: str, tools: list[Any], ignored: list[str]
+) -> None:
+    asked = {"input": "How is it?"} if path == RESPONSES else {"messages": [ASK]}
+    assert said(http, path, **asked, tools=tools)["kedge"]["ignored"] == ignored
+
+
+def test_items_that_nobody_reads_are_left_out(told: Talking, http: httpx.Client) -> None:
+    items = [ASK, {"type": "web_search_call", "id": "w"}, {"type": "item_reference", "id": "i"}, {"type": "compaction"}]
+    answer = said(http, RESPONSES, input=[*items, {**ASK, "content": "And now?"}])
+    assert answer["kedge"]["ignored"] == ["input.web_search_call", "input.item_reference", "input.compaction"]
+    assert "How is it?" in told.prompt() and "And now?" in told.prompt()
+
+
+@pytest.mark.parametrize("choice", [{"type": "web_search"}, {"type": "allowed_tools", "mode": "auto", "tools": []}])
+def test_a_choice_that_nobody_follows_is_left_out(http: httpx.Client, choice: Any) -> None:
+    answer = said(http, RESPONSES, input="x", tools=[FIND], tool_choice=choice)
+    assert answer["kedge"]["ignored"] == ["tool_choice"]
+
+
+def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking) -> None:
+    client = told.served.client()
+    for name, tools in (("find", [SPACE]), ("mcp__docs__find", [FIND, SPACE])):
+        told.text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        (call,) = client.responses.create(model=MODEL, input="Find.", tools=tools).output
+        assert (call.name, call.model_dump()["namespace"]) == ("find", "mcp__docs")
+        told.text = "Done."
+        items: Any = [ASK, call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": ""}]
+        client.responses.create(model=MODEL, input=items, tools=tools)
+        assert f'"name": "{name}"' in told.prompt()
+
+
+# Anthropic's own ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", ["It is", [{"type": "text", "text": "It is "}], [{"type": "text", "text": "It\nis"}]]
+)
+def test_an_answer_that_is_begun_is_continued(told: Talking, content: Any) -> None:
+    told.text = " fine."
+    told.claude().messages.create(model=MODEL, max_tokens=9, messages=[ASK, {"role": "assistant", "content": content}])
+    begun = content if isinstance(content, str) else content[0]["text"]
+    assert told.prompt().endswith(f"assistant\n{begun.rstrip()}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stops", "reason", "stopped"),
+    [
+        ("One. Two. END.", ["END"], "stop_sequence", "END"),
+        ("One\n\nTwo", ["x", "\n\n"], "stop_sequence", "\n\n"),
+        ("One", ["END"], "end_turn", None),
+        ("One two three four five six seven eight nine ten eleven", ["END"], "max_tokens", None),
+        (CALL, ["END"], "tool_use", None),
+    ],
+)
+def test_the_stop_sequence_is_named(
+    told: Talking, text: str, stops: list[str], reason: str, stopped: str | None, stream: bool
+) -> None:
+    told.text = text
+    asked: Any = {"model": MODEL, "max_tokens": 80 if reason == "tool_use" else 40, "messages": [ASK]}
+    asked |= {"stop_sequences": stops, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
+    if stream:
+        with told.claude().messages.stream(**asked) as events:
+            answer = events.get_final_message()
+    else:
+        answer = told.claude().messages.create(**asked)
+    assert (answer.stop_reason, answer.stop_sequence) == (reason, stopped)
+
+
+def test_both_events_of_a_stream_count_the_same_input(told: Talking) -> None:
+    told.text = "Fine."
+    for _ in range(2):  # the second from the cache
+        with told.claude().messages.stream(model=MODEL, max_tokens=9, messages=[ASK]) as stream:
+            counts = [one.message.usage if one.type == "message_start" else one.usage
+                      for one in stream if one.type in ("message_start", "message_delta")]  # fmt: skip
+        assert counts[0].input_tokens == counts[1].input_tokens > 0
+        assert not counts[1].cache_read_input_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind"),
+    [
+        (MESSAGES, {"model": "other", "messages": [ASK], "max_tokens": 5}, 404, "not_found_error"),
+        (MESSAGES, {"model": MODEL, "messages": [{**ASK, "content": "x" * (5 << 20)}]}, 413, "request_too_large"),
+        (f"{MESSAGES}/count_tokens", {"model": "other", "messages": [ASK]}, 404, "not_found_error"),
+        (MESSAGES, {"model": MODEL, "messages": []}, 400, "invalid_request_error"),
+    ],
+)
+def test_errors_have_anthropics_types(http: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
+    answer = http.post(path, json=body)
+    assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+
+
+# calls and results in older words ------------------------------------------------------------------------------------
+
+RESULT_OF_A = {"role": "tool", "tool_call_id": "a", "content": "x"}
+
+
+def called(**call: Any) -> list[dict[str, Any]]:
+    return [ASK, {"role": "assistant", "content": None, "tool_calls": [{"id": "a", **call}]}, RESULT_OF_A]
+
+
+@pytest.mark.parametrize("messages", [
+    called(type="custom", custom={"name": "f", "input": "x"}),
+    called(type="function", function={"name": "f", "arguments": [1]}),
+    called(type="function", function={"name": "f", "arguments": 5}),
+    called(type="function", function={"name": "f", "arguments": True}),
+    [ASK, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+     {"role": "function", "name": "f", "content": "x"}],
+])  # fmt: skip
+def test_calls_in_whatever_form_are_part_of_a_chat(http: httpx.Client, messages: list[Any]) -> None:
+    said(http, CHAT, messages=[*messages, ASK])
+
+
+@pytest.mark.parametrize("given", [[1], "[1]", 5, None, "cut: {"])
+def test_a_call_with_any_input_is_part_of_a_message(http: httpx.Client, given: Any) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    said(http, MESSAGES, messages=[ASK, assistant({**USE, "input": given}), user(result)])
+
+
+def test_a_result_that_is_an_object_is_read_as_its_json(told: Talking, http: httpx.Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": {"content": "it rains", "success": True}}
+    said(http, RESPONSES, input=[ASK, call, result])
+    assert '"content": "it rains"' in told.prompt()
+
+
+# responses ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(told: Talking) -> openai.OpenAI:
+    return told.served.client()
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(told: Talking, client: openai.OpenAI) -> None:
+    told.text = "It rains and rains."
+    answer = client.responses.create(model=MODEL, input="?", max_output_tokens=4)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output_text == "It r"
+
+
+def test_a_stream_has_all_events_in_order_and_ends_as_the_whole_answer(told: Talking, client: openai.OpenAI) -> None:
+    told.text = f"Let me see.{CALL}"
+    with client.responses.stream(model=MODEL, input="?", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [one.sequence_number for one in events if hasattr(one, "sequence_number")] == list(range(len(events)))
+    kinds = [one.type for one in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == "Let me see."
+    assert [one.type for one in final.output] == ["message", "function_call"]
+    assert final.output_text == "Let me see." and final.usage.output_tokens > 0
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
+
+
+def test_items_end_in_the_order_in_which_they_began(told: Talking, client: openai.OpenAI) -> None:
+    told.text = f"I look.\n{CALL}\nThere it is.\n{CALL}"
+    with client.responses.stream(model=MODEL, input="Weather?", tools=[TOOL]) as stream:
+        done = [one.item for one in stream if one.type == "response.output_item.done"]
+        answer = stream.get_final_response()
+    kinds = ["message", "function_call", "message", "function_call"]
+    assert [one.type for one in done] == [one.type for one in answer.output] == kinds
+    assert [one.content[0].text.strip() for one in done[::2]] == ["I look.", "There it is."]
+    assert [one.id for one in done] == [one.id for one in answer.output]
+
+
+def test_a_stream_that_fails_says_so_in_its_last_event(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="x" * 9000) as stream:
+        events = list(stream)
+    assert [one.type for one in events[-2:]] == ["error", "response.failed"]
+    error = events[-1].response.error
+    assert (error.code, events[-1].response.status) == ("context_length_exceeded", "failed")
+    assert error.message == "input='9017 tokens': this model's maximum context length is 8192 tokens"
+    engine = EchoEngine(delay_s=0.001)
+    with engine, serving(engine) as running:
+        stream = running.client().responses.create(model=MODEL, input="x" * 4000, stream=True)
+        kinds = [next(stream).type for _ in range(5)]
+        engine.fail(RuntimeError("boom"))
+        *_, failed, last = stream
+    assert kinds[0] == "response.created" and (failed.type, last.type) == ("error", "response.failed")
+    assert last.response.error.code == "engine_closed"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("place", ["tools", "metadata", "text"])
+def test_a_number_that_json_cannot_write_is_said_again_as_null(told: Talking, place: str, is_streamed: bool) -> None:
+    told.text = "Yes."
+    fields = {"tools": '[{"type": "x", "n": 1e400}]', "metadata": '{"n": -1e400}', "text": '{"n": [1e400]}'}
+    body = f'{{"model": "{MODEL}", "input": "?", "stream": {str(is_streamed).lower()}, "{place}": {fields[place]}}}'
+    answer = told.served.http().post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200 and '"n":null' in answer.text.replace("[null]", "null")
+
+
+# parameters -----------------------------------------------------------------------------------------------------------
+
+OTHER = {"type": "function", "function": {"name": "other"}}
+ANSWERED = {"role": "assistant", "tool_calls": [{"type": "retrieval", "function": {"name": "x"}}]}
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    *((CHAT, {"messages": bad}, "messages") for bad in (
+        [], [{"role": "robot", "content": "x"}], [{"role": "user", "content": [{"type": 5}]}], [ANSWERED],
+    )),
+    *((CHAT, {name: bad}, name) for name, bad in (
+        ("temperature", -1), ("temperature", "warm"), ("temperature", True), ("top_p", 0), ("n", 0), ("n", 65),
+        ("max_tokens", 0), ("max_tokens", 10**9), ("seed", 2**63), ("top_k", -2), ("stream", "yes"),
+        ("stop", ""), ("stop", ["x"] * 17), ("logprobs", 1), ("top_logprobs", 2), ("echo", True),
+    )),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"kedge": {"reuse": "fast"}}, "kedge.reuse"),
+    (CHAT, {"kedge": {"bindings": {"a": 1}}}, "kedge.bindings"),
+    (CHAT, {"kedge": {"bindings": {}}}, "messages"),
+    (CHAT, {"kedge": {"bindings": {}}, "messages": [], "tools": [CHAT_TOOL]}, "tools"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    (CHAT, {"tools": [CHAT_TOOL], "functions": [{"name": "x"}]}, "functions"),
+    *((CHAT, {"tools": tools, "tool_choice": bad}, "tool_choice") for tools, bad in (
+        ([], "required"), ([CHAT_TOOL], "always"), ([CHAT_TOOL], OTHER), ([CHAT_TOOL], {"type": "function"}),
+    )),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+    *((CHAT, {"chat_template_kwargs": {name: "x"}}, f"chat_template_kwargs.{name}") for name in (
+        "chat_template", "add_generation_prompt", "tokenize",
+    )),
+    *((TEXT, {"logprobs": bad}, "logprobs") for bad in (21, -1, True)),
+    (TEXT, {"max_tokens": 0}, "max_tokens"),
+    (TEXT, {"echo": 1}, "echo"),
+    (TEXT, {"kedge": {"bindings": {}}}, "kedge.bindings"),
+    (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+    (MESSAGES, {"temperature": "hot"}, "temperature"),
+    (MESSAGES, {"n": 2}, "n"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
+    (MESSAGES, {"output_config": {"format": {"schema": 5}}}, "output_config.format.schema"),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "other"}, "tools": [{"name": "f"}]}, "tool_choice"),
+    (MESSAGES, {"messages": []}, "messages"),
+    *((MESSAGES, {"messages": [{"role": role, "content": [bad]}]}, named) for role, bad, named in (
+        ("user", {"type": "text"}, "messages.0.content"),
+        ("user", {"type": "tool_result", "content": [{"type": 5}]}, "messages.0.content"),
+        ("assistant", {"type": "tool_use", "input": {}}, "messages.0.tool_calls.0.function.name"),
+    )),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"background": True}, "background"),
+    (RESPONSES, {"top_logprobs": 3}, "top_logprobs"),
+    (RESPONSES, {"tools": [{"type": "function", "name": ""}]}, "tools.name"),
+    (RESPONSES, {"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, "tools.name"),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]}, "tool_choice"),
+    (RESPONSES, {"n": 2}, "n"),
+    *((RESPONSES, {"input": bad}, named) for bad, named in (
+        ([], "input"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content"),
+        ([{"role": "robot", "content": ""}], "input.0.role"),
+        ([{"role": "user"}], "input.0.content"),
+        ([{"type": "function_call", "name": "f"}], "input.0.call_id"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_would_change_the_answer_is_refused_by_name(http: httpx.Client, path: str) -> None:
+    for name in UNSUPPORTED.keys() - (CompletionBody if path == TEXT else ChatBody).model_fields:
+        answer = http.post(path, json={**BODIES[path], name: 3})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
+        for neutral in (None, *UNSUPPORTED[name]):
+            assert http.post(path, json={**BODIES[path], name: neutral}).status_code == 200, name
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_unknown_is_named_in_the_answer(http: httpx.Client, path: str) -> None:
+    many = {f"x{at}": 1 for at in range(100)}
+    answer = http.post(path, json={**BODIES[path], "zeal": 1, "enable_thinking": None, "metadata": {}, "user": "u"})
+    assert answer.json()["kedge"]["ignored"] == ["zeal", "enable_thinking"]
+    assert len(http.post(path, json={**BODIES[path], **many}).json()["kedge"]["ignored"]) == 64
+    assert "ignored" not in http.post(path, json={**BODIES[path], "model": MODEL}).json()["kedge"]
+
+
+def test_a_stream_names_it_too(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json={**HI, "zeal": 1, "stream": True})
+    assert '"ignored":["zeal"]' in answer.text
+
+
+def test_variables_of_the_template_are_set(told: Talking, http: httpx.Client) -> None:
+    inner = told.served.engine.tokenizer.inner
+    kept = inner.chat_template
+    inner.chat_template = "{{ messages[0].content }}|{{ mood }}|{{ reasoning_effort }}|{{ documents }}"
+    try:
+        more = {"chat_template_kwargs": {"mood": "<|eos|>"}, "reasoning_effort": "low", "documents": [{"text": "d"}]}
+        assert http.post("/v1/chat/completions", json={**HI, **more}).status_code == 200
+        assert told.prompt() == "hi|<|eos|>|low|[{'text': 'd'}]" and 257 not in told.request().tokens
+        asked = {"input": "hi", "reasoning": {"effort": "high"}}
+        assert http.post("/v1/responses", json=asked).status_code == 200 and "|high|" in told.prompt()
+    finally:
+        inner.chat_template = kept
+
+
+@pytest.mark.parametrize(("path", "more", "param"), NAMED)
+def test_an_error_names_the_field_that_was_sent(http: httpx.Client, path: str, more: Any, param: str) -> None:
+    answer = http.post(path, json={**BODIES[path], **more})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), answer.text
+    assert answer.json().get("type") == ("error" if path == MESSAGES else None)
+
+
+def test_the_models_own_sampling_is_the_default_and_a_request_may_change_it() -> None:
+    class Own(EchoEngine):
+        def inspect(self) -> dict[str, Any]:
+            config = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": None, "do_sample": True}
+            return {"sampling": SamplingParams.of_model(config)}
+
+    with Own() as engine, serving(engine) as running, running.http() as http:
+        for path, body in BODIES.items():
+            assert http.post(path, json=body).status_code == 200
+            sampling = engine.requests[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.95)
+            more = {"temperature": 0.0, "top_k": -1, "min_p": 0.1, "presence_penalty": 1.5, "repetition_penalty": 1.1}
+            assert http.post(path, json={**body, **more}).status_code == 200
+            sampling = engine.requests[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.0, 0, 0.1)
+            assert (sampling.presence_penalty, sampling.repetition_penalty, sampling.top_p) == (1.5, 1.1, 0.95)
