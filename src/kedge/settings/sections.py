@@ -203,8 +203,8 @@ class GuardSettings(SettingsSection):
     """Share of translated calls that are also computed densely, once an agent's first ones have been; up to four times
     as many near the limit."""
     budget: Share = 0.25
-    """Tokens of such checks, and of proofs, while requests run, as a share of the tokens that these compute. In idle
-    time they are free."""
+    """Tokens of such checks, and of proofs, while requests run, as a share of the tokens that these compute; a fifth of
+    it where nothing else waits than checks of settled agents. In idle time they are free."""
 
 
 VIRTUAL_STEP = 8.0
