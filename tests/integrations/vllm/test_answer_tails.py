@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.kv.segment import KVSegment  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import SCHEDULER, asynchronously, computed_by_torch, difference  # noqa: E402
+from kedge.kv.segment import KVSegment
+from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
+from tests.integrations.vllm.lane_prompts import SCHEDULER, asynchronously, computed_by_torch, difference
 
 EXACT = 1e-4
 ANSWER = 20

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.kv.segment import KVSegment  # noqa: E402
-from tests.integrations.vllm.conftest import SCHEDULING, Driver, driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+from kedge.kv.segment import KVSegment
+from tests.integrations.vllm.conftest import SCHEDULING, Driver, driver, prompt, receipt
+from tests.integrations.vllm.lane_prompts import (
     PARTS,
     PLAIN,
     SCHEDULER,

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from vllm import SamplingParams  # noqa: E402
-from vllm.v1.engine import EngineCoreRequest  # noqa: E402
-
-from kedge.integrations.vllm.plugin.learner import DraftedPrompts  # noqa: E402
-from kedge.reuse.costs import MAX_PENDING  # noqa: E402
-from tests.integrations.vllm.conftest import Driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+from kedge.integrations.vllm.plugin.learner import DraftedPrompts
+from kedge.reuse.costs import MAX_PENDING
+from tests.integrations.vllm.conftest import Driver, prompt, receipt
+from tests.integrations.vllm.lane_prompts import (
     FACTS,
     HOLES,
     LENGTH,

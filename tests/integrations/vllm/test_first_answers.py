@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, prompt, receipt
+from tests.integrations.vllm.lane_prompts import (
     SETTINGS,
     computed_by_torch,
     difference,

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.errors import PlanError  # noqa: E402
-from kedge.kv.segment import KVSegment  # noqa: E402
-from kedge.reuse.holes import Holes, between, joined  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, prompt, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import (  # noqa: E402
+from kedge.errors import PlanError
+from kedge.kv.segment import KVSegment
+from kedge.reuse.holes import Holes, between, joined
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, prompt, receipt
+from tests.integrations.vllm.lane_prompts import (
     HOLES,
     LENGTH,
     ONE,

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
-from tests.integrations.vllm.conftest import driver, receipt  # noqa: E402
-from tests.integrations.vllm.lane_prompts import HOLES, SETTINGS, ask, teach  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from tests.integrations.vllm.conftest import driver, receipt
+from tests.integrations.vllm.lane_prompts import HOLES, SETTINGS, ask, teach
 
 HERE = Path(__file__).parent
 CHOSEN = "planner or busy or (abort and 2) or preempted or crowds"

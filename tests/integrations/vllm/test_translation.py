@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from kedge.integrations.vllm.plugin.settings import SCHEDULER  # noqa: E402
-from kedge.integrations.vllm.plugin.translations import request_refusal  # noqa: E402
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt  # noqa: E402
+from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.integrations.vllm.plugin.translations import request_refusal
+from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt, receipt
 
 HEAD, TAIL = prompt(BLOCK + 9, 1), prompt(70, 2)
 LEAD_IN, STAND_IN = prompt(5, 3), prompt(4, 4)

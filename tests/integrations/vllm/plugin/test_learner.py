@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from kedge.guard import GuardOrders
 from kedge.integrations.vllm.plugin.learner import (
     Learner,
