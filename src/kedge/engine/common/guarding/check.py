@@ -24,6 +24,7 @@ from kedge.types import (
     FinishReason,
     GenerateRequest,
     Receipt,
+    RequestId,
     ReuseMode,
     RunId,
     RunKey,
@@ -179,7 +180,7 @@ def _again(request: GenerateRequest, served: Completion, *, is_free: bool = True
         sampling = replace(sampling, max_tokens=len(forced), grammar="", stop=(), ignore_eos=True)
     return replace(
         request,
-        request_id=new_request_id(),
+        request_id=RequestId(f"check-{new_request_id()}"),  # in a process of its own, ids of requests are another's
         sampling=sampling,
         produces=None,
         turn=TurnHints(),
