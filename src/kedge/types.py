@@ -125,13 +125,9 @@ def new_request_id() -> RequestId:
 
 
 def take_value(of: object, name: str, kind: type[StrEnum]) -> None:
-    """Let a field of a frozen dataclass that holds a member of `kind` be given as that member's value, too. What is no
-    value is left as it is.
-    """
+    """Let a field of a frozen dataclass be given as a member of `kind` or its value; anything else is left as it is."""
     value = getattr(of, name)
-    found = None if isinstance(value, kind) else next((member for member in kind if member == value), None)
-    if found is not None:
-        object.__setattr__(of, name, found)
+    object.__setattr__(of, name, next((member for member in kind if member == value), value))
 
 
 class ReuseMode(StrEnum):
@@ -314,13 +310,17 @@ class GenerateRequest:
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
+    def wants_translation(self) -> bool:
+        """Whether its client lets values in it be translated. One that does not concerns neither guard nor planner."""
+        return self.reuse is ReuseMode.TRANSLATE and any(one.is_placeholder for one in self.segments)
+
+    @property
     def exact_limit(self) -> int:
         """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
         if self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None:
             return 0
-        placeholders = (one.name for one in self.segments if one.is_placeholder)
-        afresh = {name for name in placeholders if self.guard.afresh in (name, EVERYTHING)}
-        before = itertools.takewhile(lambda one: one.name not in afresh, self.segments)
+        afresh = [one.is_placeholder and self.guard.afresh in (one.name, EVERYTHING) for one in self.segments]
+        before = self.segments[: afresh.index(True)] if True in afresh else self.segments
         return min(self.prompt_tokens - 1, sum(len(one.tokens) for one in before))
 
 

@@ -20,7 +20,6 @@ from kedge.engine.base import Engine
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.validation import require_new_id, require_sensible, sensible_hints
 from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
-from kedge.reuse.plan import ALL_COMPUTED
 from kedge.reuse.reasons import with_reasons
 from kedge.types import (
     AgentId,
@@ -323,9 +322,8 @@ def _receipt(job: _Job, ttft_ms: float) -> Receipt:
     if job.lease is None:
         return Receipt(request.request_id, request.reuse, (), parts_ms={"queue": ttft_ms})
     exact, stop = job.lease.exact_tokens, request.prompt_tokens
-    misses = (ALL_COMPUTED,) if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF else ()
     spans: tuple[Span, ...] = (Span(0, exact, Source.DEVICE), Span(exact, stop, Source.COMPUTED))
     queue_ms = 1e3 * (job.admitted - job.arrived)
     parts = {"queue": queue_ms, "compute": ttft_ms - queue_ms}
     spans = spans if exact else spans[1:]
-    return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, misses), parts)
+    return Receipt(request.request_id, request.reuse, spans, with_reasons(request, spans, ()), parts)

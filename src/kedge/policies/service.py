@@ -132,15 +132,14 @@ class ServiceOrder(Generic[T]):
     """
 
     def __init__(self, look_up: Callable[[T], float], patience: float = PATIENCE) -> None:
-        """Create an empty order. `look_up` returns the share of an item's tokens that would have to be computed now
-        (see `missing_share`).
-        """
+        """Start empty. `look_up` returns the share of an item's tokens that would have to be computed now."""
         self._look_up, self._patience = look_up, patience
         self._places: OrderedDict[T, _Place] = OrderedDict()
         """Items whose look-up is oldest first"""
-        self._arrivals = 0
-        self._sorted: list[T] = []
-        self._sorted_for: tuple[int, bool] | None = None
+        self._arrivals, self._overloaded = 0, False
+        self._in_order: list[T] | None = []
+        self._settled_for: tuple[int, bool] | None = None
+        """The version and the load for which every look-up is new"""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -159,14 +158,14 @@ class ServiceOrder(Generic[T]):
         self._arrivals += 1
         self._places[item] = _Place(self._arrivals, tokens)
         self._places.move_to_end(item, last=False)
-        self._sorted_for = None
+        self._in_order = self._settled_for = None
 
     def remove(self, item: T) -> None:
         """Remove an item that is admitted, or was withdrawn. Raises `PlanError` for an item that does not wait."""
         if item not in self._places:
             raise PlanError("item", item, "does not wait")
         del self._places[item]
-        self._sorted_for = None
+        self._in_order = self._settled_for = None
 
     def order(self, version: int, overloaded: bool) -> list[T]:
         """Return the items, next first; the caller does not change the list.
@@ -175,35 +174,36 @@ class ServiceOrder(Generic[T]):
         `LOOK_UP_TOKENS` tokens and two prompts; other answers may be as old as that makes them. O(n log n) with n items
         where something has changed, else O(1).
         """
-        if self._sorted_for == (version, overloaded):
-            return self._sorted
-        left = LOOK_UP_TOKENS
+        if self._settled_for == (version, overloaded):
+            return self.in_order
+        left, self._overloaded, self._in_order = LOOK_UP_TOKENS, overloaded, None
+
+        def look(item: T) -> None:
+            place = self._places[item]
+            place.missing, place.version = max(0.0, min(1.0, self._look_up(item))), version
+            self._places.move_to_end(item)
+            self._in_order = None
+
         for item, place in tuple(self._places.items()) if overloaded else ():  # the oldest look-ups first
             if left <= 0 or place.version == version:
                 break
-            self._look(item, version)
+            look(item)
             left -= place.tokens
-        self._sort(overloaded)
-        for first in self._sorted[:1] if overloaded else ():  # it is what is going to be admitted
+        for first in self.in_order[:1] if overloaded else ():  # it is what is going to be admitted
             if self._places[first].version != version:
-                self._look(first, version)
-                self._sort(overloaded)
+                look(first)
         settled = not overloaded or all(place.version == version for place in self._places.values())
-        self._sorted_for = (version, overloaded) if settled else None
-        return self._sorted
+        self._settled_for = (version, overloaded) if settled else None
+        return self.in_order
 
-    def _look(self, item: T, version: int) -> None:
-        place = self._places[item]
-        place.missing, place.version = max(0.0, min(1.0, self._look_up(item))), version
-        self._places.move_to_end(item)
-
-    def _sort(self, overloaded: bool) -> None:
-        slack = self._patience * len(self._places) if overloaded else 0.0
-
-        def key(entry: tuple[T, _Place]) -> tuple[float, int]:
-            return entry[1].arrival + slack * entry[1].missing, entry[1].arrival
-
-        self._sorted = [item for item, _ in sorted(self._places.items(), key=key)]
+    @property
+    def in_order(self) -> list[T]:
+        """The items, next first, by the last look-ups; the caller does not change the list."""
+        if self._in_order is None:
+            slack = self._patience * len(self._places) if self._overloaded else 0.0
+            ranks = ((one.arrival + slack * one.missing, one.arrival, item) for item, one in self._places.items())
+            self._in_order = [item for *_, item in sorted(ranks)]
+        return self._in_order
 
 
 ACTIVE_SHARE = 0.25

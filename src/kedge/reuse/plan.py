@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,11 +51,16 @@ class ReusePlan:
         if starts != [0, *stops[:-1]] or any(len(span) <= 0 for span in self.spans):
             raise PlanError("spans", self.spans, "they do not tile the prompt")
 
+    @classmethod
+    def dense(cls, exact: Sequence[Span], size: int) -> ReusePlan:
+        """Return the plan of a prompt of `size` tokens of which nothing but the `exact` spans is reused."""
+        start = exact[-1].stop if exact else 0
+        return cls((*exact, Span(start, size, Source.COMPUTED)))
+
     def without_translation(self, miss: Miss) -> ReusePlan:
         """Return the plan that computes everything from the first translated token on, for this reason."""
-        kept = tuple(span for span in self.spans if span.stop <= self.exact_tokens)
-        spans = (*kept, Span(self.exact_tokens, self.spans[-1].stop, Source.COMPUTED))
-        return ReusePlan(spans, misses=(*self.misses, miss))
+        kept = [span for span in self.spans if span.stop <= self.exact_tokens]
+        return replace(ReusePlan.dense(kept, self.spans[-1].stop), misses=(*self.misses, miss))
 
     @property
     def translates(self) -> bool:

@@ -21,9 +21,9 @@ from kedge.reuse.layout import (
     shared_text,
     template_key,
 )
-from kedge.reuse.plan import ALL_COMPUTED, CHEAPER, ReusePlan, Sentinel, spans_of
+from kedge.reuse.plan import CHEAPER, ReusePlan, Sentinel, spans_of
 from kedge.settings import PlannerConstants, PlannerSettings
-from kedge.types import GenerateRequest, Miss, ReuseMode, Source, Span
+from kedge.types import GenerateRequest, Miss, Source, Span
 
 if TYPE_CHECKING:
     from kedge.anchors.base_store import BaseStore, KnownBase
@@ -88,11 +88,8 @@ class Draft:
         exact, size = self.exact_tokens, len(self.sources)
         self.sources[exact:] = [Source.COMPUTED] * (size - exact)
         self.dense = True
-        self.translations.clear()
-        self.estimates.clear()
-        self.sentinels.clear()
-        self.moved.clear()
-        self.texts.clear()
+        for found in (self.translations, self.estimates, self.sentinels, self.moved, self.texts):
+            found.clear()
         self.misses += misses
 
     def sealed(self) -> ReusePlan:
@@ -134,9 +131,7 @@ class Planner:
         """Return a draft in which nothing but the `exact` tokens has been decided."""
         sources = [span.source for span in exact for _ in range(len(span))]
         draft = Draft(template_key(request), request, layout(request), exact, sources)
-        if request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
-            draft.give_up(ALL_COMPUTED)
-        elif request.reuse is not ReuseMode.TRANSLATE or not any(s.is_placeholder for s in request.segments):
+        if request.prompt_logprobs is not None or not request.wants_translation:
             draft.give_up()
         elif self._refusal:
             draft.give_up(Miss("*", self._refusal))
@@ -158,8 +153,7 @@ class Planner:
                 self._move_after(request, draft, value, text)
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
-        wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
-        if wanted and self._refusal is None:
+        if request.wants_translation and request.prompt_logprobs is None and self._refusal is None:
             pairs = zip(known, [*known[1:], None], strict=True) if known else ()
             for here, after in islice(pairs, draft.drafted, None):
                 self._fill(request, draft, here, after)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kedge.reuse.plan import CHEAPER
+from kedge.reuse.plan import ALL_COMPUTED, CHEAPER
 from kedge.types import GenerateRequest, Miss, ReuseMode, Segment, Source, Span
 
 REUSE_OFF = "reuse is off"
@@ -48,6 +48,8 @@ def with_reasons(request: GenerateRequest, spans: Sequence[Span], misses: tuple[
     The last prompt token is always computed, for the first logits, and needs no reason.
     """
     named = {miss.segment for miss in misses}
+    if spans and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
+        return (ALL_COMPUTED,)
     if not spans or "*" in named:
         return misses
     counts = [Counter[Source]() for _ in request.segments]

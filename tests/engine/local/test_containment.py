@@ -255,9 +255,14 @@ def test_a_write_that_raises_ends_its_request(engine: LocalEngine) -> None:
         error = torch.OutOfMemoryError("out of memory")
         parts.write = fails_for(lambda request, *_: request.agent == VICTIM, error, parts.write)
 
+    answer = engine.submit(call(count=40, reuse=ReuseMode.TRANSLATE)).result(PATIENCE).tokens
+    asked = victim(ReuseMode.TRANSLATE)
+    before, value, behind = asked.segments
+    value = replace(value, tokens=answer, sample=SampleId.parse("agent_neighbour@0"))
+    asked = replace(asked, segments=(before, value, behind))
+    assert engine.submit(asked).result(PATIENCE).receipt.translated
     engine.query(brings_none)
-    for reuse in ReuseMode:
-        assert isinstance(beside_neighbours(engine, lambda reuse=reuse: engine.submit(victim(reuse))), KedgeError)
+    assert isinstance(beside_neighbours(engine, lambda: engine.submit(asked)), KedgeError)
 
 
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)

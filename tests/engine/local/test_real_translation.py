@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ class Noting:
     """Notes what an engine writes for each request, and the offsets that the anchor store estimates for it."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.written: dict[RequestId, list[Written]] = {}
+        self.written: defaultdict[RequestId, list[Written]] = defaultdict(list)
         engine.query(self._watch)
 
     def _watch(self, parts: EngineParts) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.cache import Copied, Direction
-from kedge.engine.local import build, scheduler
+from kedge.engine.local import build, requests
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, PromptTooLong
@@ -370,7 +370,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threadi
 
 def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
     """Its load never comes."""
-    monkeypatch.setattr(scheduler, "MAX_WAIT_S", 0.02)
+    monkeypatch.setattr(requests, "MAX_WAIT_S", 0.02)
     with engine_with(host_blocks=AMPLE, num_blocks=60) as engine:
         put_on_host(engine, others=10)
         stream = engine.submit(ask(0, 1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kedge.types import GenerateRequest, TokenLogprob
+from kedge.types import TokenLogprob
 
 LOGIT_ROWS = 256
 """Maximum rows of logits in one pass for prompts with log-probabilities: 154 MB as float32 with a vocabulary of
@@ -18,11 +18,16 @@ LOGIT_ROWS = 256
 class Logprobs:
     """The log-probabilities of one request, as they become known; empty where the request does not ask for them."""
 
-    def __init__(self, request: GenerateRequest, first: int | None = None) -> None:
-        """`first` limits those of the answer to its first tokens."""
-        self._first = first
-        self._top, self._prompt_top = request.logprobs, request.prompt_logprobs
-        self._prompt = request.tokens if self.of_prompt else ()
+    def __init__(
+        self,
+        top: int | None = None,
+        prompt_top: int | None = None,
+        prompt: Sequence[int] = (),
+        first: int | None = None,
+    ) -> None:
+        """`top` and `prompt_top` as requests have them; `first` limits those of the answer to its first tokens."""
+        self._first, self._top, self._prompt_top = first, top, prompt_top
+        self._prompt = tuple(prompt) if self.of_prompt else ()
         self.prompt: list[TokenLogprob | None] = [None] if self.of_prompt else []
         self.answer: list[TokenLogprob] = []
         self._told_prompt = self._told_answer = 0

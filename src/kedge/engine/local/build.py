@@ -30,7 +30,7 @@ from kedge.engine.local.model import loading as models
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.preassembly import PromptPreassembler, Write
-from kedge.engine.local.scheduler import Loading, Scheduler
+from kedge.engine.local.scheduler import Scheduler
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work, flatten
 from kedge.engine.local.sessions import SessionCaching
@@ -125,7 +125,8 @@ class EngineParts:
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
-        self.loading = Loading(cache, has_host=copier is not None)
+        self.loading = {"waited": 0, "stall_s": 0.0}
+        """How many requests waited for KV from the host, and for how many seconds in all, while others ran"""
         translate = translate_into(storage)
         self.write: Write = lambda _, table, parts: translate(table, parts)
         """Writes translations into a request's slots. Experiments replace it"""
@@ -159,7 +160,7 @@ class EngineParts:
             "scheduler": {"running": len(self.running), "waiting": len(self.scheduler.unadmitted)},
             "learning": self.learning.stats(),
             "cache": asdict(self.cache.stats()),
-            "loading": self.loading.stats(),
+            "loading": dict(self.loading),
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
             "anchors": asdict(self.learned[0].stats()),

@@ -17,7 +17,7 @@ from kedge.engine.base import Quota
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.requests import Requests
-from kedge.engine.local.scheduler import FEW, Scheduler, ServiceOrders
+from kedge.engine.local.scheduler import FEW, CachedFirst, Scheduler
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work, flatten
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.reuse.ahead import Ended
@@ -55,7 +55,7 @@ class EngineCore:
             jobs=parts.jobs,
             ahead=parts.ahead,
             running=parts.running,
-            service=ServiceOrders(parts.cache, parts.sessions) if config.tiers.policy == "sessions" else None,
+            service=CachedFirst(parts.cache, parts.sessions) if config.tiers.policy == "sessions" else None,
             reach=6 * getattr(parts.runner.model.config.get_text_config(), "hidden_size", inf) if is_by_time else inf,
         )
 
@@ -223,7 +223,7 @@ class EngineCore:
         if not waiting:
             self.parts.learning.drop(self.scheduler.jobs[0])
         elif (sequence := waiting[0]).load_asked is not None and not sequence.gave_up:
-            self.parts.loading.give_up(sequence)
+            self.requests.give_up(sequence)
         else:
             why = "no room, though nothing else runs"
             self.requests.end(sequence, OutOfBlocks("request_id", sequence.request.request_id, why))

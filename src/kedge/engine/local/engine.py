@@ -25,7 +25,6 @@ from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
-from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -38,7 +37,6 @@ from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
 from kedge.errors import (
     EngineClosed,
-    GenerationFailed,
     Overloaded,
     RequestError,
     WrongThread,
@@ -46,7 +44,6 @@ from kedge.errors import (
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import GRACE
-from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
@@ -303,24 +300,9 @@ class LocalEngine(Engine):
             text=TextStream(self.tokenizer, request.sampling.stop),
             max_tokens=max_tokens,
         )
-        self._guard.arriving(request)
-        self._thread.enter(request.request_id, partial(self._submit, sequence, is_watched=is_watched))
+        submit = partial(self._core.requests.submit, sequence, self._guard if is_watched else None)
+        self._thread.enter(request.request_id, submit)
         return sequence.stream
-
-    def _submit(self, sequence: RequestSequence, *, is_watched: bool) -> None:
-        """Pass a request to the core, `is_watched` by the guard; if that fails, end the request with the error."""
-        try:
-            sequence.request = self._core.parts.plain.arrived(sequence.request)
-            if is_watched:  # served as the guard orders, with the log-probabilities that it compares
-                asked = sequence.request
-                sequence.request, sequence.stream.tap = self._guard.begin(asked)
-                if sequence.request.logprobs != asked.logprobs:
-                    first = COMPARED_TOKENS if asked.logprobs is None else None
-                    sequence.logprobs = Logprobs(sequence.request, first)
-            self._core.requests.submit(sequence)
-        except Exception as error:
-            logger.exception("request %s could not be queued", sequence.request.request_id)
-            self._core.requests.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
     def cancel(self, request_id: RequestId) -> bool:
         """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import takewhile
@@ -16,16 +16,21 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from kedge.cache import Lease
+from kedge.cache import Readiness
 from kedge.discovery import Served
+from kedge.engine.common.guarding.guarded_calls import GuardedCalls
+from kedge.engine.common.logprobs import Logprobs
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.sampler import draw_tokens
 from kedge.engine.local.sequence import BaseJob, RequestSequence, Sequence, Work
 from kedge.engine.local.sessions import ending
 from kedge.errors import ForwardFailed, GenerationFailed, KedgeError, OutOfBlocks, RequestError, TranslationRefused
 from kedge.kv.storage import SlotTable
+from kedge.policies.prefetch import MAX_WAIT_S
 from kedge.policies.sessions import TurnEnd
-from kedge.types import FinishReason, RequestId, ReuseMode
+from kedge.reuse.guard.comparison import COMPARED_TOKENS
+from kedge.reuse.plan import ReusePlan
+from kedge.types import FinishReason, RequestId, ReuseMode, Span
 
 logger = logging.getLogger(__name__)
 Drawing = tuple[RequestSequence, Tensor]
@@ -45,11 +50,23 @@ class Requests:
         """All requests, waiting and running."""
         return [*self._parts.scheduler.unadmitted, *self._parts.scheduler.running]
 
-    def submit(self, sequence: RequestSequence) -> None:
-        """Queue a request, with its prepared prompt, if there is one."""
-        sequence.preparation = self._parts.preassembly.claim(sequence.request)
-        sequence.turn = self._parts.sessions.arrived(sequence.request)
-        self._parts.scheduler.add(sequence)
+    def submit(self, sequence: RequestSequence, guard: GuardedCalls | None = None) -> None:
+        """Queue a request as it is served: completed by what was found out about plain ones, as the `guard` orders,
+        with its prepared prompt and its place in its session. If that fails, end it with the error.
+        """
+        try:
+            asked = self._parts.plain.arrived(sequence.request)
+            request, sequence.stream.tap = guard.begin(asked) if guard else (asked, None)
+            first = COMPARED_TOKENS if asked.logprobs is None else None  # those that only the guard wants to see
+            sequence.request = request
+            sequence.logprobs = Logprobs(request.logprobs, request.prompt_logprobs, sequence.tokens, first)
+            if request.agent:  # no other prompt is expected
+                sequence.preparation = self._parts.preassembly.claim(request)
+            sequence.turn = self._parts.sessions.arrived(request)
+            self._parts.scheduler.add(sequence)
+        except Exception as error:
+            logger.exception("request %s could not be queued", sequence.request.request_id)
+            self.end(sequence, GenerationFailed.of(sequence.request.request_id, "it was queued", error))
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request as cancelled, or withdraw the hint of this id. Returns False if there is neither."""
@@ -114,7 +131,8 @@ class Requests:
         else:
             self._parts.preassembly.abandon(sequence)
             self._parts.cache.withdraw(sequence.key)
-            self._parts.loading.ended(sequence, time.monotonic())
+            if sequence.load_asked is not None:
+                self._parts.loading["stall_s"] += time.monotonic() - sequence.load_asked
         if error is not None:
             sequence.failed(error)
         else:
@@ -256,62 +274,77 @@ class Requests:
         only. If there is no other way, the first request of a tenant takes the blocks of another tenant's youngest one,
         which is computed again later.
         """
-        if isinstance(sequence, RequestSequence):
-            try:
-                return self._begin(sequence)
-            except KedgeError as error:
-                self.end(sequence, error)
-            except Exception as error:  # out of memory, say: planning is this request's alone
-                failure = GenerationFailed.of(sequence.request.request_id, "its prompt was planned", error)
-                self.end(sequence, failure)
+        parts, began = self._parts, time.monotonic()
+        new = sequence if isinstance(sequence, RequestSequence) and sequence.plan is None else None
+        try:
+            adopted = parts.preassembly.adopt(new, new.preparation) if new and new.preparation else None
+            lease = adopted
+            while lease is None:
+                try:
+                    key, space, limit = sequence.key, sequence.namespace, sequence.exact_limit
+                    lease = parts.cache.admit(key, space, sequence.tokens, limit, sequence.room)
+                except OutOfBlocks:
+                    if not self._reclaim(sequence):
+                        return False
+            sequence.table = SlotTable.of(lease.blocks, parts.cache.block_size)
+            if new is None:  # a request that was preempted is computed again, as far as its tokens are not cached
+                sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
+            else:
+                self._plan(new, sequence.table, None if adopted else lease.spans, began)
+            return True
+        except Exception as error:  # out of memory, say: planning is this request's alone
+            if not isinstance(sequence, RequestSequence):
+                raise
+            is_known = isinstance(error, KedgeError)
+            name, when = sequence.request.request_id, "its prompt was planned"
+            self.end(sequence, error if is_known else GenerationFailed.of(name, when, error))
             return False
-        awaited = isinstance(sequence, BaseJob) and sequence.is_awaited
-        lease = self._lease(sequence, len(sequence.tokens), self._reclaim_spare if awaited else lambda: False)
-        if lease is None:
-            return False
-        sequence.table = SlotTable.of(lease.blocks, self._parts.cache.block_size)
-        sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
-        return True
 
     def is_ready(self, sequence: RequestSequence) -> bool:
-        """Return whether to admit a request now: its KV is loaded and, where others run too, base KV of its values is
-        there. Alone, its exact prefill delays no other request, and base KV is computed in idle time.
+        """Return whether to admit a request now: its KV is loaded (always if it was prepared, or without a host tier),
+        or it has waited so long that the rest is computed, and, where others run too, base KV of its values is there.
+        Alone, its exact prefill delays no other request, and base KV is computed in idle time.
         """
-        busy = bool(self._parts.running)
-        return self._parts.loading.is_ready(sequence) and not self._parts.learning.awaits_base(sequence, busy=busy)
+        parts, now = self._parts, time.monotonic()
+        if parts.copier and sequence.exact_limit and not (sequence.is_prepared or sequence.gave_up):
+            reusable = sequence.tokens[: sequence.exact_limit]
+            if sequence.load_asked is not None and now - sequence.load_asked > MAX_WAIT_S:
+                self.give_up(sequence)
+            elif parts.cache.demand(sequence.key, sequence.namespace, reusable) is not Readiness.READY:
+                if sequence.load_asked is None:
+                    sequence.load_asked = now
+                    parts.loading["waited"] += 1
+                return False
+        wants_base = sequence.request.wants_translation
+        return not (wants_base and parts.learning.awaits_base(sequence, busy=bool(parts.running)))
 
-    def _begin(self, sequence: RequestSequence) -> bool:
-        """Lease blocks to a request, plan its prompt and write what is translated. One that was preempted is computed
-        again, as far as its tokens are not cached. Returns False if there is no room now.
+    def give_up(self, sequence: RequestSequence) -> None:
+        """Stop waiting for KV from the host: use what has been loaded, and compute the rest."""
+        sequence.gave_up = True
+        self._parts.cache.withdraw(sequence.key)
+
+    def _plan(self, sequence: RequestSequence, table: SlotTable, exact: tuple[Span, ...] | None, began: float) -> None:
+        """Plan the prompt of a request behind its `exact` tokens, and write what is translated; without them, complete
+        the prepared prompt that it has adopted. It has been `began` to be admitted.
         """
-        parts, began = self._parts, time.monotonic()
-        is_resumed = sequence.plan is not None
-        prepared = None if is_resumed else sequence.preparation
-        adopted = parts.preassembly.adopt(sequence, prepared) if prepared else None
-        lease = adopted or self._lease(
-            sequence,
-            sequence.room,
-            lambda: self._reclaim_spare() or parts.learning.reclaim_job() or self.preempt(sequence),
-        )
-        if lease is None:
-            return False
-        sequence.table = SlotTable.of(lease.blocks, parts.cache.block_size)
-        if is_resumed:
-            sequence.todo = list(range(lease.exact_tokens, len(sequence.tokens)))
-            return True
-        waited = parts.loading.ended(sequence, began)
+        parts, request = self._parts, sequence.request
+        waited = 0.0 if sequence.load_asked is None else began - sequence.load_asked
+        parts.loading["stall_s"] += waited
         planned = matched = time.monotonic()
-        if adopted:
+        if exact is None:
             sequence.plan, sequence.todo = parts.preassembly.complete(sequence)
         else:
-            plan = parts.runtime.plan(sequence.request, lease.spans)
+            plan = ReusePlan.dense(exact, request.prompt_tokens)
+            if request.wants_translation:
+                plan = parts.runtime.plan(request, exact)
             matched = time.monotonic()
-            if sequence.request.guard.afresh and not plan.translates:
+            if request.guard.afresh and not plan.translates:
                 raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
-            parts.write(sequence.request, sequence.table, plan.translations)
+            if plan.translations:
+                parts.write(request, table, plan.translations)
             sequence.plan, sequence.todo = plan, plan.computed
             if plan.sentinels:
-                sequence.sentinels = [parts.sentinels.read(sequence.table, plan.sentinels)]
+                sequence.sentinels = [parts.sentinels.read(table, plan.sentinels)]
             if plan.translations:
                 seconds = time.monotonic() - planned
                 parts.costs.observe_translation(len(plan.translations), plan.translated_tokens, seconds)
@@ -323,18 +356,12 @@ class Requests:
         }
         if sequence.load_asked is not None:
             sequence.parts["load"] = waited
-        return True
 
-    def _reclaim_spare(self) -> bool:
-        """Free blocks of work that no request waits for. Returns False if there is none."""
-        return self._parts.preassembly.give_back() or self._parts.learning.reclaim()
-
-    def _lease(self, sequence: Sequence, room: int, reclaim: Callable[[], bool]) -> Lease | None:
-        """Lease blocks for `room` tokens. None if there are too few, also with those that `reclaim` frees."""
-        key, tokens, limit = sequence.key, sequence.tokens, sequence.exact_limit
-        while True:
-            try:
-                return self._parts.cache.admit(key, sequence.namespace, tokens, limit, room)
-            except OutOfBlocks:
-                if not reclaim():
-                    return None
+    def _reclaim(self, sequence: Sequence) -> bool:
+        """Free blocks for a sequence. Returns False if there are none that it may have."""
+        parts = self._parts
+        if isinstance(sequence, BaseJob) and not sequence.is_awaited:
+            return False
+        if parts.preassembly.give_back() or parts.learning.reclaim():  # of work that no request waits for
+            return True
+        return isinstance(sequence, RequestSequence) and (parts.learning.reclaim_job() or self.preempt(sequence))

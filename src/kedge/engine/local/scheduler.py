@@ -1,5 +1,5 @@
 """Continuous batching: the choice of sequences and positions for the next pass, the order in which every tenant's
-waiting requests are served, by what of their prompts is cached, and who waits for KV from the host.
+waiting requests are served, by what of their prompts is cached.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ import heapq
 import math
 import sys
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from kedge.cache import CacheManager, Readiness
+from kedge.cache import CacheManager
 from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence, Sequence, Work
 from kedge.engine.local.sessions import SessionCaching
-from kedge.policies.prefetch import MAX_WAIT_S
 from kedge.policies.service import LiveContexts, ServiceOrder, missing_share
 from kedge.reuse.costs import LEARNING_SHARE, EngineCosts
 from kedge.structures.bounded import BoundedDict
@@ -40,27 +38,30 @@ Allowances = dict[TenantId, float]
 """Seconds that each tenant's work may still add to a pass"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """The sort key of a waiting item: its cost, and its arrival number."""
+class _Waiting(NamedTuple):
+    """Whose a waiting item is, what it costs, and its arrival number."""
 
+    tenant: TenantId
     cost: float
     arrival: int
 
 
 class FairQueue(Generic[T]):
-    """The waiting items of many tenants: fair by tokens, and first come, first served within a tenant, unless `arrange`
-    is called. Items are hashable and distinct.
+    """The waiting items of many tenants: fair by tokens, and within a tenant in a `ServiceOrder`, which is that of
+    arrival unless `arrange` says that the device is overloaded. Items are hashable and distinct.
 
     Every tenant has a virtual counter of the tokens that it received, and the tenant with the least counter is next
     (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning tenant is lifted to the
     least counter of those that wait, so that idle time earns no credit. Not thread-safe.
     """
 
-    def __init__(self) -> None:
-        self._queues: dict[TenantId, OrderedDict[T, _Waiting]] = {}
-        """Items by tenant, in the order of service; only tenants that have some"""
-        self._owners: dict[T, TenantId] = {}
+    def __init__(self, look_up: Callable[[T], float] = lambda _: 1.0) -> None:
+        """`look_up` returns the share of an item's tokens that would have to be computed now."""
+        self._look_up = look_up
+        self._queues: dict[TenantId, ServiceOrder[T]] = {}
+        """Only tenants of which something waits"""
+        self._waiting: dict[T, _Waiting] = {}
+        self._arranged: dict[TenantId, list[T]] = {}
         self._counters: BoundedDict[TenantId, float] = BoundedDict()
         """Also of tenants of which nothing waits"""
         self._last = TenantId("")
@@ -68,57 +69,60 @@ class FairQueue(Generic[T]):
         self._arrivals = count()
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._waiting)
 
     def __contains__(self, item: object) -> bool:
-        return item in self._owners
+        return item in self._waiting
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over the items in the order of service, if each costs what it was pushed with and none comes.
 
         O(n log tenants) for all n items, and lazy: the first few cost little. The queue must not change meanwhile.
         """
-        left = {tenant: iter(queue.items()) for tenant, queue in self._queues.items()}
+        left = {tenant: iter(queue.in_order) for tenant, queue in self._queues.items()}
         heads = {tenant: next(items) for tenant, items in left.items()}
         heap = [(*self._rank(tenant), tenant) for tenant in self._queues]
         heapq.heapify(heap)
         while heap:
             counter, cost, _, tenant = heap[0]
-            yield heads[tenant][0]
-            if following := next(left[tenant], None):
-                heads[tenant] = following
-                heapq.heapreplace(heap, (counter + cost, following[1].cost, following[1].arrival, tenant))
+            yield heads[tenant]
+            if (following := next(left[tenant], None)) is not None:
+                heads[tenant], its = following, self._waiting[following]
+                heapq.heapreplace(heap, (counter + cost, its.cost, its.arrival, tenant))
             else:
                 heapq.heappop(heap)
 
     def heads(self) -> list[T]:
         """Return the next item of every tenant, in the order of service. O(tenants log tenants)."""
-        return [next(iter(self._queues[tenant])) for tenant in sorted(self._queues, key=self._rank)]
+        return [self._queues[tenant].in_order[0] for tenant in sorted(self._queues, key=self._rank)]
 
-    def push(self, item: T, tenant: TenantId, cost: float) -> None:
+    def push(self, item: T, tenant: TenantId, cost: int) -> None:
         """Add an item that does not wait yet, and will cost about `cost` tokens (above 0). O(1), or O(tenants) if its
         tenant was idle.
         """
         if tenant not in self._queues:
             self._counters[tenant] = max(self._counter(tenant), self._least())
-            self._queues[tenant] = OrderedDict()
-        self._queues[tenant][item] = _Waiting(cost, next(self._arrivals))
-        self._owners[item] = tenant
+            self._queues[tenant] = ServiceOrder(self._look_up)
+        self._queues[tenant].push(item, cost)
+        self._waiting[item] = _Waiting(tenant, cost, next(self._arrivals))
 
     def take(self, item: T, *, is_served: bool = True) -> None:
         """Remove an item, and charge its tenant the item's cost if it is served."""
-        tenant = self._owners.pop(item)
+        tenant, cost, _ = self._waiting.pop(item)
         if is_served:
-            self.charge(tenant, self._queues[tenant][item].cost)
-        del self._queues[tenant][item]
+            self.charge(tenant, cost)
+        self._queues[tenant].remove(item)
         if not self._queues[tenant]:
             del self._queues[tenant]
             self._last = tenant
 
-    def arrange(self, items: Many[T]) -> None:
-        """Put waiting items before the others of their tenants, in this order. O(items)."""
-        for item in reversed(items):
-            self._queues[self._owners[item]].move_to_end(item, last=False)
+    def arrange(self, version: int, overloaded: bool) -> bool:
+        """Look up what waiting items would cost, while the device is `overloaded`, and put every tenant's in their
+        order, see `ServiceOrder.order`. Returns whether any of them is another one now.
+        """
+        orders = {tenant: queue.order(version, overloaded) for tenant, queue in self._queues.items()}
+        is_new, self._arranged = orders != self._arranged, orders
+        return is_new
 
     def charge(self, tenant: TenantId, tokens: float) -> None:
         """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
@@ -126,7 +130,7 @@ class FairQueue(Generic[T]):
 
     def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
         """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
-        head = next(iter(self._queues[tenant].values()))
+        head = self._waiting[self._queues[tenant].in_order[0]]
         return self._counter(tenant), head.cost, head.arrival
 
     def _least(self) -> float:
@@ -137,62 +141,28 @@ class FairQueue(Generic[T]):
         return self._counters.get(tenant, 0.0)
 
 
-class ServiceOrders:
-    """One `ServiceOrder` per tenant with waiting requests. It applies while the live contexts do not fit the device.
-
-    A pass in which nothing has changed costs O(tenants that wait).
+class CachedFirst:
+    """Serves what is cached first, while the live contexts do not fit the device: what `FairQueue.arrange` has to know,
+    and the protection of what waits by its place.
     """
 
     def __init__(
         self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start empty. `sessions` protects what waits by its place; `clock` is in seconds."""
+        """Start empty. `clock` is in seconds."""
         self._cache, self._sessions = cache, sessions
         self._capacity = cache.num_blocks * cache.block_size
-        self._orders: dict[TenantId, ServiceOrder[RequestSequence]] = {}
-        self._arranged: dict[TenantId, list[RequestSequence]] = {}
-        self._live = LiveContexts(clock)
-
-    @property
-    def overloaded(self) -> bool:
-        """Whether the live contexts need more than the device tier has."""
-        return self._live.tokens() > self._capacity
-
-    def arrived(self, sequence: RequestSequence) -> None:
-        """Take a request that waits from now on."""
-        tokens = len(sequence.tokens)
-        self._orders.setdefault(sequence.tenant, ServiceOrder(self._missing)).push(sequence, tokens)
-        self._live.began(sequence.key, sequence.turn and sequence.turn.session, tokens)
-
-    def left(self, sequence: RequestSequence) -> None:
-        """Take note that a request is admitted, steps aside to be loaded, or has ended."""
-        order = self._orders.get(sequence.tenant)
-        if order is None or sequence not in order:
-            return
-        order.remove(sequence)
-        self._arranged.pop(sequence.tenant, None)
-        if not order:
-            del self._orders[sequence.tenant]
-
-    def ended(self, sequence: RequestSequence) -> None:
-        """Take note that a request has ended, at whatever stage. Requests that never arrived are ignored."""
-        self.left(sequence)
-        self._live.ended(sequence.key, len(sequence.tokens))
+        self.live = LiveContexts(clock)
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:
-        """Arrange the waiting requests of every tenant, and protect them by their places where that matters."""
-        overloaded, changed = self.overloaded, False
-        for tenant, waiting in self._orders.items():
-            order = waiting.order(self._cache.version, overloaded)
-            arranged = self._arranged.get(tenant)
-            if order is not arranged and order != arranged:
-                queue.arrange(order)
-                self._arranged[tenant] = order
-                changed = True
-        if changed and overloaded:
+        """Arrange the waiting requests of every tenant, and protect them by their places where that matters. O(tenants
+        that wait) where nothing has changed.
+        """
+        overloaded = self.live.tokens() > self._capacity
+        if queue.arrange(self._cache.version, overloaded) and overloaded:
             self._sessions.ledger.waiting([one.turn for one in queue if one.turn])
 
-    def _missing(self, sequence: RequestSequence) -> float:
+    def missing(self, sequence: RequestSequence) -> float:
         """Return the share of a prompt that would have to be computed; translation is not foreseen."""
         total = len(sequence.tokens)
         if (prepared := sequence.preparation) and prepared.admitted:
@@ -234,48 +204,6 @@ class _Pass:
         return len(positions)
 
 
-class Loading:
-    """The requests that wait for KV from the host: which ones, for how long, and when they stop waiting. Without a host
-    tier no request waits.
-    """
-
-    def __init__(self, cache: CacheManager, has_host: bool) -> None:
-        self._cache, self._has_host = cache, has_host
-        self._waited, self._stall_s = 0, 0.0
-
-    def is_ready(self, sequence: RequestSequence) -> bool:
-        """Return whether to admit `sequence` now: its KV is there (always if it was prepared), or it has waited so long
-        that the rest is computed.
-        """
-        if not self._has_host or sequence.gave_up or sequence.is_prepared or not sequence.exact_limit:
-            return True
-        if sequence.load_asked is not None and time.monotonic() - sequence.load_asked > MAX_WAIT_S:
-            self.give_up(sequence)
-            return True
-        reusable = sequence.tokens[: sequence.exact_limit]
-        if self._cache.demand(sequence.key, sequence.namespace, reusable) is Readiness.READY:
-            return True
-        if sequence.load_asked is None:
-            sequence.load_asked = time.monotonic()
-            self._waited += 1
-        return False
-
-    def give_up(self, sequence: RequestSequence) -> None:
-        """Stop waiting: use what has been loaded, and compute the rest."""
-        sequence.gave_up = True
-        self._cache.withdraw(sequence.key)
-
-    def ended(self, sequence: RequestSequence, now: float) -> float:
-        """Forget a sequence that was admitted or has ended. Returns the seconds that it waited."""
-        waited = 0.0 if sequence.load_asked is None else now - sequence.load_asked
-        self._stall_s += waited
-        return waited
-
-    def stats(self) -> dict[str, float]:
-        """Return how many requests waited for a load, and for how many seconds in all, while others ran."""
-        return {"waited": self._waited, "stall_s": self._stall_s}
-
-
 class Scheduler:
     """Fair between tenants and in the order of `service` within one (without it, of arrival), in chunks of at most
     `max_batch_tokens` a pass.
@@ -304,7 +232,7 @@ class Scheduler:
         jobs: deque[BaseJob],
         ahead: deque[PreparedPrompt],
         running: list[RequestSequence],
-        service: ServiceOrders | None = None,
+        service: CachedFirst | None = None,
         reach: float = math.inf,
     ) -> None:
         """Start with empty queues. `admit` finds room for a sequence, `is_ready` says whether to admit a request now.
@@ -317,7 +245,7 @@ class Scheduler:
         self._budget, self._max_running = max_batch_tokens, max_running
         self.passes = 0
         """Number of calls of `schedule`."""
-        self.waiting: FairQueue[RequestSequence] = FairQueue()
+        self.waiting = FairQueue[RequestSequence](*([service.missing] if service else []))
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
         self.jobs, self.ahead, self.running = jobs, ahead, running
@@ -350,7 +278,7 @@ class Scheduler:
         """Queue a request."""
         self.waiting.push(sequence, sequence.tenant, len(sequence.tokens))
         if self._service:
-            self._service.arrived(sequence)
+            self._service.live.began(sequence.key, sequence.turn and sequence.turn.session, len(sequence.tokens))
 
     def schedule(self) -> list[Work]:
         """Admit requests that have room, and fill the next pass."""
@@ -387,9 +315,9 @@ class Scheduler:
             if not self._is_ready(sequence):
                 if not self.lets_pass:
                     return
-                self._take(sequence)
+                self.waiting.take(sequence)
                 self.loading.append(sequence)
-            elif not self._start(sequence, self._take):
+            elif not self._start(sequence, self.waiting.take):
                 if not room or self._is_first(sequence):
                     return
                 room = False
@@ -426,12 +354,6 @@ class Scheduler:
         leave(sequence)
         self.running.append(sequence)
         return True
-
-    def _take(self, sequence: RequestSequence) -> None:
-        """Remove a request from those that wait, to serve it."""
-        self.waiting.take(sequence)
-        if self._service:
-            self._service.left(sequence)
 
     def victim(self, sequence: RequestSequence) -> RequestSequence | None:
         """Return the running request that loses its blocks to a tenant's first one: the youngest of the tenant that
@@ -488,7 +410,7 @@ class Scheduler:
             if sequence in self.waiting:
                 self.waiting.take(sequence, is_served=False)
             if self._service:
-                self._service.ended(sequence)
+                self._service.live.ended(sequence.key, len(sequence.tokens))
         for queue in (self.running, self.loading, self.preempted, self.jobs, self.ahead):
             if sequence in queue:
                 queue.remove(sequence)  # type: ignore[arg-type]

@@ -69,6 +69,11 @@ class Sequence:
         return len(self.tokens) - 1
 
     @property
+    def room(self) -> int:
+        """Most tokens that it can come to have."""
+        return len(self.tokens)
+
+    @property
     def admitted(self) -> bool:
         """Whether it holds blocks."""
         return self.table is not None
@@ -155,7 +160,7 @@ class RequestSequence(Sequence):
     gave_up: bool = False
     """Whether it has stopped waiting for KV from the host."""
     first_token: float | None = None
-    logprobs: Logprobs = field(init=False)
+    logprobs: Logprobs = field(default_factory=Logprobs)
     preparation: PreparedPrompt | None = None
     """The part of its prompt that was assembled before it arrived."""
     finish: FinishReason | None = None
@@ -168,9 +173,6 @@ class RequestSequence(Sequence):
     """Whether its stream has ended, with a completion or an error."""
     turn: Turn | None = None
     """Its place in its session; None where it reuses nothing."""
-
-    def __post_init__(self) -> None:
-        self.logprobs = Logprobs(self.request)
 
     @property
     def exact_limit(self) -> int:
@@ -196,7 +198,6 @@ class RequestSequence(Sequence):
 
     @property
     def room(self) -> int:
-        """Most tokens that it can come to have."""
         return self.request.prompt_tokens + self.max_tokens
 
     def end_response(self, reason: FinishReason, computed: int, *, is_read: bool) -> None:

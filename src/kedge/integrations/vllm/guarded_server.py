@@ -134,7 +134,6 @@ class ServerGuard:
         self, hinted: HintedRequest, prompt: Any, params: VllmSampling, request_id: str, others: Mapping[str, Any]
     ) -> AsyncIterator[RequestOutput]:
         asked = hinted.request
-        self.calls.arriving(asked)
         served, tap = self.calls.begin(asked)
         call = ServedCall(asked, within_top(served, self._max_logprobs), tap, params, self._tokenizer)
         ordered = _ordered(params, call.served, ends=(ends := hinted.ends_run and not asked.turn.session))

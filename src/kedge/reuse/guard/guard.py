@@ -38,7 +38,7 @@ from kedge.reuse.guard.record import (
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import ENTRIES, BoundedDict
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, WorkflowAgent, WorkflowId
+from kedge.types import AgentId, GenerateRequest, Namespace, WorkflowAgent, WorkflowId
 
 logger = logging.getLogger(__name__)
 SENTINELS = 2
@@ -115,9 +115,7 @@ class QualityGuard:
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
-        if request.reuse is not ReuseMode.TRANSLATE or not any(one.is_placeholder for one in request.segments):
-            return GuardMode.OFF
-        return request.guard.mode or self._settings.mode
+        return (request.guard.mode or self._settings.mode) if request.wants_translation else GuardMode.OFF
 
     def _orders(self, request: GenerateRequest, mode: GuardMode, keys: Sequence[GuardKey]) -> GuardOrders:
         """Return what is withheld from translation in a request, how the rest is translated, and its agent's epoch."""

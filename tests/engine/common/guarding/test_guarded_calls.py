@@ -65,6 +65,9 @@ def request(
     )  # fmt: skip
 
 
+ELSEWHERE = request(run="else").run_key
+
+
 def spans_of(request: GenerateRequest, translated: frozenset[str]) -> list[Span]:
     """The spans of a receipt with these placeholders translated, as far as the guard does not withhold them."""
     spans, start = [], 0
@@ -99,9 +102,8 @@ class FakeEngine:
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Serve a request at once; as `LocalEngine.submit` does."""
-        self.calls.arriving(request)
-        self.events.append(f"submit {request.run}")
         served, tap = self.calls.begin(request)
+        self.events.append(f"submit {request.run}")
         stream = TokenStream(request.request_id)
         stream.tap = tap
         (self.asked if tap else self.checks).append(served)
@@ -411,12 +413,12 @@ def bench(max_pending: int = 4, **settings: object) -> Iterator[Bench]:
 
 def test_a_busy_engine_only_within_the_budget() -> None:
     with bench() as one:
-        one.checks.arrived()
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
+        one.checks.arrived(ELSEWHERE)
         one.checks.left(1000)
         one.add()
         assert not one.begun.acquire(timeout=0.1), "nothing is saved up"
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.checks.left(1)
         one.finish()
         one.add()
@@ -431,10 +433,10 @@ def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() 
     with bench() as one:
         one.checks._pause = LONG
         one.add()
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.checks.left(1)
         assert not one.begun.acquire(timeout=0.1)
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.finish()
         assert one.checks.drain(10)
 
@@ -449,7 +451,7 @@ def test_a_pause_shorter_than_a_check_is_not_idle_time(
         one.add()
         now[0] += GRACE
         one.finish_after(lambda: now.__setitem__(0, now[0] + took))
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.checks.left(0)
         now[0] += pause - 0.1
         one.add()
@@ -465,7 +467,7 @@ def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.add()
         one.checks.left(0)
         now[0] += GRACE
@@ -474,7 +476,7 @@ def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.M
         one.add()
         assert one.checks.drain(10) and (one.checks.done, one.checks.dropped) == (1, 1)
         one.error = None
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.checks.left(0)
         now[0] += 2.9
         one.add()
@@ -490,7 +492,7 @@ def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.M
 def test_too_many_drop_the_oldest_of_whoever_has_the_most(noisy: dict[str, str]) -> None:
     """An agent of a tenant; and of tenants the one whose agents, of whatever names, have the most together."""
     with bench(max_pending=3) as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         rare = one.add(agent="rare")
         added = [one.add(**{"agent": f"agent-{number}", **noisy}) for number in range(20)]
         assert one.checks.dropped == 18
@@ -560,9 +562,9 @@ def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> 
         one.checks._pause = LONG
         check = one.add(tried=EVERYTHING, rungs=[3, 1, 2])
         assert check.narrowed().requests == (check.requests[0], check.requests[3]), "and its control"
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.checks.left(1)
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.finish()
         one.finish()
         assert one.checks.drain(10) and [len(done.requests) for done in one.judged] == [2]
@@ -570,7 +572,7 @@ def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> 
 
 def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         for _ in range(MAX_WAITING):
             assert one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
             one.add(agent="noisy")
@@ -585,7 +587,7 @@ def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:
 def test_checks_of_settled_agents_let_others_go_first_and_take_a_fifth_of_the_budget() -> None:
     with bench(budget=1e-3) as one:
         for _ in range(4):
-            one.checks.arrived()
+            one.checks.arrived(ELSEWHERE)
         one.add(settled=True)
         new = one.add()
         assert one.checks.wants(new.of.workflow_agent, is_settled=False), "those that can wait are not counted"
@@ -603,7 +605,7 @@ def test_checks_of_settled_agents_let_others_go_first_and_take_a_fifth_of_the_bu
 
 def test_the_end_of_a_run_waits_for_its_trials_only() -> None:
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.add("tried")
         one.add("dense", dense=True)
         for run in ("tried", "dense", "other"):
@@ -620,7 +622,7 @@ def test_the_end_of_a_run_waits_for_its_trials_only() -> None:
 
 def test_dropped_trials_let_their_run_end() -> None:
     with bench(max_pending=1) as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.add("first")
         one.end_run("first")
         assert one.ended == []
@@ -631,7 +633,7 @@ def test_dropped_trials_let_their_run_end() -> None:
 @pytest.mark.parametrize("error", [EngineClosed("engine", None, "closed"), Overloaded("n", 1, "full"), ValueError()])
 def test_a_check_that_cannot_be_submitted_lets_its_run_end(error: Exception) -> None:
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.error = error
         one.add()
         one.end_run("run")
@@ -644,7 +646,7 @@ def test_a_check_that_cannot_be_submitted_lets_its_run_end(error: Exception) -> 
 
 def test_closing_carries_out_the_ends_that_wait() -> None:
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.add()
         one.end_run("run")
         one.checks.stop()
@@ -656,13 +658,14 @@ def test_closing_carries_out_the_ends_that_wait() -> None:
 
 def test_a_run_that_is_used_again_is_not_forgotten_by_the_end_of_the_earlier_one() -> None:
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.add()
         one.add()
         one.end_run("run")
-        one.checks.begin_run(request().run_key)
+        one.checks.arrived(request().run_key)
         assert one.ended == ["run"] and one.checks.dropped == 2
-        one.checks.left(0)
+        for _ in range(2):
+            one.checks.left(0)
         assert one.checks.drain(10)
         one.add()
         one.end_run("run")
@@ -674,7 +677,7 @@ def test_a_run_that_is_used_again_is_not_forgotten_by_the_end_of_the_earlier_one
 
 def test_an_end_that_fails_does_not_end_the_thread() -> None:
     with bench() as one:
-        one.checks.arrived()
+        one.checks.arrived(ELSEWHERE)
         one.add()
         one.checks.end_run(request().run_key, lambda: 1 // 0)
         one.checks.left(0)

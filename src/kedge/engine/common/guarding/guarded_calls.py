@@ -93,11 +93,17 @@ class CheckThread:
 
     # requests that are served ------------------------------------------------------------------------------------
 
-    def arrived(self) -> None:
-        """Note that a request is being served."""
+    def arrived(self, run: RunKey) -> None:
+        """Note that a request of a run is being served. If the end of an earlier run with its id still waits, that
+        happens now, so that it does not hit the new one, and its checks are dropped.
+        """
         with self._changed:
             self._in_flight += 1
+            if end := self._ends.pop(run, None):
+                self._drop([check for check in self._waiting if check.run == run])
             self._changed.notify_all()  # else a client without pauses would never see its credit spent
+        if end:
+            _carry_out(end)
 
     def left(self, tokens: int) -> None:
         """Note that a request has ended, for which `tokens` tokens were computed."""
@@ -153,18 +159,6 @@ class CheckThread:
                 self._ends[run] = end
         if not is_held:
             end()
-
-    def begin_run(self, run: RunKey) -> None:
-        """Note that a request of a run is about to be submitted. If the end of an earlier run with its id still waits,
-        that happens now, so that it does not hit the new one, and its checks are dropped.
-        """
-        with self._changed:
-            end = self._ends.pop(run, None)
-            if end is None:
-                return
-            self._drop([check for check in self._waiting if check.run == run])
-            self._changed.notify_all()
-        _carry_out(end)
 
     def _holds(self, run: RunKey) -> bool:
         """Return whether a check needs what a run shared."""
@@ -312,21 +306,18 @@ class GuardedCalls:
         """Return an expected request as it will be served."""
         return replace(request, guard=self._verdict(request).orders)
 
-    def arriving(self, request: GenerateRequest) -> None:
-        """Note that a request is about to be submitted. To be called before anything of it is queued."""
-        if not self.checks.is_under_way(request.request_id):
-            self.checks.begin_run(request.run_key)
-
     def begin(self, request: GenerateRequest) -> tuple[GenerateRequest, Tap | None]:
-        """Return the request to serve, and what its stream's items have to pass through: exactly one end of it."""
+        """Return the request to serve, and what its stream's items have to pass through: exactly one end of it. To be
+        called before anything of it is scheduled.
+        """
         if self.checks.is_under_way(request.request_id):
             return request, None
-        verdict = self._verdict(request)
+        verdict = self._verdict(request) if request.wants_translation else GuardVerdict(request.guard)
         served, settled = replace(request, guard=verdict.orders), verdict.is_settled
         call = GuardedCall(request, served, verdict.tried, is_checked=False, is_settled=settled)
         if verdict.is_checked and self.checks.wants(request.workflow_agent, is_settled=settled):
             self._check(call)
-        self.checks.arrived()
+        self.checks.arrived(request.run_key)
         self._calls[request.request_id] = call
         return call.served, partial(self._pass_on, call)
 
