@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
@@ -11,20 +11,17 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from kedge.anchors.translator import Translation
 from kedge.bench.shapes import Loaded
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.watched import WatchedEngine, Watcher
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import SlotTable
 from kedge.settings import AnchorSettings, EngineSettings, GuardSettings, PlannerConstants
 from kedge.settings.sections import EstimatorName
-from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, Tokens
+from kedge.types import Completion, GenerateRequest, ReuseMode, Tokens
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     "anchors": AnchorSettings,
@@ -120,13 +117,13 @@ class ProbeResult:
 class _Watched:
     """What is recorded of one request beside its logits. Only the engine's thread writes to it."""
 
-    wants_kv: bool
-    read: Callable[[], KVSegment] | None = None
+    read: Callable[[], KVSegment] | None
+    """None where the prompt's KV is not wanted"""
     kv: KVSegment | None = None
 
     def prompt_is_computed(self) -> None:
         """Read the prompt's KV, if it is wanted and has not been."""
-        if self.wants_kv and self.kv is None and self.read:
+        if self.kv is None and self.read:
             self.kv = self.read()
 
 
@@ -162,28 +159,23 @@ class Probe:
 
     def __init__(self, rows: int = 32) -> None:
         """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
-        self.watched: dict[RequestId, _Watched] = {}
         self.rows = rows
 
     def watch(self, engine: LocalEngine) -> None:
         """Give each request's probe access to its KV from now on."""
-        engine.query(self._watch)
+        self._parts = engine.query(lambda parts: parts)
 
-    def _watch(self, parts: EngineParts) -> None:
-        write, storage = parts.write, parts.storage
-
-        def watched(request: GenerateRequest, table: SlotTable, items: Sequence[Translation]) -> None:
-            if one := self.watched.get(request.request_id):
-                one.read = partial(storage.read, table, 0, request.prompt_tokens)
-            write(request, table, items)
-
-        parts.write = watched
+    def _read(self, request: GenerateRequest) -> KVSegment:
+        """Return the KV of a prompt that is computed. Called by the engine's thread."""
+        table = next(one.table for one in self._parts.running if one.request.request_id == request.request_id)
+        assert table is not None
+        return self._parts.storage.read(table, 0, request.prompt_tokens)
 
     def submit(
         self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
     ) -> ProbedRequest:
         """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
-        watched, sampling = _Watched(kv), request.sampling
+        watched, sampling = _Watched(partial(self._read, request) if kv else None), request.sampling
         probe: _Drawn | _Forced
         if forced:
             sampling = replace(sampling, max_tokens=len(forced), ignore_eos=True, stop=())
@@ -191,9 +183,7 @@ class Probe:
             probe = _Forced(forced, self.rows, watched=watched)
         else:
             probe = _Drawn(Sampler(sampling), self.rows, watched)
-        self.watched[request.request_id] = watched
-        close = partial(self.watched.pop, request.request_id, None)
-        return ProbedRequest(request, engine.submit(replace(request, sampling=sampling), probe), probe, close)
+        return ProbedRequest(request, engine.submit(replace(request, sampling=sampling), probe), probe)
 
 
 @dataclass(frozen=True)
@@ -203,14 +193,10 @@ class ProbedRequest:
     request: GenerateRequest
     stream: TokenStream
     _probe: _Drawn | _Forced
-    _close: Callable[[], object]
 
     def result(self, timeout: float | None = None) -> ProbeResult:
         """Wait for the end. Raises the request's error."""
-        try:
-            completion = self.stream.result(timeout)
-        finally:
-            self._close()
+        completion = self.stream.result(timeout)
         rows = self._probe.logits
         logits = torch.stack([rows[at] for at in range(len(rows))])
         rows.clear()  # a vocabulary wide each: they are not kept twice

@@ -325,7 +325,7 @@ class Requests:
 
     def _plan(self, sequence: RequestSequence, table: SlotTable, exact: tuple[Span, ...] | None, began: float) -> None:
         """Plan the prompt of a request behind its `exact` tokens, and write what is translated; without them, complete
-        the prepared prompt that it has adopted. It has been `began` to be admitted.
+        the prepared prompt that it has adopted. Its admission `began` then, in seconds.
         """
         parts, request = self._parts, sequence.request
         waited = 0.0 if sequence.load_asked is None else began - sequence.load_asked
