@@ -47,10 +47,8 @@ MODULES = [module for module in GRAPH.files if len(module) > 1]
 
 INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
 BENCH_MAY_IMPORT = {
-    "anchors.translator.Translation",
     "engine.local.build",
     "engine.local.build.apart",
-    "engine.local.build.EngineParts",
     "engine.local.engine.LocalEngine",
     "engine.local.model.loading.checked_runner",
     "engine.local.model.probe.ProbedSequence",

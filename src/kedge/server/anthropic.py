@@ -23,10 +23,11 @@ from kedge.server.http import (
     sent_as,
 )
 from kedge.server.openai import prompts
-from kedge.server.openai.generation import ANSWERS, TheCaller, answer
+from kedge.server.openai.generation import ANSWERS, answer
 from kedge.server.openai.protocol import DROPPED, CallBody, ChatBody, Count
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
+from kedge.server.workflows.server_runs import TheCaller
 from kedge.types import Completion, FinishReason
 
 Block = dict[str, Any]

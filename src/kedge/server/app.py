@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kedge import __version__
@@ -31,16 +31,13 @@ from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
 from kedge.server.openai import generation as openai_api
-from kedge.server.service import AnyCaller, Service, TheService
+from kedge.server.service import Service, TheService
 from kedge.server.tenancy import KeyRing
 from kedge.server.threads import in_own_thread
 from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
 from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from kedge.engine.common.state.snapshot import SavedState
 
 
 def create_app(
@@ -113,9 +110,9 @@ async def ready(service: TheService) -> Response:
 
 
 @_router.get("/metrics", response_class=Response, responses=answers(200, kinds=("text/plain",)))
-async def metrics(service: TheService, caller: AnyCaller) -> Response:
+async def metrics(service: TheService, request: Request) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
-    if not caller.is_operator:
+    if not (caller := service.authenticate(request)).is_operator:
         return Response(service.metrics.exposition(caller.id), headers={"Content-Type": CONTENT_TYPE_LATEST})
     await service.cache_metrics.refresh()
     text = service.metrics.exposition(None, service.cache_metrics)
@@ -125,20 +122,12 @@ async def metrics(service: TheService, caller: AnyCaller) -> Response:
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class Saving(Protocol):
-    """Engine whose state can be saved and loaded (`kedge.engine.local.engine.LocalEngine`)."""
-
-    def save(self, folder: str | Path) -> SavedState: ...
-    def load(self, folder: str | Path) -> SavedState: ...
-
-
 def snapshots_of(engine: Engine, folder: Path, count: Callable[[str], None]) -> Snapshots:
     """Return what saves an engine to a folder. Raises `ConfigError` for an engine that cannot be saved."""
-    if not isinstance(engine, Saving):
+    load, save = getattr(engine, "load", None), getattr(engine, "save", None)  # as those of `LocalEngine`
+    if load is None or save is None:
         raise ConfigError("server.state", str(folder), f"{type(engine).__name__} has no state to save")
-    load, save = partial(engine.load, folder), partial(engine.save, folder)
-    return Snapshots(folder, load, save, "server.state", count)
+    return Snapshots(folder, partial(load, folder), partial(save, folder), "server.state", count)
 
 
 MARGIN_SECONDS = 5

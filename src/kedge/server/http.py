@@ -271,35 +271,34 @@ def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
 
 
 class Problem(NamedTuple):
-    """Status, type and code of an error answer."""
+    """Status and code of an error answer."""
 
     status: int
-    type: str
     code: str | None
 
 
 KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
-    (Unauthenticated, Problem(401, INVALID_REQUEST, "invalid_api_key")),
-    (NotFound, Problem(404, INVALID_REQUEST, "not_found")),
-    (LimitReached, Problem(429, "rate_limit_error", "rate_limit_exceeded")),
-    (Overloaded, Problem(503, "server_error", OVERLOADED)),
-    (OutOfBlocks, Problem(503, "server_error", OVERLOADED)),
-    (EngineClosed, Problem(503, "server_error", "engine_closed")),
-    (PromptTooLong, Problem(400, INVALID_REQUEST, "context_length_exceeded")),
-    (RequestError, Problem(400, INVALID_REQUEST, None)),
-    (WorkflowError, Problem(400, INVALID_REQUEST, None)),
+    (Unauthenticated, Problem(401, "invalid_api_key")),
+    (NotFound, Problem(404, "not_found")),
+    (LimitReached, Problem(429, "rate_limit_exceeded")),
+    (Overloaded, Problem(503, OVERLOADED)),
+    (OutOfBlocks, Problem(503, OVERLOADED)),
+    (EngineClosed, Problem(503, "engine_closed")),
+    (PromptTooLong, Problem(400, "context_length_exceeded")),
+    (RequestError, Problem(400, None)),
+    (WorkflowError, Problem(400, None)),
 )
 """The first match counts; any other error is an internal one."""
 SOURCES = frozenset({"body", "query", "path", "header"})
 """First part of the location of a bad value in FastAPI's errors, which is no field's name."""
 NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
 """Pydantic's errors whose messages name Python types."""
-INTERNAL = Problem(500, "server_error", "internal_error")
+INTERNAL = Problem(500, "internal_error")
 BUG = "internal error of the server, see its log"
 
 
 def problem_of(error: KedgeError) -> Problem:
-    """Return the status, type and code for `error`."""
+    """Return the status and the code for `error`."""
     found = next((problem for kind, problem in KINDS if isinstance(error, kind)), INTERNAL)
     return found._replace(code="model_not_found") if isinstance(error, NotFound) and error.key == "model" else found
 
@@ -307,7 +306,8 @@ def problem_of(error: KedgeError) -> Problem:
 def problem_body(message: str, problem: Problem, param: str | None = None) -> dict[str, Any]:
     """Return the body of an error answer."""
     short = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
-    return {"error": {"message": short, "type": problem.type, "param": param, "code": problem.code}}
+    kind = "rate_limit_error" if problem.status == 429 else "server_error" if problem.status >= 500 else INVALID_REQUEST
+    return {"error": {"message": short, "type": kind, "param": param, "code": problem.code}}
 
 
 ANTHROPIC_TYPES = {
@@ -368,12 +368,11 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
             why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
             message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
             param = place[0] if is_json and place else None
-            body = problem_body(message, Problem(400, INVALID_REQUEST, None), param)
+            body = problem_body(message, Problem(400, None), param)
         case HTTPException():
             status, headers = error.status_code, dict(error.headers or {})
-            kind = INVALID_REQUEST if status < 500 else INTERNAL.type
             param = "Host" if status == 421 else None
-            body = problem_body(str(error.detail), Problem(status, kind, CODES.get(status)), param)
+            body = problem_body(str(error.detail), Problem(status, CODES.get(status)), param)
     tenant, service = getattr(request.state, "tenant", None), request.app.state.service
     owner = tenant.id if tenant else None
     if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):

@@ -23,11 +23,12 @@ from kedge.server.http import (
     read_as,
     usage,
 )
-from kedge.server.openai.generation import ANSWERS, TheCaller, answer, failure
+from kedge.server.openai.generation import ANSWERS, answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
 from kedge.server.service import Service
+from kedge.server.workflows.server_runs import TheCaller
 from kedge.types import Completion, FinishReason
 
 NO_EFFECT = ("store", "include", "truncation", "service_tier", "stream_options", "max_tool_calls")

@@ -11,12 +11,12 @@ from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
-from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
+from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded
 from kedge.hints import Hints, read_hints
 from kedge.server.history import History
 from kedge.server.http import CallFailure
 from kedge.server.metrics import NO_TENANT, CacheMetrics, ServerMetrics
-from kedge.server.tenancy import OPERATOR, KeyRing, Meter, Tenant
+from kedge.server.tenancy import KeyRing, Meter, Tenant
 from kedge.server.threads import Threads, in_own_thread
 from kedge.server.tracing import OpenTelemetry
 from kedge.settings import ServerSettings
@@ -53,6 +53,11 @@ class Service:
         self._meters: dict[TenantId, Meter] = {}
         self.calls: dict[object, Callable[[KedgeError], None]] = {}
         """What each running call of the engine is told of an error with"""
+
+    def authenticate(self, request: Request) -> Tenant:
+        """Return who calls: a tenant, or the operator. Raises `Unauthenticated`."""
+        tenant = request.state.tenant = self.keys.of_headers(request.headers)
+        return tenant
 
     def meter(self, tenant: Tenant) -> Meter:
         """Return the tenant's meter."""
@@ -173,18 +178,4 @@ async def _service(request: Request) -> Service:
     return service
 
 
-async def _authenticated(request: Request, service: Annotated[Service, Depends(_service)]) -> Tenant:
-    tenant = request.state.tenant = service.keys.of_headers(request.headers)
-    return tenant
-
-
-async def _tenant(tenant: Annotated[Tenant, Depends(_authenticated)]) -> Tenant:
-    if tenant.id == OPERATOR:
-        raise Unauthenticated("Authorization", "…", "must be a tenant's key: an operator's key only reads metrics")
-    return tenant
-
-
 TheService = Annotated[Service, Depends(_service)]
-TheTenant = Annotated[Tenant, Depends(_tenant)]
-AnyCaller = Annotated[Tenant, Depends(_authenticated)]
-"""A tenant or the operator."""

@@ -1,19 +1,7 @@
 """API keys, the tenants that they belong to, and the tenants' limits with their meters.
 
 A tenant is what the server authenticated, never what a client claims. Without keys there is one tenant.
-
-    [tenants.acme]                              # a TOML file; `kedge serve --new-key acme` makes a key
-    keys = ["sha256:0a1b…"]
-    requests_in_flight = 8
-    tokens_per_minute = 100000
-    hints_per_minute = 12000
-    anchor_bytes = "64MiB"
-    host_memory = "1GiB"
-    keep_texts = true                           # the dashboard may keep its prompts and answers for a while
-    [operator]                                  # may read all metrics, and nothing else
-    keys = ["sha256:…"]
-
-    KEDGE_API_KEYS=acme:sha256:0a1b…,other:sha256:…,*:sha256:…          # the same in the environment; * is the operator
+`docs/server.md` has the file of keys.
 """
 
 from __future__ import annotations
@@ -138,30 +126,25 @@ def _of_file(file: Path | None, default: LimitSettings) -> Iterator[tuple[str, T
     tenants = data.get("tenants", {})
     if not isinstance(tenants, dict):
         raise ConfigError("tenants", type(tenants).__name__, "must be a table")
-    sections = {f"tenants.{name}": (name, section) for name, section in tenants.items()}
+    sections = [(f"{file}: tenants.{name}", name, section) for name, section in tenants.items()]
     if "operator" in data:
-        sections["operator"] = (OPERATOR, data["operator"])
-    for key, (name, section) in sections.items():
-        yield from _of_section(f"{file}: {key}", name, section, default)
-
-
-def _of_section(key: str, name: str, section: object, default: LimitSettings) -> Iterator[tuple[str, Tenant]]:
-    if not isinstance(section, dict):
-        raise ConfigError(key, type(section).__name__, "must be a table with `keys`")
-    limits = {name: value for name, value in section.items() if name in LimitSettings.model_fields}
-    _refuse_unknown(section, {"keys", "keep_texts", *limits}, key)
-    keys = section.get("keys")
-    if not isinstance(keys, list) or not keys:
-        raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
-    try:
-        own = LimitSettings(**{**dict(default), **limits})
-    except ConfigError as error:
-        raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
-    keep_texts = section.get("keep_texts")
-    if keep_texts is not None and not isinstance(keep_texts, bool):
-        raise ConfigError(f"{key}.keep_texts", keep_texts, "must be true or false")
-    for digest in keys:
-        yield _hash(digest, key), replace(_tenant(name, own), keep_texts=keep_texts)
+        sections.append((f"{file}: operator", OPERATOR, data["operator"]))
+    for key, name, section in sections:
+        if not isinstance(section, dict):
+            raise ConfigError(key, type(section).__name__, "must be a table with `keys`")
+        limits = {limit: value for limit, value in section.items() if limit in LimitSettings.model_fields}
+        _refuse_unknown(section, {"keys", "keep_texts", *limits}, key)
+        keys, keep_texts = section.get("keys"), section.get("keep_texts")
+        if not isinstance(keys, list) or not keys:
+            raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
+        if keep_texts is not None and not isinstance(keep_texts, bool):
+            raise ConfigError(f"{key}.keep_texts", keep_texts, "must be true or false")
+        try:
+            own = LimitSettings(**{**dict(default), **limits})
+        except ConfigError as error:
+            raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
+        for digest in keys:
+            yield _hash(digest, key), replace(_tenant(name, own), keep_texts=keep_texts)
 
 
 def _refuse_unknown(section: Mapping[str, Any], known: set[str], key: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kedge.errors import ConfigError
 from kedge.runner.run import EventKind, RunEvent
 from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, Source
-from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import tool_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 _OPERATION = "kedge.operation"
-PROVIDER = {"gen_ai.provider.name": "kedge"}
 FIRST_TOKEN = "gen_ai.first_token"
 
 
@@ -33,7 +32,7 @@ class OpenTelemetry:
         from opentelemetry.propagate import extract
 
         self._tracer: Tracer = provider.get_tracer("kedge")
-        self._model_name, self._extract = model_name, extract
+        self.model_name, self._extract = model_name, extract
 
     @contextmanager
     def called(self, path: str, headers: Mapping[str, str]) -> Iterator[None]:
@@ -47,32 +46,28 @@ class OpenTelemetry:
         finally:
             context.detach(token)
 
+    def begin(
+        self,
+        operation: str,
+        name: str,
+        attributes: Mapping[str, Any],
+        within: Span | None = None,
+        kind: str = "INTERNAL",
+    ) -> Span:
+        """Begin a span `within` another one, or else within the caller's."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        about = _known({"gen_ai.provider.name": "kedge", "gen_ai.operation.name": operation, **attributes})
+        parent = set_span_in_context(within) if within else None
+        return self._tracer.start_span(f"{operation} {name}", parent, kind=SpanKind[kind], attributes=about)
+
     def generation(self, tenant: str) -> GenerationSpan:
         """Begin the span of a call's generations, before they are submitted."""
         from opentelemetry import context
-        from opentelemetry.trace import SpanKind
 
-        operation = str(context.get_value(_OPERATION))
-        attributes = {
-            **PROVIDER,
-            "gen_ai.operation.name": operation,
-            "gen_ai.request.model": self._model_name,
-            "kedge.tenant": tenant,
-        }
-        span = self._tracer.start_span(f"{operation} {self._model_name}", kind=SpanKind.SERVER, attributes=attributes)
-        return GenerationSpan(span, self._model_name)
-
-    def run(self, tenant: str, run_id: str, workflow: Workflow) -> WorkflowSpan:
-        """Begin the span of a workflow run."""
-        attributes = {
-            **PROVIDER,
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": workflow.name,
-            "gen_ai.conversation.id": run_id,
-            "kedge.tenant": tenant,
-        }
-        span = self._tracer.start_span(f"invoke_workflow {workflow.name}", attributes=attributes)
-        return WorkflowSpan(self._tracer, span, workflow, run_id, self._model_name)
+        attributes = {"gen_ai.request.model": self.model_name, "kedge.tenant": tenant}
+        span = self.begin(str(context.get_value(_OPERATION)), self.model_name, attributes, kind="SERVER")
+        return GenerationSpan(span, self.model_name)
 
 
 def exporting(model_name: str) -> OpenTelemetry:
@@ -101,17 +96,15 @@ class GenerationSpan:
     def submitting(self, requests: Sequence[GenerateRequest]) -> None:
         """Record the attributes of the requests."""
         first = requests[0]
-        _set(
-            self._span,
-            {
-                **_request_attributes(first.sampling),
-                "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
-                "gen_ai.agent.name": first.agent or None,
-                "gen_ai.conversation.id": first.run or None,
-                "kedge.workflow": first.workflow or None,
-                "kedge.reuse": first.reuse.value,
-            },
-        )
+        attributes = {
+            **_request_attributes(first.sampling),
+            "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
+            "gen_ai.agent.name": first.agent or None,
+            "gen_ai.conversation.id": first.run or None,
+            "kedge.workflow": first.workflow or None,
+            "kedge.reuse": first.reuse.value,
+        }
+        self._span.set_attributes(_known(attributes))
 
     def begun(self) -> None:
         """Record the first token of a generation."""
@@ -120,15 +113,14 @@ class GenerationSpan:
     def ended(self, completions: Sequence[Completion]) -> None:
         """End the span: nothing of the call is left in the engine."""
         receipts = [one.receipt for one in completions]
-        tokens = {f"kedge.prompt_tokens.{source}": sum(one.tokens(source) for one in receipts) for source in Source}
         attributes = {
             "gen_ai.response.model": self._model_name,
             "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
             "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in receipts),
             "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
-            **tokens,
+            **{f"kedge.prompt_tokens.{source}": sum(one.tokens(source) for one in receipts) for source in Source},
         }
-        _set(self._span, attributes)
+        self._span.set_attributes(_known(attributes))
         self._span.end()
 
     def failed(self, error: BaseException) -> None:
@@ -139,10 +131,12 @@ class GenerationSpan:
 class WorkflowSpan:
     """Span of a run of the server, with a child per call of an agent or a tool. One thread at a time calls it."""
 
-    def __init__(self, tracer: Tracer, span: Span, workflow: Workflow, run_id: str, model_name: str) -> None:
-        self._tracer, self._span, self._workflow = tracer, span, workflow
-        self._model_name = model_name
-        self._about = {**PROVIDER, "gen_ai.conversation.id": run_id, "kedge.workflow": workflow.name}
+    def __init__(self, tracing: OpenTelemetry, tenant: str, run_id: str, workflow: Workflow) -> None:
+        """Begin the span."""
+        self._tracing, self._workflow = tracing, workflow
+        about = {"gen_ai.conversation.id": run_id, "gen_ai.workflow.name": workflow.name, "kedge.tenant": tenant}
+        self._span = tracing.begin("invoke_workflow", workflow.name, about)
+        self._about = {"gen_ai.conversation.id": run_id, "kedge.workflow": workflow.name}
         self._open: dict[RequestId, Span] = {}
         """Open child span per request: the agent's, then its tool's."""
         self._begun: set[RequestId] = set()
@@ -150,24 +144,21 @@ class WorkflowSpan:
     def record(self, event: RunEvent) -> None:
         """Record an event of the run."""
         agent, request = self._workflow.agent(event.agent), event.request_id
+        about = {**self._about, "gen_ai.agent.name": agent.id, "kedge.turn": event.turn}
         match event.kind:
             case EventKind.SUBMITTED:
-                attributes = {
-                    "gen_ai.request.model": self._model_name,
-                    "kedge.turn": event.turn,
-                    "kedge.reuse": agent.reuse.value if agent.reuse else None,
-                    **_request_attributes(agent.sampling),
-                }
-                self._open[request] = self._child("invoke_agent", agent, agent.id, attributes)
+                about |= {"gen_ai.request.model": self._tracing.model_name, **_request_attributes(agent.sampling)}
+                about["kedge.reuse"] = agent.reuse and agent.reuse.value
+                self._open[request] = self._tracing.begin("invoke_agent", agent.id, about, self._span)
             case EventKind.TEXT if request not in self._begun:
                 self._begun.add(request)
                 self._open[request].add_event(FIRST_TOKEN)
             case EventKind.ANSWERED if event.completion:
-                GenerationSpan(self._open.pop(request), self._model_name).ended([event.completion])
+                GenerationSpan(self._open.pop(request), self._tracing.model_name).ended([event.completion])
                 if agent.tool is not None:
                     name = tool_name(agent.tool)
-                    attributes = {"gen_ai.tool.name": name, "gen_ai.tool.type": "function", "kedge.turn": event.turn}
-                    self._open[request] = self._child("execute_tool", agent, name, attributes)
+                    about |= {"gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
+                    self._open[request] = self._tracing.begin("execute_tool", name, about, self._span)
             case EventKind.TOOL:
                 self._open.pop(request).end()
 
@@ -179,13 +170,6 @@ class WorkflowSpan:
                 span.end()
             else:
                 _fail(span, error)
-
-    def _child(self, operation: str, agent: Agent, name: str, attributes: Mapping[str, Any]) -> Span:
-        from opentelemetry.trace import set_span_in_context
-
-        span = self._tracer.start_span(f"{operation} {name}", set_span_in_context(self._span))
-        _set(span, {**self._about, "gen_ai.operation.name": operation, "gen_ai.agent.name": agent.id, **attributes})
-        return span
 
 
 def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
@@ -206,5 +190,6 @@ def _fail(span: Span, error: BaseException, why: str | None = None) -> None:
     span.end()
 
 
-def _set(span: Span, attributes: Mapping[str, Any]) -> None:
-    span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+def _known(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that have a value."""
+    return {key: value for key, value in attributes.items() if value is not None}

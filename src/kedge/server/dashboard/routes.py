@@ -19,9 +19,9 @@ from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, NotFound
 from kedge.server.history import text_of
 from kedge.server.http import ERRORS, JSONAnswer
-from kedge.server.service import Service, TheService, TheTenant
+from kedge.server.service import Service
 from kedge.server.tenancy import Tenant
-from kedge.server.workflows.server_runs import TheWorkflows, Workflows
+from kedge.server.workflows.server_runs import TheCaller, Workflows
 from kedge.types import TenantId, Tokens, WorkflowAgent, is_owned
 from kedge.workflow.export import columns, workflow_edges
 from kedge.workflow.graph import Workflow
@@ -62,8 +62,9 @@ def _files() -> dict[str, bytes]:
 
 
 @router.get("/v1/dashboard", include_in_schema=False)
-async def state(service: TheService, workflows: TheWorkflows, tenant: TheTenant, since: int = 0) -> Response:
+async def state(caller: TheCaller, since: int = 0) -> Response:
     """The tenant's workflows, runs and failures, and its calls that have changed since version `since`."""
+    service, workflows, tenant = caller.service, caller.workflows, caller.tenant
     told = service.history.state(tenant.id, since)
     condition, reason = health(service)
     about = {"model": service.model_name, "version": __version__, "open": service.keys.is_open}
@@ -108,8 +109,9 @@ def _runs(workflows: Workflows, tenant: Tenant) -> list[dict[str, Any]]:
 
 
 @router.get("/v1/dashboard/engine", include_in_schema=False)
-async def engine(service: TheService, tenant: TheTenant) -> Response:
+async def engine(caller: TheCaller) -> Response:
     """What the engine holds for the tenant. It answers between two steps."""
+    service, tenant = caller.service, caller.tenant
     prompts = service.history.fixed_prompts(tenant.id)
     look = partial(look_into, service.engine, tenant.id, prompts, with_totals=service.keys.is_open)
     return JSONAnswer(await service.threads.ask(("dashboard", tenant.id), look))
@@ -152,8 +154,9 @@ def look_into(
 
 
 @router.get("/v1/dashboard/calls/{number}", include_in_schema=False)
-async def call(number: int, service: TheService, tenant: TheTenant) -> Response:
+async def call(number: int, caller: TheCaller) -> Response:
     """The text of a call of the tenant, by its number on the dashboard; null where it is not kept."""
+    service, tenant = caller.service, caller.tenant
     found = service.history.texts(tenant.id, number)
     if found is None:
         raise NotFound("call", number, "the dashboard remembers only the last ones")
@@ -167,12 +170,13 @@ async def call(number: int, service: TheService, tenant: TheTenant) -> Response:
 
 
 @router.get("/kedge/report", tags=["Operation"], responses=ERRORS)
-async def traffic_report(service: TheService, tenant: TheTenant) -> Response:
+async def traffic_report(caller: TheCaller) -> Response:
     """Return what was found in the tenant's plain requests: agents, who follows whom, and what defeats reuse; null for
     an engine that does not look at plain requests in this process.
     """
-    look = partial(service.engine.traffic, partial(is_owned, tenant.id))
-    return JSONAnswer(await service.threads.ask(("traffic", tenant.id), look))
+    tenant, threads = caller.tenant.id, caller.service.threads
+    look = partial(caller.service.engine.traffic, partial(is_owned, tenant))
+    return JSONAnswer(await threads.ask(("traffic", tenant), look))
 
 
 SHOWN = ("mode", "max_changed", "agents")
@@ -180,12 +184,13 @@ SHOWN = ("mode", "max_changed", "agents")
 
 
 @router.get("/v1/guard", tags=["Kedge"], responses=ERRORS)
-async def guard(service: TheService, tenant: TheTenant) -> Response:
+async def guard(caller: TheCaller) -> Response:
     """Return how far the translation of the tenant's agents is trusted, by placeholder, and by what evidence.
 
     `mode` is null for an engine without a guard.
     """
-    look = partial(service.engine.inspect_tenants, partial(is_owned, tenant.id), [])
-    held = (await service.threads.ask(("guard", tenant.id), look)).get("guard", {})
+    tenant, threads = caller.tenant.id, caller.service.threads
+    look = partial(caller.service.engine.inspect_tenants, partial(is_owned, tenant), [])
+    held = (await threads.ask(("guard", tenant), look)).get("guard", {})
     shown = {name: held[name] for name in SHOWN if name in held}
     return JSONAnswer({"object": "guard", "mode": None, "max_changed": None, "agents": [], **shown})

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Response
 
 from kedge.checks import brief
-from kedge.engine.base import Engine, Item, Stream
+from kedge.engine.base import Item, Stream
 from kedge.errors import (
     EmptyPrompt,
     EngineClosed,
@@ -47,11 +47,11 @@ from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, AnyBody, CallBody, ChatBody, CompletionBody
 from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
-from kedge.server.service import Service, TheService, TheTenant
-from kedge.server.tenancy import Meter, Tenant
+from kedge.server.service import Service
+from kedge.server.tenancy import Meter
 from kedge.server.tracing import GenerationSpan
 from kedge.server.workflows.client_runs import values_for
-from kedge.server.workflows.server_runs import TheWorkflows, Workflows
+from kedge.server.workflows.server_runs import CallScope, TheCaller
 from kedge.types import (
     ClientId,
     Completion,
@@ -61,36 +61,34 @@ from kedge.types import (
     ReuseMode,
     RunId,
     SamplingParams,
-    Segment,
     TokenDelta,
     ValueKind,
 )
 from kedge.workflow.graph import Step
 
-
-@dataclass(frozen=True, slots=True)
-class CallScope:
-    """Who asks, and which server answers."""
-
-    request: Request
-    service: Service
-    workflows: Workflows
-    tenant: Tenant
-
-
-async def _caller(request: Request, service: TheService, workflows: TheWorkflows, tenant: TheTenant) -> CallScope:
-    return CallScope(request, service, workflows, tenant)
-
-
-TheCaller = Annotated[CallScope, Depends(_caller)]
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
 """Documentation of the answers of routes that generate"""
 
 
 async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Response:
     """Answer a call. Raises `NotFound` for another model, and `RequestError` for what cannot be served."""
+
+    def read() -> tuple[AnyBody, Hints, str]:
+        """Return the body with its hints and the answer's grammar."""
+        body, service = given.chat(), caller.service
+        if body is not given and body.choices_per_prompt > 1:
+            raise RequestError("n", body.n, "this protocol's answers have one choice")
+        service.check_model(body.model)
+        body.refuse_unsupported()
+        hints = caller.request.state.hints = service.hints(caller.tenant, body.hints, caller.request.headers)
+        body.left_out.extend(hints.ignored)
+        if not isinstance(body, ChatBody):
+            return body, hints, ""
+        body.left_out.extend(body.unread)
+        return body, hints, grammar_of(body, service.settings.tool_call_parser)
+
     with sent_as(given.sent):
-        call = Generation(caller, *await caller.service.threads.work(partial(_read, given, caller)))
+        call = Generation(caller, *await caller.service.threads.work(read))
         await call.begin()
         writer.body, writer.requests, writer.completions = call.body, call.requests, call.completions
         if call.body.stream:
@@ -106,21 +104,6 @@ async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Re
 
     is_long = call.body.top_logprobs_count is not None
     return JSONAnswer(await caller.service.threads.work(whole) if is_long else whole())
-
-
-def _read(given: CallBody, caller: CallScope) -> tuple[AnyBody, Hints, str]:
-    """Return a body with its hints and the answer's grammar."""
-    body, service = given.chat(), caller.service
-    if body is not given and body.choices_per_prompt > 1:
-        raise RequestError("n", body.n, "this protocol's answers have one choice")
-    service.check_model(body.model)
-    body.refuse_unsupported()
-    hints = caller.request.state.hints = service.hints(caller.tenant, body.hints, caller.request.headers)
-    body.left_out.extend(hints.ignored)
-    if not isinstance(body, ChatBody):
-        return body, hints, ""
-    body.left_out.extend(body.unread)
-    return body, hints, grammar_of(body, service.settings.tool_call_parser)
 
 
 async def _events(call: Generation, writer: AnswerWriter) -> AsyncIterator[bytes]:
@@ -209,6 +192,22 @@ class Generation:
         """
         run, service, tenant, agent = self.run, self.caller.service, self.caller.tenant, self.hints.agent
         fills, threads = self.hints.bindings is not None, service.threads
+
+        def submit() -> list[Stream]:
+            """Build and submit all requests or, if one is refused, none."""
+            self.requests = self._requests()
+            if self._span:
+                self._span.submitting(self.requests)
+            streams: list[Stream] = []
+            try:
+                for request in self.requests:
+                    streams.append(service.engine.submit(request))
+            except KedgeError:
+                for stream in streams:
+                    service.engine.cancel(stream.request_id)
+                raise
+            return streams
+
         count = self.body.choices_per_prompt * (len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1)
         if run and agent:
             self.step = run.call(agent, fills=fills)
@@ -217,10 +216,6 @@ class Generation:
         try:
             self._meter = service.admit(tenant, count)
             self._span = service.tracing.generation(tenant.id) if service.tracing else None
-            self.requests = await threads.work(self._requests)
-            if self._span:
-                self._span.submitting(self.requests)
-            submit = partial(_submit_all, service.engine, self.requests)
             may_wait = bool(self.sampling.grammar)  # for others of its tenant to be read
             streams = await (asyncio.wrap_future(threads.wait(submit)) if may_wait else threads.work(submit))
         except BaseException as error:  # cancellation too must undo it
@@ -367,18 +362,19 @@ class Generation:
             if error.key not in ("kedge.bindings", field):
                 error.rename(field, value)
 
-    def _prompts(self) -> list[Sequence[Segment]]:
-        """Return the segments of every prompt."""
-        tokenizer = self.caller.service.engine.tokenizer
-        if self.step and self.registered:
-            prompt, bindings = self.registered.prompts[self.step.agent], self.hints.bindings or {}
-            return [prompt.fill(values_for(prompt, bindings, tokenizer, self.registered, self.run, self.step))]
-        if isinstance(self.body, CompletionBody):
-            return [prompts.of_prompt(tokenizer, one) for one in self.body.prompts]
-        return [prompts.of_chat(tokenizer, self.body)]
-
     def _requests(self) -> list[GenerateRequest]:
+        """Return the requests of every prompt, one for each choice."""
         hints, seed, agent, registered = self.hints, self.sampling.seed, self.agent, self.registered
+        tokenizer, fixed = self.caller.service.engine.tokenizer, hints.fixed_tokens
+        if self.step and registered:
+            template = registered.prompts[self.step.agent]
+            values = values_for(template, hints.bindings or {}, tokenizer, registered, self.run, self.step)
+            # all calls of this agent share the beginning of its template
+            asked, fixed = [template.fill(values)], len(template.prefixes[0]) or None
+        elif isinstance(self.body, CompletionBody):
+            asked = [prompts.of_prompt(tokenizer, one) for one in self.body.prompts]
+        else:
+            asked = [prompts.of_chat(tokenizer, self.body)]
         guard = GuardOrders(hints.guard, fidelity=hints.fidelity, pick=hints.pick)
         if agent is not None:
             fidelity = agent.fidelity if hints.fidelity is None else hints.fidelity
@@ -390,13 +386,9 @@ class Generation:
             produces = self.step.sample() if is_read else None
         tools = self.caller.service.settings.tool_call_parser
         requests = []
-        for segments in self._prompts():
-            if self.step and registered:  # all calls of this agent share the beginning of its template
-                fixed = len(registered.prompts[self.step.agent].prefixes[0]) or None
-            elif hints.fixed_messages:
+        for segments in asked:
+            if hints.fixed_messages and not self.step:
                 fixed = prompts.tokens_up_to(segments, f"message_{hints.fixed_messages - 1}")
-            else:
-                fixed = hints.fixed_tokens
             for choice in range(self.body.choices_per_prompt):
                 request = GenerateRequest(
                     segments=tuple(segments),
@@ -422,19 +414,6 @@ class Generation:
         return requests
 
 
-def _submit_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Stream]:
-    """Submit all requests or, if one is refused, none. Returns their streams."""
-    streams: list[Stream] = []
-    try:
-        for request in requests:
-            streams.append(engine.submit(request))
-    except KedgeError:
-        for stream in streams:
-            engine.cancel(stream.request_id)
-        raise
-    return streams
-
-
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 
 
@@ -451,16 +430,16 @@ async def completions(body: CompletionBody, caller: TheCaller) -> Response:
 
 
 @router.get("/v1/models")
-async def models(service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001 (authenticates the caller)
+async def models(caller: TheCaller) -> Response:
     """List the one model that is served."""
-    return JSONAnswer({"object": "list", "data": [_model(service)]})
+    return JSONAnswer({"object": "list", "data": [_model(caller.service)]})
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, service: TheService, tenant: TheTenant) -> Response:  # noqa: ARG001
+async def model(name: str, caller: TheCaller) -> Response:
     """Return a model by its name."""
-    service.check_model(name)
-    return JSONAnswer(_model(service))
+    caller.service.check_model(name)
+    return JSONAnswer(_model(caller.service))
 
 
 def _model(service: Service) -> dict[str, object]:

@@ -237,16 +237,6 @@ class GenerationBody(CallBody):
         return self.n or 1
 
     @property
-    def top_logprobs_count(self) -> int | None:
-        """Number of top-k logprobs besides the answer token's own; None for no logprobs at all."""
-        return None
-
-    @property
-    def prompt_logprobs_count(self) -> int | None:
-        """Number of top-k logprobs per prompt token; None for no logprobs of the prompt."""
-        return None
-
-    @property
     def hints(self) -> dict[str, Any]:
         """Fields that may be hints."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if name not in UNSUPPORTED}
@@ -284,6 +274,7 @@ class ChatBody(GenerationBody):
 
     messages: list[ChatMessage]
     prompt_field = "messages"
+    prompt_logprobs_count: ClassVar[int | None] = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
@@ -316,6 +307,7 @@ class ChatBody(GenerationBody):
 
     @property
     def top_logprobs_count(self) -> int | None:
+        """Number of top-k logprobs besides the answer token's own; None for no logprobs at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def sampling(self, base: SamplingParams) -> SamplingParams:
@@ -369,10 +361,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def top_logprobs_count(self) -> int | None:
+        """Number of top-k logprobs besides the answer token's own; None for no logprobs at all."""
         return self.logprobs
 
     @property
     def prompt_logprobs_count(self) -> int | None:
+        """Number of top-k logprobs per prompt token; None for no logprobs of the prompt."""
         return self.logprobs if self.echo else None
 
     def refuse_unsupported(self) -> None:

@@ -102,11 +102,8 @@ class WorkflowRegistry:
         del self._of[tenant][name]
 
 
-def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *, tools: bool) -> Registered:
-    """Return a checked workflow of parsed YAML or JSON, in which `judges` are not translated.
-
-    Raises `WorkflowError`, and `NotFound` for an unknown judge.
-    """
+def registered(data: object, reuse: ReuseMode | None, *, tools: bool) -> Registered:
+    """Return a checked workflow of parsed YAML or JSON. Raises `WorkflowError`."""
     agents = data.get("agents") if isinstance(data, dict) and not tools else None
     for agent in agents if isinstance(agents, list) else ():
         if isinstance(agent, dict) and agent.get("tool") is not None:
@@ -116,7 +113,4 @@ def registered(data: object, reuse: ReuseMode | None, judges: frozenset[str], *,
         raise SpecError("name", workflow.name, "must have 1 to 128 printable characters without '/'")
     if len(workflow.agents) * workflow.turns > MAX_STEPS:
         raise WorkflowError("agents", len(workflow.agents), f"with their turns, at most {MAX_STEPS} calls in a run")
-    new = Registered(workflow, reuse)
-    exact = {new.agent(judge).id for judge in judges if new.agent(judge).reuse is not ReuseMode.OFF}
-    agents = (replace(one, reuse=ReuseMode.EXACT) if one.id in exact else one for one in workflow.agents)
-    return replace(new, workflow=replace(workflow, agents=tuple(agents)))
+    return Registered(workflow, reuse)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Response
 
 from kedge.engine.base import Tokenizer
 from kedge.errors import PromptTooLong, RequestError, SpecError
@@ -29,12 +29,10 @@ from kedge.server.http import (
     answers,
     event,
 )
-from kedge.server.service import TheService, TheTenant
 from kedge.server.workflows.registry import Registered, registered
-from kedge.server.workflows.server_runs import ServerRun, TheWorkflows
+from kedge.server.workflows.server_runs import ServerRun, TheCaller
 from kedge.settings.sections import shown_fidelity
 from kedge.types import ReuseMode
-from kedge.workflow.export import export
 from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import parse_text
 
@@ -60,7 +58,6 @@ class RunBody(Body):
 router = APIRouter(tags=["Kedge"], responses=ERRORS, route_class=TypedRoute)
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
-MERMAID = "application/vnd.mermaid"
 FILE = {
     "requestBody": {
         "required": True,
@@ -73,19 +70,12 @@ FILE = {
 
 
 @router.post("/v1/workflows", openapi_extra=FILE, responses=answers(200, 201))
-async def register(
-    request: Request,
-    service: TheService,
-    known: TheWorkflows,
-    tenant: TheTenant,
-    reuse: ReuseChoice | None = None,
-    judge: Annotated[list[str], Query()] = [],  # noqa: B006 (FastAPI copies it)
-) -> Response:
+async def register(caller: TheCaller, reuse: ReuseChoice | None = None) -> Response:
     """Register the workflow file in the body (YAML, or JSON by its content type), or replace the one with its name.
 
-    `reuse` is the mode of agents without a mode of their own. A `judge` is an agent whose own mode is `exact`: it is
-    never translated unless a request asks for it by its name.
+    `reuse` is the mode of agents without a mode of their own.
     """
+    service, request = caller.service, caller.request
     content, kind = await request.body(), request.headers.get("content-type", "")
     mode = ReuseMode(reuse) if reuse else None
 
@@ -97,37 +87,32 @@ async def register(
         except UnicodeDecodeError as error:
             raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
         data = parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
-        new = registered(data, mode, frozenset(judge), tools=service.settings.tools)
+        new = registered(data, mode, tools=service.settings.tools)
         prompts = compiled(new.workflow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         return replace(new, prompts=prompts)
 
     new = await service.threads.work(build)
-    is_new = known.registry.put(tenant.id, new)
+    is_new = caller.workflows.registry.put(caller.tenant.id, new)
     return JSONAnswer(_described(new), 201 if is_new else 200)
 
 
 @router.get("/v1/workflows")
-async def workflows(known: TheWorkflows, tenant: TheTenant) -> Response:
+async def workflows(caller: TheCaller) -> Response:
     """List the tenant's workflows."""
-    return JSONAnswer({"object": "list", "data": [_described(one) for one in known.registry.all(tenant.id)]})
+    known = caller.workflows.registry.all(caller.tenant.id)
+    return JSONAnswer({"object": "list", "data": [_described(one) for one in known]})
 
 
 @router.get("/v1/workflows/{name}")
-async def workflow(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
+async def workflow(name: str, caller: TheCaller) -> Response:
     """Return a workflow with its agents."""
-    return JSONAnswer(_described(known.registry.get(tenant.id, name)))
-
-
-@router.get("/v1/workflows/{name}/graph", response_class=Response, responses=answers(200, kinds=[MERMAID]))
-async def graph(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
-    """Return which agent reads whose answers, as text for Mermaid."""
-    return Response(export(known.registry.get(tenant.id, name).workflow), media_type=MERMAID)
+    return JSONAnswer(_described(caller.workflows.registry.get(caller.tenant.id, name)))
 
 
 @router.delete("/v1/workflows/{name}")
-async def delete(name: str, known: TheWorkflows, tenant: TheTenant) -> Response:
+async def delete(name: str, caller: TheCaller) -> Response:
     """Remove a workflow; its runs go on."""
-    known.registry.remove(tenant.id, name)
+    caller.workflows.registry.remove(caller.tenant.id, name)
     return JSONAnswer({"id": name, "object": "workflow", "deleted": True})
 
 
@@ -156,15 +141,16 @@ def _described(one: Registered) -> dict[str, Any]:
 
 
 @router.post("/v1/workflows/{name}/runs", response_class=Response, responses=answers(200, kinds=EVENTS) | answers(201))
-async def start(name: str, body: RunBody, service: TheService, known: TheWorkflows, tenant: TheTenant) -> Response:
+async def start(name: str, body: RunBody, caller: TheCaller) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
-    found, default = known.registry.get(tenant.id, name), service.settings.reuse or ReuseMode.TRANSLATE
+    service, tenant = caller.service, caller.tenant
+    found, default = caller.workflows.registry.get(tenant.id, name), service.settings.reuse or ReuseMode.TRANSLATE
     for unknown in body.model_extra or {}:
         raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
     mode = ReuseMode(body.reuse) if isinstance(body.reuse, str) else None
     modes = {agent: ReuseMode(one) for agent, one in body.reuse.items()} if isinstance(body.reuse, dict) else {}
     await service.threads.work(lambda: _measure(found.workflow, body.inputs, service.engine.tokenizer))
-    runs, guard = known.server_runs, GuardMode(body.guard) if body.guard else None
+    runs, guard = caller.workflows.server_runs, GuardMode(body.guard) if body.guard else None
     served = runs.start(tenant, found.for_run(default, mode, modes, guard), body.inputs)
     if body.stream:
         return EventStream(_events(served, 0), served.cancel)
@@ -182,31 +168,30 @@ def _measure(workflow: Workflow, inputs: Mapping[str, str], tokenizer: Tokenizer
 
 
 @router.get("/v1/runs")
-async def all_runs(known: TheWorkflows, tenant: TheTenant) -> Response:
+async def all_runs(caller: TheCaller) -> Response:
     """List the tenant's running runs and the last ended ones."""
-    brief = [{"id": one.id, "workflow": one.workflow, "status": one.status} for one in known.server_runs.all(tenant)]
+    known = caller.workflows.server_runs.all(caller.tenant)
+    brief = [{"id": one.id, "workflow": one.workflow, "status": one.status} for one in known]
     return JSONAnswer({"object": "list", "data": brief})
 
 
 @router.get("/v1/runs/{run}")
-async def one_run(run: str, known: TheWorkflows, tenant: TheTenant) -> Response:
+async def one_run(run: str, caller: TheCaller) -> Response:
     """Return a run; an ended one with its answers and receipts."""
-    return JSONAnswer(known.server_runs.get(tenant, run).to_dict())
+    return JSONAnswer(caller.workflows.server_runs.get(caller.tenant, run).to_dict())
 
 
 @router.get("/v1/runs/{run}/events", response_class=Response, responses=answers(200, kinds=EVENTS))
-async def events(
-    run: str, known: TheWorkflows, tenant: TheTenant, last_event_id: Annotated[int | None, Header()] = None
-) -> Response:
+async def events(run: str, caller: TheCaller, last_event_id: Annotated[int | None, Header()] = None) -> Response:
     """Stream the past and future events of a run, from behind `Last-Event-ID` if that is given."""
-    served = known.server_runs.get(tenant, run)
+    served = caller.workflows.server_runs.get(caller.tenant, run)
     return EventStream(_events(served, 0 if last_event_id is None else last_event_id + 1), lambda: None)
 
 
 @router.post("/v1/runs/{run}/cancel", status_code=202)
-async def cancel(run: str, known: TheWorkflows, tenant: TheTenant) -> Response:
+async def cancel(run: str, caller: TheCaller) -> Response:
     """Cancel a run; an ended one stays as it is."""
-    served = known.server_runs.get(tenant, run)
+    served = caller.workflows.server_runs.get(caller.tenant, run)
     served.cancel()
     return JSONAnswer(served.to_dict(), 202)
 
@@ -221,17 +206,16 @@ async def _events(served: ServerRun, start: int) -> AsyncIterator[bytes]:
 
 
 @router.post("/v1/hints")
-async def hints(
-    body: dict[str, Any], request: Request, service: TheService, known: TheWorkflows, tenant: TheTenant
-) -> Response:
+async def hints(body: dict[str, Any], caller: TheCaller) -> Response:
     """Take hints without a prompt: a changed forecast, the end of a run, and what is said of sessions.
 
     The answer has what becomes of each. A call counts one against the tenant's hints per minute, and one more for each
     agent in its forecast and each session that it expects.
     """
+    service, tenant, known = caller.service, caller.tenant, caller.workflows
     allowed = service.meter(tenant).hints
     allowed.require()
-    given = service.hints(tenant, body, request.headers)
+    given = service.hints(tenant, body, caller.request.headers)
     allowed.use(1 + len(given.steps or ()) + len(given.expects or ()))
     namespace = tenant.namespace(given.salt)
     found = known.registry.find(tenant.id, given.workflow)

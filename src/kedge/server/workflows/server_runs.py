@@ -1,4 +1,4 @@
-"""Runs of registered workflows that the server drives, with their events, and all the workflows of a server."""
+"""Runs of registered workflows that the server drives, with their events; all that its routes share, and who calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from kedge.errors import KedgeError, NotFound, RequestError
+from kedge.errors import KedgeError, NotFound, RequestError, Unauthenticated
 from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
 from kedge.server.history import REMEMBERED
 from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, event, problem_body, problem_of, receipt
 from kedge.server.service import Service
-from kedge.server.tenancy import Meter, Tenant
+from kedge.server.tenancy import OPERATOR, Meter, Tenant
+from kedge.server.tracing import WorkflowSpan
 from kedge.server.workflows.client_runs import ClientRuns
 from kedge.server.workflows.registry import WorkflowRegistry
 from kedge.types import RequestId, ReuseMode, RunId, TenantId
@@ -61,7 +62,7 @@ class ServerRun:
     def __post_init__(self) -> None:
         """Start the run."""
         tracing = self.service.tracing
-        self._span = tracing.run(self.tenant.id, self.id, self.flow) if tracing else None
+        self._span = WorkflowSpan(tracing, self.tenant.id, self.id, self.flow) if tracing else None
         self.service.metrics.runs.labels(self.tenant.id).inc()
         result = self.service.threads.wait(self._run)
         result.add_done_callback(lambda ended: self._loop.call_soon_threadsafe(self._end, ended))
@@ -241,9 +242,22 @@ class Workflows:
         self.server_runs = ServerRuns(service)
 
 
-async def _workflows(request: Request) -> Workflows:
-    workflows: Workflows = request.app.state.workflows
-    return workflows
+@dataclass(frozen=True, slots=True)
+class CallScope:
+    """A call of a tenant, and what of the server answers it."""
+
+    request: Request
+    service: Service
+    workflows: Workflows
+    tenant: Tenant
 
 
-TheWorkflows = Annotated[Workflows, Depends(_workflows)]
+async def _caller(request: Request) -> CallScope:
+    service: Service = request.app.state.service
+    tenant = service.authenticate(request)
+    if tenant.id == OPERATOR:
+        raise Unauthenticated("Authorization", "…", "must be a tenant's key: an operator's key only reads metrics")
+    return CallScope(request, service, request.app.state.workflows, tenant)
+
+
+TheCaller = Annotated[CallScope, Depends(_caller)]
