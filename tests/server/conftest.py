@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
+import yaml
 from fastapi import FastAPI
 
 from kedge.engine.base import Engine
@@ -33,6 +34,7 @@ agents:
   - {id: first, system: You begin., user: "Q: {user_question}"}
   - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current}"}
 """
+PAIR: dict[str, Any] = yaml.safe_load(FLOW)
 YAML = {"Content-Type": "application/yaml"}
 PATIENCE = 60.0
 """Seconds after which something hangs, even on a busy machine."""

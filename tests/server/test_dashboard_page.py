@@ -104,22 +104,16 @@ def has_text(page: Any, selector: str, text: str | re.Pattern[str]) -> None:
     playwright.expect(page.locator(selector)).to_contain_text(text, timeout=PATIENCE_MS)
 
 
-def test_an_empty_server_says_what_to_do(echo: Served, page: Any) -> None:
-    page.goto(echo.url)
-    has_text(page, "#status", "healthy")
-    has_text(page, "#curl", f"curl {echo.url}/v1/chat/completions")
-    playwright.expect(page.locator("#board")).to_be_hidden()
-
-
-def test_numbers_appear_as_things_happen(echo: Served, page: Any) -> None:
+def test_an_empty_server_says_what_to_do_and_numbers_appear_as_things_happen(echo: Served, page: Any) -> None:
     with echo.http() as http:
         page.goto(echo.url)
         has_text(page, "#status", "healthy")
-        chat(http)
-        has_text(page, "#figures dd >> nth=0", re.compile("^1"))
-        playwright.expect(page.locator("#empty")).to_be_hidden()
-        chat(http, "another")
-        has_text(page, "#figures dd >> nth=0", re.compile("^2"))
+        has_text(page, "#curl", f"curl {echo.url}/v1/chat/completions")
+        playwright.expect(page.locator("#board")).to_be_hidden()
+        for number in ("1", "2"):
+            chat(http, number)
+            has_text(page, "#figures dd >> nth=0", re.compile(f"^{number}"))
+            playwright.expect(page.locator("#empty")).to_be_hidden()
         playwright.expect(page.locator("#receipts tbody tr")).to_have_count(2)
         playwright.expect(page.locator("#series svg rect.fill-computed").first).to_be_visible()
         has_text(page, "#anchors", "does not report its anchors")

@@ -35,7 +35,7 @@ from kedge.types import (
     WorkflowId,
 )
 from kedge.workflow.forecast import AgentKey
-from kedge.workflow.steps import UNKNOWN, NextRun
+from kedge.workflow.steps import NextRun
 from tests.engine.conformance import EngineConformance
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
@@ -109,31 +109,6 @@ def test_what_a_call_tells_until_its_receipt() -> None:
     (found,) = (call for call in history.state(ACME)["calls"] if call["number"] == 1)
     assert found | told == found
     assert history.fixed_prompts(ACME) == {(Namespace(ACME), "flow", "solver"): (1, 2, 3)}
-
-
-def test_forecasts_tell_who_is_expected() -> None:
-    history = History(Clock())
-
-    def told(agent: str, next_run: NextRun | None) -> list[tuple[str, str, float]]:
-        history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId(agent)): next_run})
-        return [(one["run"], one["agent"], one["steps"]) for one in history.state(ACME)["steps"]]
-
-    assert told("nobody", None) == []
-    assert told("judge", NextRun(2)) == [("c/r", "judge", 2)]
-    assert told("clerk", NextRun(UNKNOWN))[1:] == [("c/r", "clerk", UNKNOWN)]
-    assert told("judge", None) == [("c/r", "clerk", UNKNOWN)]
-
-
-def test_failures_in_a_row_that_are_alike_share_a_line() -> None:
-    clock = Clock()
-    history = History(clock)
-    for number in range(3):
-        history.failed(ACME, CallFailure(429, "rate_limit_exceeded", f"tokens_per_minute={number}", "POST /v1/x"))
-        clock.now += 1
-    history.failed(ACME, CallFailure(503, "engine_closed", "x", run="r"))
-    failed, refused = history.state(ACME)["failures"]
-    assert (refused["count"], refused["age_s"], refused["reason"]) == (3, 1.0, "tokens_per_minute=2")
-    assert (failed["kind"], failed["run"], failed["reason"]) == ("failed", "r", "x")
 
 
 def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:

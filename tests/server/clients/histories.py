@@ -123,24 +123,22 @@ class Client:
 # Anthropic's protocol -------------------------------------------------------------------------------------------------
 
 
-class ClaudeCode(Client):
-    """Claude Code: streams always, reminders beside what its user says, thoughts in its history, caches marked."""
+class AnthropicSdk(Client):
+    """The package `anthropic`."""
 
     image_kind = "image"
-    reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
+    reminder = ""
+    headers: dict[str, str] = {}
+    thoughts: Sequence[dict[str, Any]] = ()
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 
     def begin(self) -> None:
-        own = claude_code(MODEL, 2000)
-        self.body = {
-            **own,
-            "system": [*own["system"], {"type": "text", "text": SYSTEM, "cache_control": {**EPHEMERAL, "ttl": "1h"}}],
-            "tools": [{**{key: one[key] for key in ("name", "description")}, "input_schema": one["parameters"]}
-                      for one in self.tools],
-            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            "output_config": {"effort": "medium"},
-        }  # fmt: skip
-        self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
+        url, headers = self.served.url, self.headers
+        self.sdk = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=headers)
+        self.api: Any = self.sdk.messages
+        tools = [{**{key: one[key] for key in ("name", "description")}, "input_schema": one["parameters"]}
+                 for one in self.tools]  # fmt: skip
+        self.body: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "system": SYSTEM, "tools": tools}
 
     def say(self, role: str, text: str, *, image: bool = False, call: Made | None = None) -> None:  # noqa: ARG002
         pictures, said = [self.picture] if image else [], {"type": "text", "text": text}
@@ -160,74 +158,52 @@ class ClaudeCode(Client):
             self.seen("tool", text + self.image(image))
         self.history.append({"role": "user", "content": content})
 
-    def ask(self, *, stream: bool) -> None:  # noqa: ARG002
-        counted = {name: self._whole()[name] for name in ("model", "messages", "system", "tools", "thinking")}
-        count = self.http.post("/v1/messages/count_tokens", json=counted, headers=CLAUDE_CODE).json()
-        answer = self.http.post("/v1/messages?beta=true", json=self._whole(), headers=CLAUDE_CODE)
-        if answer.status_code == 400:
-            error = answer.json()["error"]
-            assert error["type"] == "invalid_request_error"
-            assert error["message"] == f"prompt is too long: {count['input_tokens']} tokens > 8192 maximum"
-            raise Overflow
-        assert answer.status_code == 200, answer.text
-        blocks: list[dict[str, Any]] = []
-        for line in answer.text.splitlines():
-            one = json.loads(line[6:]) if line.startswith("data: ") else {}
-            match one.get("type"):
-                case "message_start":
-                    assert one["message"]["usage"]["input_tokens"] == count["input_tokens"]
-                case "content_block_start":
-                    blocks.append({**one["content_block"], "input": ""})
-                case "content_block_delta":
-                    field, key = ("text", "text") if "text" in one["delta"] else ("input", "partial_json")
-                    blocks[-1][field] += one["delta"][key]
-        texts = [{"type": "text", "text": one["text"]} for one in blocks if one["type"] == "text"]
-        uses = [one for one in blocks if one["type"] == "tool_use"]
-        self.made = [Made(one["id"], one["name"], json.loads(one["input"] or "{}")) for one in uses]
-        thought = {"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"}
-        written = [{"type": "tool_use", "id": one.id, "name": one.name, "input": one.arguments} for one in self.made]
-        self.history.append({"role": "assistant", "content": [thought, *texts, *written]})
-        self.seen("assistant", "".join(one["text"] for one in texts), self.made)
+    def ask(self, *, stream: bool) -> None:
+        given = self._whole()
+        told = {name: given[name] for name in ("model", "messages", "system", "tools", "thinking") if name in given}
+        counted = self.api.count_tokens(**told).input_tokens
+        try:
+            if stream:
+                with self.api.stream(**given) as events:
+                    answer = events.get_final_message()
+            else:
+                answer = self.api.create(**given)
+        except anthropic.BadRequestError as error:
+            assert f"prompt is too long: {counted} tokens > 8192 maximum" in str(error)
+            raise Overflow from error
+        assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        self.made = [Made(one.id, one.name, dict(one.input)) for one in answer.content if one.type == "tool_use"]
+        self.history.append({"role": "assistant", "content": [*self.thoughts, *answer.content]})
+        self.seen("assistant", "".join(one.text for one in answer.content if one.type == "text"), self.made)
 
     def cut_off(self) -> str:
-        take: Any = lambda one: one.get("delta", {}).get("text")  # noqa: E731
-        return self.hang_up("/v1/messages?beta=true", self._whole(), CLAUDE_CODE, take)
+        with self.api.stream(**self._whole()) as events:
+            return next(events.text_stream)
 
     def _whole(self) -> dict[str, Any]:
         return {**self.body, "messages": self.history}
 
 
-class AnthropicSdk(ClaudeCode):
-    """The package `anthropic`."""
+class ClaudeCode(AnthropicSdk):
+    """Claude Code: streams always, reminders beside what its user says, thoughts in its history, caches marked."""
 
-    reminder = ""
+    reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
+    headers = CLAUDE_CODE
+    thoughts = ({"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"},)
 
     def begin(self) -> None:
         super().begin()
-        self.sdk = anthropic.Anthropic(base_url=self.served.url, api_key="none", max_retries=0)
-        self.body = {"model": MODEL, "max_tokens": 2000, "system": SYSTEM, "tools": self.body["tools"]}
-        self.read[0]["content"] = SYSTEM
+        own = claude_code(MODEL, 2000)
+        own["extra_body"] = {name: own.pop(name) for name in ("stream", "temperature")}  # no argument of the package
+        marked = {"type": "text", "text": SYSTEM, "cache_control": {**EPHEMERAL, "ttl": "1h"}}
+        more = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+                "output_config": {"effort": "medium"}}  # fmt: skip
+        self.body = {**own, **more, "system": [*own["system"], marked], "tools": self.body["tools"]}
+        self.api = self.sdk.beta.messages
+        self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
 
-    def ask(self, *, stream: bool) -> None:
-        given: Any = self._whole()
-        try:
-            if stream:
-                with self.sdk.messages.stream(**given) as events:
-                    answer = events.get_final_message()
-            else:
-                answer = self.sdk.messages.create(**given)
-        except anthropic.BadRequestError as error:
-            assert "prompt is too long: " in str(error)
-            raise Overflow from error
-        counted = self.sdk.messages.count_tokens(**{key: one for key, one in given.items() if key != "max_tokens"})
-        assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-        self.made = [Made(one.id, one.name, dict(one.input)) for one in answer.content if one.type == "tool_use"]
-        self.history.append({"role": "assistant", "content": answer.content})
-        self.seen("assistant", "".join(one.text for one in answer.content if one.type == "text"), self.made)
-
-    def cut_off(self) -> str:
-        with self.sdk.messages.stream(**self._whole()) as events:
-            return next(events.text_stream)
+    def ask(self, *, stream: bool) -> None:  # noqa: ARG002
+        super().ask(stream=True)
 
 
 # OpenAI's chats -------------------------------------------------------------------------------------------------------

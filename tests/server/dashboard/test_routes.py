@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -15,37 +15,26 @@ import pytest
 from typer.testing import CliRunner
 
 from kedge.cli.main import app
-from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import DecisionKind
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.guard import QualityGuard
 from kedge.server.tenancy import hashed, load_keys
-from kedge.settings import EngineSettings, GuardSettings, LimitSettings, ServerSettings
+from kedge.settings import EngineSettings, LimitSettings, ServerSettings
 from kedge.types import (
     AgentId,
     GenerateRequest,
-    Namespace,
     ReuseMode,
     SampleId,
     Segment,
     TenantId,
-    Tokens,
     WorkflowId,
 )
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
+from tests.server.conftest import FLOW, PAIR, YAML, Served, serving, wait_until
 from tests.server.test_local import TEMPLATE
 
 STATE = "/v1/dashboard"
-PAIR: dict[str, Any] = {
-    "name": "pair",
-    "agents": [
-        {"id": "first", "user": "Q: {user_question}"},
-        {"id": "last", "user": "Q: {user_question} A: {agent_first_current}"},
-    ],
-}
 
 
 def state(http: httpx.Client, since: int = 0) -> dict[str, Any]:
@@ -189,6 +178,8 @@ def test_a_server_that_ends_or_has_no_room_says_so() -> None:
             full = state(running.http())["health"]
             refused = running.http().post("/v1/completions", json={"prompt": "y"})
         running.wait_quiet()
+        assert running.http().post("/v1/completions", json={**body, "max_tokens": 1}).status_code == 200
+        running.wait_quiet()
         after = state(running.http())
         running.service.is_ending = True
         ending = state(running.http())["health"]
@@ -208,29 +199,23 @@ def text_of_the_only_call(running: Served, key: str = "none") -> dict[str, Any]:
         return http.get(f"{STATE}/calls/{call['number']}").json()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_text_is_shown_where_it_is_kept(kept: bool) -> None:
-    with EchoEngine() as engine, serving(engine, ServerSettings(keep_texts=kept)) as running:
-        told = text_of_the_only_call(running)
-    assert (told["keeps_texts"], bool(told["text"])) == (kept, kept)
-    if kept:
-        assert "hello" in "".join(piece["text"] for piece in told["text"]["prompt"])
-        assert {piece["source"] for piece in told["text"]["prompt"]} == {"computed"}
-        assert told["text"]["answer"]
-
-
 def test_a_tenant_chooses_for_itself_and_sees_no_others_calls(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(
         f'[tenants.open]\nkeys = ["{hashed("key-a")}"]\nkeep_texts = true\n'
         f'[tenants.shy]\nkeys = ["{hashed("key-b")}"]\nkeep_texts = false\n'
     )
-    with EchoEngine() as engine, serving(engine, keys=load_keys(file, None, LimitSettings())) as running:
-        assert text_of_the_only_call(running, "key-a")["text"]
-        assert not text_of_the_only_call(running, "key-b")["text"]
-        with running.http("key-b") as http:
-            chat(running.http("key-a"))
-            assert [http.get(f"{STATE}/calls/{number}").status_code for number in ("2", "x")] == [404, 400]
+    for kept in (False, True):  # where a tenant does not say, the setting does
+        keys = load_keys(file, f"other:{hashed('key-c')}", LimitSettings())
+        with EchoEngine() as engine, serving(engine, ServerSettings(keep_texts=kept), keys) as running:
+            assert bool(text_of_the_only_call(running, "key-c")["text"]) == kept
+            assert not text_of_the_only_call(running, "key-b")["text"]
+            text = text_of_the_only_call(running, "key-a")["text"]
+            assert "hello" in "".join(piece["text"] for piece in text["prompt"]) and text["answer"]
+            assert {piece["source"] for piece in text["prompt"]} == {"computed"}
+            with running.http("key-b") as http:
+                chat(running.http("key-a"))
+                assert [http.get(f"{STATE}/calls/{number}").status_code for number in ("2", "x")] == [404, 400]
 
 
 # the engine's insides -------------------------------------------------------------------------------------------------
@@ -330,48 +315,24 @@ CLEAN, CHANGED = (
 EMPTY = {"object": "guard", "mode": None, "max_changed": None, "agents": []}
 
 
-class Guarded(EchoEngine):
-    """An engine with records of two tenants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.guard = QualityGuard(GuardSettings())
-        self._calls = GuardedCalls(self.submit, GuardSettings())
+def test_a_tenant_sees_its_own_agents_only_and_the_operator_counts_without_names() -> None:
+    names = {"acme": "key-a", "third": "key-c", "*": "key-o"}
+    keys = load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), LimitSettings())
+    with tiny_engine(guard={"mode": "on"}) as engine, serving(engine, keys=keys) as running:
         for tenant, seen in (("acme", CLEAN), ("other", CHANGED)):
             value = Segment((1, 2), "user_question", SampleId.parse("input_user_question@0"))
-            names = {"tenant": TenantId(tenant), "workflow": WorkflowId("w"), "agent": AgentId(f"spy-of-{tenant}")}
-            self.guard.observe(GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, **names), (value.name,), seen)
-
-    def _figures(self, owns: Callable[[Namespace], bool]) -> dict[str, Any]:
-        totals = {"suspicions": self.guard.suspicions, "breaches": self.guard.breaches}
-        return {**self._calls.stats(), **totals, "agents": self.guard.stats(owns)}
-
-    def inspect(self) -> Mapping[str, Any]:
-        return {"cache": {}, "guard": self._figures(lambda _: True)}
-
-    def inspect_tenants(
-        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
-    ) -> Mapping[str, Any]:
-        return {"prompts": list(prompts), "pools": [], "guard": self._figures(owns)}
-
-
-def test_a_tenant_sees_its_own_agents_only() -> None:
-    keys = load_keys(None, f"acme:{hashed('key-a')},third:{hashed('key-c')}", LimitSettings())
-    with Guarded() as engine, serving(engine, keys=keys) as running:
-        with running.http("key-a") as acme, running.http("key-c") as third:
-            mine, none = acme.get("/v1/guard").json(), third.get("/v1/guard").json()
-            assert "kedge:guard" not in acme.get("/metrics").text
+            whose = {"tenant": TenantId(tenant), "workflow": WorkflowId("w"), "agent": AgentId(f"spy-of-{tenant}")}
+            asked = GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, **whose)
+            engine._guard.guard.observe(asked, (value.name,), seen)
+        mine, none = (running.http(names[name]).get("/v1/guard").json() for name in ("acme", "third"))
+        own, whole = (running.http(names[name]).get("/metrics").text for name in ("acme", "*"))
         assert running.http("wrong").get("/v1/guard").status_code == 401
     (record,) = mine["agents"]
     assert (record["agent"], record["checks"], record["state"]) == ("spy-of-acme", 1, "shadow")
     assert mine.keys() == EMPTY.keys() and "other" not in str(mine)
     assert none["agents"] == [] and none["mode"] == "on"
-
-
-def test_metrics_count_states_without_names() -> None:
-    with Guarded() as engine, serving(engine) as running, running.http() as http:
-        text = http.get("/metrics").text
-    assert 'kedge:guard_placeholders{state="shadow"} 2.0' in text and "spy" not in text
+    assert "kedge:guard" not in own
+    assert 'kedge:guard_placeholders{state="shadow"} 2.0' in whole and "spy" not in whole
 
 
 def test_an_engine_without_a_guard_has_no_records() -> None:
@@ -397,7 +358,7 @@ def test_an_engine_without_a_guard_has_no_records() -> None:
 )
 def test_what_a_call_asks_for_overrides_what_its_agent_has(field: str, own: Any, asked: Any, expected: Any) -> None:
     flow = {**PAIR, "agents": [{**one, field: own} if own else one for one in PAIR["agents"]]}
-    with Guarded() as engine, serving(engine) as running, running.http() as http:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
         assert http.post("/v1/workflows", json=flow).status_code == 201
         kedge = {"workflow": "pair", "agent": "first", "bindings": {"user_question": "why?"}, field: asked}
         answer = http.post("/v1/chat/completions", json={"messages": [], "kedge": kedge})
@@ -414,7 +375,7 @@ def test_what_a_call_asks_for_overrides_what_its_agent_has(field: str, own: Any,
 def test_a_runs_mode_is_that_of_agents_without_their_own() -> None:
     first, *others = PAIR["agents"]
     flow = {**PAIR, "agents": [{**first, "guard": "on"}, *others]}
-    with Guarded() as engine, serving(engine) as running, running.http() as http:
+    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
         http.post("/v1/workflows", json=flow)
         inputs = {"inputs": {"user_question": "why?"}, "guard": "off", "stream": True}
         http.post(f"/v1/workflows/{PAIR['name']}/runs", json=inputs).read()

@@ -56,22 +56,18 @@ def test_several_prompts_with_several_choices(client: openai.OpenAI, served: Ser
     assert [request.sampling.seed for request in served.engine.requests[-4:]] == [5, 6, 5, 6]
 
 
-def test_sampling_reaches_the_engine(client: openai.OpenAI, served: Served) -> None:
-    client.chat.completions.create(
-        model=MODEL, messages=say("x"), temperature=0.5, top_p=0.9, max_completion_tokens=7, stop=["q", "z"], seed=3
-    )
-    sampling = served.engine.requests[-1].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.9, 7)
-    assert (sampling.stop, sampling.seed) == (("q", "z"), 3)
-
-
-def test_what_is_not_said_is_as_openai_has_it(client: openai.OpenAI, served: Served) -> None:
+def test_sampling_reaches_the_engine_and_what_is_not_said_is_as_openai_has_it(
+    client: openai.OpenAI, served: Served
+) -> None:
+    said = {"temperature": 0.5, "top_p": 0.9, "max_completion_tokens": 7, "stop": ["q", "z"], "seed": 3}
+    client.chat.completions.create(model=MODEL, messages=say("x"), **said)
     client.chat.completions.create(model=MODEL, messages=say("x"))
-    assert served.engine.requests[-1].sampling.temperature == 1.0
-    assert served.engine.requests[-1].sampling.max_tokens == ServerSettings().default_max_tokens
-    assert served.engine.requests[-1].reuse is ReuseMode.EXACT
     client.completions.create(model=MODEL, prompt="a text of more than sixteen letters")
-    assert served.engine.requests[-1].sampling.max_tokens == 16
+    first, plain, text = served.engine.requests[-3:]
+    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.max_tokens) == (0.5, 0.9, 7)
+    assert (first.sampling.stop, first.sampling.seed) == (("q", "z"), 3)
+    assert (plain.sampling.temperature, plain.sampling.max_tokens) == (1.0, ServerSettings().default_max_tokens)
+    assert (plain.reuse, text.sampling.max_tokens) == (ReuseMode.EXACT, 16)
 
 
 def events(http: httpx.Client, path: str, **body: object) -> list[object]:
@@ -105,16 +101,6 @@ def test_usage_comes_last_and_only_when_asked_for(http: httpx.Client) -> None:
     assert (usage["usage"]["prompt_tokens"], usage["usage"]["completion_tokens"]) == (3, 3)
     assert sum(usage["kedge"]["receipts"][0]["tokens"].values()) == 3
     assert not any("kedge" in chunk for chunk in chunks)
-
-
-def test_streamed_choices_keep_apart(http: httpx.Client) -> None:
-    *chunks, _ = events(http, "/v1/completions", prompt=["abc", "xyz"], n=2)
-    texts = dict.fromkeys(range(4), "")
-    for chunk in chunks:
-        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    assert texts == {0: "abc", 1: "abc", 2: "xyz", 3: "xyz"}
-    assert sum("kedge" in chunk for chunk in chunks) == 1
-    assert len(chunks[-1]["kedge"]["receipts"]) == 4
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -218,9 +204,11 @@ def test_a_chat_with_its_log_probabilities(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stop", [None, "lo w"])
 @pytest.mark.parametrize("echo", [False, True])
 def test_streamed_pieces_join_to_the_whole(http: httpx.Client, echo: bool, stop: str | None) -> None:
-    body = {"prompt": ["hello wörld", "<|bos|>ok"], "logprobs": 2, "echo": echo, "stop": stop, "max_tokens": 40}
+    body = {"prompt": ["hello wörld", "<|bos|>ok"], "n": 2, "logprobs": 2, "echo": echo, "stop": stop, "max_tokens": 40}
     whole = http.post("/v1/completions", json=body).json()["choices"]
     *chunks, _ = events(http, "/v1/completions", **body)
+    assert ["kedge" in chunk for chunk in chunks].index(True) == len(chunks) - 1
+    assert len(chunks[-1]["kedge"]["receipts"]) == len(whole) == 4
     for at, expected in enumerate(whole):
         pieces = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == at]
         assert "".join(piece["text"] for piece in pieces) == expected["text"]
