@@ -245,7 +245,7 @@ class Scheduler:
         self._budget, self._max_running = max_batch_tokens, max_running
         self.passes = 0
         """Number of calls of `schedule`."""
-        self.waiting = FairQueue[RequestSequence](*([service.missing] if service else []))
+        self.waiting = FairQueue[RequestSequence](service.missing if service else lambda _: 1.0)
         self.loading: deque[RequestSequence] = deque()
         """Requests that stepped aside."""
         self.jobs, self.ahead, self.running = jobs, ahead, running
