@@ -31,7 +31,7 @@ from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
 from kedge.server.openai import generation as openai_api
-from kedge.server.service import Service, TheService
+from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
 from kedge.server.threads import in_own_thread
 from kedge.server.tracing import OpenTelemetry
@@ -92,8 +92,9 @@ _router = APIRouter(tags=["Operation"], responses=ERRORS)
 
 
 @_router.get("/health")
-async def health(service: TheService) -> Response:
+async def health(request: Request) -> Response:
     """Return 200 while the engine runs and takes steps; after a 503 the process must be restarted."""
+    service: Service = request.app.state.service
     service.require_engine()
     if service.is_hung:
         raise EngineClosed("engine", "hung", "has taken no step for a minute, with work to do")
@@ -101,8 +102,9 @@ async def health(service: TheService) -> Response:
 
 
 @_router.get("/ready")
-async def ready(service: TheService) -> Response:
+async def ready(request: Request) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
+    service: Service = request.app.state.service
     service.refuse_at_the_end()
     service.require_engine()
     await service.require_answer(MARGIN_SECONDS)
@@ -110,8 +112,9 @@ async def ready(service: TheService) -> Response:
 
 
 @_router.get("/metrics", response_class=Response, responses=answers(200, kinds=("text/plain",)))
-async def metrics(service: TheService, request: Request) -> Response:
+async def metrics(request: Request) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
+    service: Service = request.app.state.service
     if not (caller := service.authenticate(request)).is_operator:
         return Response(service.metrics.exposition(caller.id), headers={"Content-Type": CONTENT_TYPE_LATEST})
     await service.cache_metrics.refresh()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, Request
+from fastapi import Request
 
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
@@ -171,11 +171,3 @@ class Service:
         owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
         if owner is not None:
             self.history.failed(owner, failure)
-
-
-async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-TheService = Annotated[Service, Depends(_service)]
