@@ -26,8 +26,7 @@ from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
 from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, REPORT, message
-from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, RequestId, WorkflowAgent
+from kedge.types import GenerateRequest, RequestId
 
 logger = logging.getLogger(__name__)
 RECEIPT_TIMEOUT = 0.5
@@ -82,8 +81,6 @@ class Driver:
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._in_order, self._numbers = asyncio.Lock(), itertools.count()
-        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
-        """Whether an agent's last prompt was translated"""
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
@@ -137,8 +134,6 @@ class Driver:
             # an aborted request's comes with vLLM's statistics, not with an output
             done, _ = await asyncio.wait([later], timeout=RECEIPT_TIMEOUT)
             receipt = later.result() if done else None
-        if receipt:
-            self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
         LATE_ANSWERS.forget(request_id)
         del self._generating[request_id]
         try:
@@ -147,10 +142,6 @@ class Driver:
             response.end(receipt)
         except Exception as failure:  # also of the text's end or the receipt: its reader must not wait for ever
             response.stream.put(kedge_error(failure, request_id))
-
-    def translates(self, request: GenerateRequest) -> bool:
-        """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
-        return self._translated.get(request.workflow_agent, False)
 
     # messages to the plug-in ----------------------------------------------------------------------------------------
 

@@ -160,11 +160,6 @@ class Forecasts:
             yield PluginMessage(run.namespace, {**_run_hints(run), "seq": next(self._seq), "steps": steps})
 
 
-def expected_prompt(request: GenerateRequest) -> PluginMessage:
-    """Return the message that such a request is expected; values that are not known yet have no tokens."""
-    return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
-
-
 def end_of_run(run: RunKey) -> PluginMessage:
     """Return the message that a run is over."""
     return PluginMessage(run.namespace, {**_run_hints(run), "final": True})

@@ -37,7 +37,7 @@ def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: 
         misses = (ALL_COMPUTED,)
     spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
     reasons = with_reasons(request, spans, misses)
-    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
+    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms)
 
 
 def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:

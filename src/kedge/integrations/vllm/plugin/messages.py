@@ -59,8 +59,6 @@ class Orders(KVConnectorMetadata):
     queries: tuple[TranslationQuery, ...] = ()
     writes: tuple[TranslationWrite, ...] = ()
     captures: tuple[Capture, ...] = ()
-    expected: tuple[GenerateRequest, ...] = ()
-    """Prompts of agents that run next, as far as they are known"""
     dropped: tuple[RequestId, ...] = ()
     """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()
@@ -70,7 +68,7 @@ class Orders(KVConnectorMetadata):
     def is_quiet(self) -> bool:
         """Whether they are about nothing but the pass: so they are in most steps."""
         found = self.copies or self.queries or self.writes or self.captures
-        return not (found or self.expected or self.dropped or self.ended_runs)
+        return not (found or self.dropped or self.ended_runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,6 @@ class TranslationVerdict:
     """Prompts whose prefill would give missing base KV"""
     awaits: tuple[Tokens, ...] = ()
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
-    ready: int = 0
-    """Leading tokens that were looked up before the request arrived"""
 
     @property
     def tokens(self) -> int:
@@ -96,13 +92,7 @@ class TranslationVerdict:
         """Return what holds on both ranks: what either of them has to compute is computed."""
         misses = max(self, other, key=lambda one: one.tokens).misses
         holes = joined((*self.holes, *other.holes))
-        return TranslationVerdict(
-            holes,
-            misses,
-            self.needs or other.needs,
-            self.awaits or other.awaits,
-            min(self.ready, other.ready),
-        )
+        return TranslationVerdict(holes, misses, self.needs or other.needs, self.awaits or other.awaits)
 
 
 @dataclass

@@ -128,19 +128,17 @@ class LiveRequest:
         give(self.request, min(num_computed_tokens, exact))
 
     @property
-    def outcome(self) -> tuple[tuple[Miss, ...], int]:
-        """Why tokens were not translated, and how many leading ones were looked up before the request arrived."""
+    def misses(self) -> tuple[Miss, ...]:
+        """Why tokens were not translated."""
         if not (self.has_placeholders and self.asked.reuse is ReuseMode.TRANSLATE):
-            return (), 0
+            return ()
         if self.refusal:
-            return (Miss("*", self.refusal),), 0
-        return (self.verdict.misses, self.verdict.ready) if self.verdict else ((), 0)
+            return (Miss("*", self.refusal),)
+        return self.verdict.misses if self.verdict else ()
 
     def receipt(self) -> Receipt:
         """Return the receipt of a request with hints."""
-        asked, (misses, ready) = self.asked, self.outcome
-        preassembled = ready if self.translated else 0
-        return Receipt(asked.request_id, asked.reuse, self._spans(), misses, preassembled=preassembled)
+        return Receipt(self.asked.request_id, self.asked.reuse, self._spans(), self.misses)
 
     def _spans(self) -> tuple[Span, ...]:
         """Return which of the prompt's tokens came from where, in O(spans)."""
@@ -167,7 +165,6 @@ def receipt_to_dict(receipt: Receipt, actions: Sequence[Mapping[str, str]] = ())
         "mode": receipt.mode.value,
         "tokens": {source.value: receipt.tokens(source) for source in Source},
         "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
-        "preassembled": receipt.preassembled,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
     }
     return {**data, "actions": list(actions)} if actions else data
