@@ -42,7 +42,7 @@ def config(**changes: Any) -> Any:
             "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "data_parallel_size": 1,
         },
         "model_config": {"use_mla": False, "uses_mrope": False, "hf_text_config": LlamaConfig(), "is_moe": False},
-        "kv_transfer_config": {"kv_load_failure_policy": "fail"},
+        "kv_transfer_config": {"kv_load_failure_policy": "fail", "kv_connector": "KedgeConnector"},
     }  # fmt: skip
     for name, value in changes.items():
         next(part for part in parts.values() if name in part)[name] = value
@@ -247,6 +247,8 @@ def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
     monkeypatch.setattr(scheduler, "Scheduler", Renamed)
     assert type(make_scheduler(config())) is Renamed
     assert caplog.messages[0].startswith("kedge: --scheduler-cls is vLLM's own: vLLM's Scheduler has no _free_request")
+    assert type(make_scheduler(config(kv_connector="MultiConnector"))) is Renamed
+    assert caplog.messages[1].endswith("--kv-transfer-config does not name KedgeConnector alone")
     monkeypatch.undo()
     monkeypatch.setattr(scheduler.CachedFirstQueue, "__abstractmethods__", frozenset({"rotate"}))
     assert scheduler.scheduler_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"

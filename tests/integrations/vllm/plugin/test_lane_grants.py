@@ -55,7 +55,6 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     assert not lanes.is_wanted
     candidates["s"] = judged(name="s")
     assert lanes.is_wanted
-    lanes.grant_none()
     assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
     del candidates["s"]
     lanes.jobs._ends.append(SimpleNamespace())  # type: ignore[arg-type]
@@ -89,7 +88,7 @@ class Queue:
         self.candidates = {name: judged(name=name) for name in names}
         self.lanes = lane_grants(self.candidates)
         self.held_back = 0
-        self.lanes.open(self.hold_back)
+        self.lanes.open(self.hold_back, PassLimits(100, 100, 16))
 
     def hold_back(self) -> None:
         self.held_back += 1

@@ -367,9 +367,10 @@ class LaneGrants:
         self._admitted: dict[str, Holes] = {}
         """Requests that were admitted in this step -> their lanes: all of their holes but the last"""
 
-    def open(self, hold_back: Callable[[], None]) -> None:
-        """Let requests have lanes. `hold_back` ends the admissions of the step under way."""
+    def open(self, hold_back: Callable[[], None], model: PassLimits) -> None:
+        """Let requests and jobs have lanes. `hold_back` ends the admissions of the step under way."""
         self.is_open, self._hold_back = True, hold_back
+        self.jobs.open(model)
 
     @property
     def is_wanted(self) -> bool:
@@ -379,10 +380,6 @@ class LaneGrants:
     @property
     def _has_gaps(self) -> bool:
         return any(len(live.holes) > 1 for live in self._requests.values())
-
-    def grant_none(self) -> None:
-        """Grant no lanes in this step, in which none are wanted."""
-        self._granted = {}
 
     def grant(
         self, waiting: Iterable[Request], deferred: Collection[Request], budget: LaneBudget, demand: int

@@ -53,7 +53,6 @@ class LiveRequest:
     """Why it is not translated"""
     exact: int = 0
     """Leading tokens that were exact at the last query"""
-    queries: int = 0
     is_pending: bool = False
     """Whether a query has not been answered yet"""
     verdict: TranslationVerdict | None = None
@@ -100,14 +99,15 @@ class LiveRequest:
         """Whether the workers are asked what of it can be translated."""
         return self.may_learn and self.has_placeholders
 
-    def is_outdated(self, computed: int) -> bool:
-        """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
-        return self.preemptions != self.request.num_preemptions or computed < self.exact
-
     def take_verdict(self, verdict: TranslationVerdict) -> None:
         """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
         self.verdict, self.is_pending, self.refusals = verdict, False, 0
         self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), MAX_LANES + 1)
+
+    def lose(self, computed: int) -> None:
+        """Compute what was exact behind the first `computed` tokens: it was evicted since."""
+        self.holes = merged_to(joined((range(computed, self.exact), *self.holes), NEAR), MAX_LANES + 1)
+        self.exact = computed
 
     def withdraw(self) -> None:
         """Forget the verdict."""

@@ -31,7 +31,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.block_pools import cached_prefix
+from kedge.integrations.vllm.entry_point import NAME
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
@@ -69,8 +69,8 @@ class CachedFirstQueue(RequestQueue):
         cached: Cached,
         capacity: int,
         step: Callable[[], int],
-        on_order: Callable[[Sequence[Request]], None] = lambda _: None,
-        may_start: MayStart = lambda _tokens, _missing: True,
+        on_order: Callable[[Sequence[Request]], None],
+        may_start: MayStart,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start empty. `capacity` is in tokens; `step` returns the number of the scheduler's step; `on_order` takes the
@@ -188,40 +188,33 @@ class KedgeScheduling:
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        is_plugged = hasattr(self.connector, "open_lanes")  # as that of Kedge alone
-        self._plugin: SchedulerSide | None = self.connector.join() if is_plugged else None
-        self._lanes: LaneGrants | None = self.connector.open_lanes(self._hold_back) if is_plugged else None
+        self._plugin: SchedulerSide = self.connector.join(self._hold_back)
+        self._lanes = self._plugin.translations.lanes
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         self._base_share = BaseShare(self._times)
         self._by_cache: CachedFirstQueue | None = None
         if self.policy is SchedulingPolicy.FCFS:
-            pool = self.kv_cache_manager.block_pool
-            self._capacity = pool.num_gpu_blocks * self.block_size
+            side, self._capacity = self._plugin, self.kv_cache_manager.block_pool.num_gpu_blocks * self.block_size
             self.waiting = self._by_cache = CachedFirstQueue(
-                self._plugin.cached_blocks if self._plugin else lambda hashes: (cached_prefix(pool, hashes), 0),
-                self._capacity,
-                lambda: self.current_step,
-                self._plugin.on_order if self._plugin else lambda _: None,
-                self._may_start,
+                side.cached_blocks, self._capacity, lambda: self.current_step, side.on_order, self._may_start
             )
 
     # the order of waiting requests --------------------------------------------------------------------------------
 
     def _may_start(self, tokens: int, missing: float) -> bool:
         """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
-        returning = self._plugin.sessions.ledger.tracker.returning if self._plugin else 0.0
-        running = sum(request.num_tokens for request in self.running)
-        return may_start(tokens, missing, running, self._capacity, returning, self._times)
+        running, tracker = sum(request.num_tokens for request in self.running), self._plugin.sessions.ledger.tracker
+        return may_start(tokens, missing, running, self._capacity, tracker.returning, self._times)
 
     def add_request(self, request: Request) -> None:
         if self.policy is SchedulingPolicy.PRIORITY:
             request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
         super().add_request(request)  # type: ignore[misc]
         if self._by_cache is not None and request.request_id in self.requests:
-            live = self._plugin.requests.get(request.request_id) if self._plugin else None
-            self._by_cache.contexts.began(request.request_id, live and live.session, request.num_tokens)
+            session = self._plugin.requests[request.request_id].session
+            self._by_cache.contexts.began(request.request_id, session, request.num_tokens)
 
     def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
         if self._by_cache is not None:
@@ -249,15 +242,13 @@ class KedgeScheduling:
         if tokens:
             self._times.step(tokens, requests, now - self._stepped_at)
         before = {name: getattr(self, name) for name in LOWERED}
-        if self._lanes:
-            self._prepare(self._lanes)
+        self._prepare(self._lanes)
         try:
             output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
         finally:
             vars(self).update(before)
         self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
-        if self._lanes:
-            self._add_all(output, self._lanes)
+        self._add_all(output, self._lanes)
         return output
 
     def _prepare(self, lanes: LaneGrants) -> None:
@@ -268,8 +259,6 @@ class KedgeScheduling:
             self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
         if lanes.is_wanted:
             self._reserve(lanes)
-        else:
-            lanes.grant_none()
 
     def _add_all(self, output: SchedulerOutput, lanes: LaneGrants) -> None:
         """Add the lanes of this step to what the base class has scheduled."""
@@ -387,9 +376,12 @@ def scheduler_refusal() -> str | None:
 
 
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
-    """Return the scheduler that fits the configuration. vLLM calls this as if it were a class."""
-    is_async = vllm_config.scheduler_config.async_scheduling
-    if refusal := scheduler_refusal():
+    """Return the scheduler that fits the configuration: vLLM's own without Kedge's connector, or with another one
+    beside it. vLLM calls this as if it were a class.
+    """
+    is_async, transfer = vllm_config.scheduler_config.async_scheduling, vllm_config.kv_transfer_config
+    is_alone = transfer is not None and transfer.kv_connector == NAME
+    if refusal := scheduler_refusal() if is_alone else f"--kv-transfer-config does not name {NAME} alone":
         logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
         return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)
     chosen = AsyncStepScheduler if is_async else StepScheduler
