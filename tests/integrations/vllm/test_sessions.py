@@ -105,7 +105,7 @@ def on_device(driver: Driver, session: str) -> int:
     """Return how many leading blocks of the history of a session with an id are on the device."""
     from kedge.integrations.vllm.plugin.block_pools import cached_prefix
 
-    (hashes,) = (found for key, found in driver.side.loads.idle._histories.items() if key.name == session)
+    (hashes,) = (found for key, found in driver.side.loads._histories.items() if key.name == session)
     return cached_prefix(driver.pool, hashes)
 
 

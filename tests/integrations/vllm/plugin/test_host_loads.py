@@ -47,7 +47,6 @@ class Engine:
         self.trusted = True
         self.prompts = SimpleNamespace(prompts={}, steps={}, changed=False)
         self.loads = HostLoads(self.tier, self.prompts, self.settings, SIZE, lambda: self.trusted)  # type: ignore[arg-type]
-        self.idle = self.loads.idle
         self.steps: dict[str, float] = {}
         self.sent: list[Copy] = []
 
@@ -59,7 +58,7 @@ class Engine:
         changes = {name: None if step is None else (step, 1.0)}
         for queue in (self.queue, self.tier.queue):
             queue.on_forecast(changes)
-        self.idle.on_steps(changes)  # type: ignore[arg-type]
+        self.loads.on_steps(changes)  # type: ignore[arg-type]
 
     def turn(self, name: str, length: int, step: float) -> None:
         """Run a turn of a session, which is idle then, and back its history up."""
@@ -72,7 +71,7 @@ class Engine:
         computed(self.pool, hashes, blocks)
         self.queue.own_history([block.block_id for block in blocks], name)
         self.set_step(name, step)
-        self.idle.ended(name, hashes)
+        self.loads._remember(name, hashes)
         self.tier.back_up(hashes, name, lambda _: True)
         self.pool.free_blocks(reversed(blocks))
         return self.land()
@@ -80,7 +79,7 @@ class Engine:
     def agent(self, name: str, length: int, step: float, probability: float = 1.0) -> None:
         """Run an agent, whose fixed prompt is needed again in so many steps, and is known as that."""
         self.turn(name, length, step)
-        self.idle.clear()
+        self.loads._forget(name)
         self.prompts.prompts[name], self.prompts.steps[name] = prompt(name, length), NextRun(step, probability)
 
     def land(self, ok: bool = True) -> None:
@@ -105,14 +104,15 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     engine = Engine()
     engine.turn("c", 4, 50.0)
     evicted(engine.pool)
-    assert engine.prefetch() == [] and not engine.idle.changed, "it is far away"
+    assert engine.prefetch() == [] and not engine.loads._is_due, "it is far away"
     engine.set_step("c", 1.5)
-    assert engine.idle.changed and engine.prefetch(waiting=True) == [], "a request waits"
-    assert engine.prefetch() == ["c"] and not engine.idle.changed
+    assert engine.loads._is_due and engine.prefetch(waiting=True) == [], "a request waits"
+    assert engine.prefetch() == ["c"]
     engine.land()
     assert engine.on_device("c", 4) == 4
+    assert engine.prefetch() == []
     engine.set_step("c", 1.4)
-    assert engine.prefetch() == [] and not engine.idle.changed
+    assert not engine.loads._is_due, "it is on the device"
 
 
 def test_near_sessions_and_agents_are_loaded_soonest_first() -> None:
@@ -163,7 +163,7 @@ def test_an_empty_host_is_not_looked_at() -> None:
     engine.turn("c", 4, 1.0)
     evicted(engine.pool)
     engine.loads.clear()
-    assert engine.prefetch() == [] and not engine.idle._histories
+    assert engine.prefetch() == [] and not engine.loads._histories
 
 
 class Prefetches(RuleBasedStateMachine):
@@ -191,7 +191,7 @@ class Prefetches(RuleBasedStateMachine):
     @rule(slots=st.integers(0, 6))
     def prefetch(self, slots: int) -> None:
         engine = self.engine
-        lengths = {str(name): len(hashes) for name, hashes in engine.idle._histories.items()}
+        lengths = {str(name): len(hashes) for name, hashes in engine.loads._histories.items()}
         before = {name: engine.on_device(name, length) for name, length in lengths.items()}
         denied, loaded = engine.tier.counters["denied_loads"], engine.prefetch(slots)
         assert len(loaded) <= slots
@@ -206,7 +206,7 @@ class Prefetches(RuleBasedStateMachine):
         at next.
         """
         engine = self.engine
-        for name, hashes in engine.idle._histories.items():
+        for name, hashes in engine.loads._histories.items():
             step = engine.steps.get(str(name), math.inf)
             is_gone = cached_block(engine.pool, hashes[-1]) is None
             if is_gone and step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW) and name not in (*SHARING, *lost):
@@ -221,10 +221,9 @@ class Prefetches(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         engine = self.engine
-        engine.idle.check_integrity()
+        engine.loads.check_integrity()
         engine.queue.check_integrity()
         engine.tier.queue.check_integrity()
-        assert all(0 <= engine.steps[str(name)] <= 2 for name in engine.idle._near)
 
 
 TestPrefetches = Prefetches.TestCase

@@ -192,11 +192,9 @@ def _window(spec: Any, extra: int) -> int | None:
     raise LayoutUnknown("groups", type(spec).__name__, "is of no kind that is known")
 
 
-def replace_queue(
-    pool: BlockPool, policy: EvictionPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
-) -> StepFreeQueue:
+def replace_queue(pool: BlockPool, policy: EvictionPolicy, groups: CacheGroups = ONE_GROUP) -> StepFreeQueue:
     """Give a pool of blocks of `groups` a queue with this policy. It has handed out its null block alone."""
-    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, whole_sets)
+    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy)
     pool.free_block_queue = queue
     queue.groups = groups
     return queue

@@ -72,18 +72,17 @@ class SchedulerSide:
         """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
-        has_sessions = self._settings.tiers.policy == "sessions"
-        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions, groups=groups)
+        self.queue = replace_queue(pool, self._policy, groups)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
             self.loads = HostLoads(
                 tier, self.prompts, self._settings.tiers, self._block_size, lambda: self.sessions.ledger.guard.trusted
             )
-            self.sessions.on_steps = self.loads.idle.on_steps
+            self.sessions.on_steps = self.loads.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
-        if has_sessions:
+        if self._settings.tiers.policy == "sessions":
             self.sessions.bind(*pools)
 
     # requests -------------------------------------------------------------------------------------------------
