@@ -152,7 +152,7 @@ class ServerGuard:
         """Let the plug-in forget a run as soon as no check needs what it shared."""
 
         def end() -> None:
-            message = LATE_ANSWERS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
+            message = LATE_ANSWERS.advise(self._client.engine_core, run.namespace, end_of_run(run).hints)
             asyncio.run_coroutine_threadsafe(message, self._loop)
 
         self.calls.checks.end_run(run, end)

@@ -25,7 +25,7 @@ from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, REPORT, message
+from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, message
 from kedge.types import GenerateRequest, RequestId
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,6 @@ class Figures:
     prefix_hits: int = 0
     """Prompt tokens that were looked up in the prefix cache, and found"""
     plugin: Counter[str] = field(default_factory=Counter)
-    report: Mapping[str, Any] | None = None
-    """What the plug-in has found in plain requests"""
 
 
 class Driver:
@@ -182,7 +180,6 @@ class _StatsListener(StatLoggerBase):
             return
         figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
         LATE_ANSWERS.answered(plugin_stats.pop(ANSWERS, {}))
-        figures.report = plugin_stats.pop(REPORT, None) or figures.report
         figures.plugin.update(plugin_stats)
         figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
         figures.usage = scheduler_stats.kv_cache_usage

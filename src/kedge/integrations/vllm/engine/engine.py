@@ -219,7 +219,9 @@ class VLLMEngine(Engine):
         from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 
         core = self._driver.llm.engine_core
-        outcomes: list[ActionOutcome] | None = self._call(partial(LATE_ANSWERS.ask, core, namespace, turn_hints(hints)))
+        outcomes: list[ActionOutcome] | None = self._call(
+            partial(LATE_ANSWERS.advise, core, namespace, turn_hints(hints))
+        )
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -233,8 +235,11 @@ class VLLMEngine(Engine):
         return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats(), "sampling": sampling}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
-        """Return the plug-in's last report of plain requests if all of it is the given tenants'."""
-        report = self._driver.figures.report
+        """Return the plug-in's report of plain requests if all of it is the given tenants'."""
+        from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
+
+        core = self._driver.llm.engine_core
+        report = self._call(partial(LATE_ANSWERS.report, core)) if self._plugged else None
         return report if report and all(owns(Namespace.parse(one)) for one in report["namespaces"]) else None
 
     def close(self) -> None:

@@ -54,6 +54,8 @@ class HintedRequest:
     seq: int | None = None
     is_advice: bool = False
     """Whether it is a message with what a client says between requests"""
+    asks_for_report: bool = False
+    """Whether it is a message that asks what was found in plain traffic"""
     ignored: int = 0
     """Number of hints that were ignored"""
     actions: tuple[Mapping[str, str], ...] = ()
@@ -109,6 +111,7 @@ def read_hints(
         steps=None if steps is None else {agent: NextRun(left) for agent, left in steps.items()},
         seq=get("seq"),
         is_advice=get("advice", False),
+        asks_for_report=get("report", False),
         actions=get("actions", ()),
         ignored=ignored,
     )
@@ -236,7 +239,7 @@ def _tokens(value: Any) -> Tokens:
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
-    **{"produces": _sample, "advice": _flag, "plain": _flag, "actions": _actions},
+    **{"produces": _sample, "advice": _flag, "report": _flag, "plain": _flag, "actions": _actions},
     **{"withheld": _names, "epoch": read_whole, "rung": _rung, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
