@@ -17,7 +17,7 @@ from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest
 from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
-from kedge.types import Namespace, ReuseMode
+from kedge.types import ReuseMode
 from tests.reuse.test_holes import SIZE, layouts, positions
 
 HOLES: Holes = (range(10, 20), range(30, 31), range(40, 42), range(59, 60))
@@ -57,12 +57,8 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     assert lanes.is_wanted
     assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
     del candidates["s"]
-    lanes.jobs._ends.append(SimpleNamespace())  # type: ignore[arg-type]
-    assert lanes.is_wanted
-    lanes.jobs.give_up()
-    lanes.jobs.open(PassLimits(100, 100, 16))
     assert not lanes.is_wanted
-    lanes.jobs.add(Namespace("default"), tuple(range(8)))
+    lanes.jobs._jobs.append(SimpleNamespace())  # type: ignore[arg-type]
     assert lanes.is_wanted
 
 

@@ -275,8 +275,9 @@ class KedgeScheduling:
         running = self._active
         rows = self.scheduler_config.max_num_seqs
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
-        is_paused = self.pause_state is not PauseState.UNPAUSED
-        budget = budget.less(*lanes.jobs.grant_ends(LaneBudget(0, 0) if is_paused else budget, len(self.running)))
+        if self.pause_state is not PauseState.UNPAUSED:
+            lanes.jobs.stop()
+        budget = budget.less(*lanes.jobs.grant_ends(budget, len(self.running)))
         demand = 0  # of running requests, beyond a token each
         for one in self.running:
             wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
@@ -291,13 +292,11 @@ class KedgeScheduling:
         """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
         a request waits for a base prefill.
         """
-        if self.pause_state is not PauseState.UNPAUSED:
-            lanes.jobs.stop()
         if not lanes.jobs:
             return LaneBudget(0, 0)
         first = next(iter(self._in_order()), None)
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.jobs.awaited else 0)
+        budget = left.less(demand, 1 if first and not lanes.jobs.has_awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.jobs.grant(budget, len(self.running) + awaited, most=most, idle=idle)
