@@ -30,7 +30,7 @@ from kedge.bench.vllm import (
     VllmLane,
     VllmTrial,
 )
-from kedge.integrations.vllm.engine.requests import request_hints
+from kedge.integrations.vllm.plugin.hints import request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import GenerateRequest, Tokens
 

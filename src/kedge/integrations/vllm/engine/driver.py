@@ -1,15 +1,16 @@
-"""Requests and messages to the plug-in on vLLM's `AsyncLLM`. One event loop owns it."""
+"""Requests on vLLM's `AsyncLLM`, and messages to the plug-in. One event loop owns it."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
@@ -19,14 +20,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kedge.checks import LAST_SEED
 from kedge.engine.validation import require_new_id
 from kedge.errors import ForwardFailed, KedgeError, RequestError
-from kedge.integrations.vllm.engine.requests import PluginMessage
 from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
+from kedge.integrations.vllm.entry_point import FORCED, died
+from kedge.integrations.vllm.plugin.hints import AFRESH, NO_PROMPT, request_hints, run_hints, salt_of, short
 from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, message
-from kedge.types import GenerateRequest, RequestId
+from kedge.structures.bounded import BoundedDict
+from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, Tokens
+from kedge.workflow.forecast import AgentKey, Changes, RunKey
+from kedge.workflow.steps import NextRun
 
 logger = logging.getLogger(__name__)
 RECEIPT_TIMEOUT = 0.5
@@ -35,16 +39,75 @@ ReceiptData = Mapping[str, Any]
 """A receipt as the plug-in sends it"""
 
 
-def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
-    """Return vLLM's parameters for a streamed response. Raises `RequestError` for values that vLLM refuses."""
-    structure = arguments["structured_outputs"]
-    if isinstance(structure, dict):
-        structure = StructuredOutputsParams(**structure)
-    given = {**arguments, "structured_outputs": structure}
+NO_SEED = -1
+"""The seed that vLLM takes for none; `LAST_SEED` is used instead, so that a seeded answer repeats."""
+ALIKE = ("temperature", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Parameters that vLLM and Kedge have by the same names and with the same meaning, `None` included"""
+
+
+def sampling_params(request: GenerateRequest, room: int, *, hinted: bool = True, **more: Any) -> SamplingParams:
+    """Return vLLM's parameters for a streamed response, with hints for the plug-in if `hinted`, and with `more` of its
+    own. Raises `RequestError` for values that vLLM refuses.
+
+    `room` is the number of tokens that the model can add to the prompt. Stop strings are not among them, as they are
+    matched where tokens become text. vLLM draws at least one token.
+    """
+    sampling = request.sampling
+    forced = {FORCED: list(request.forced)} if request.forced else {}  # where vLLM cannot force it, it is drawn
+    given = {
+        **{name: getattr(sampling, name) for name in (*ALIKE, "top_p", "top_k", "min_p")},
+        "max_tokens": max(1, min(sampling.max_tokens, room)),
+        "seed": LAST_SEED if sampling.seed == NO_SEED else sampling.seed,
+        "logprobs": request.logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
+        "detokenize": False,
+        "structured_outputs": StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
+        "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}, **forced} if hinted else None,
+        **more,
+    }
     try:
         return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
     except VLLMClientError as refusal:
-        raise RequestError("sampling", arguments, str(refusal)) from None
+        raise RequestError("sampling", sampling, str(refusal)) from None
+
+
+class PluginMessage(NamedTuple):
+    """Hints for the plug-in without a prompt to run. For vLLM it is a request that is aborted at once."""
+
+    namespace: Namespace
+    hints: dict[str, Any]
+    tokens: Tokens = NO_PROMPT
+
+
+class Forecasts:
+    """The forecast of every run, merged from changes: the plug-in takes whole forecasts only."""
+
+    def __init__(self) -> None:
+        self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], Tokens] = BoundedDict()
+        """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
+        self._seq = itertools.count()
+
+    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
+        """Yield fixed prompts that the plug-in does not know from earlier runs, then forecasts: it adopts a prompt with
+        the forecast that names its agent.
+        """
+        for key, tokens in prompts.items():
+            if self._sent.get(agent := (key.namespace, key.client_id, key.agent)) == tokens:
+                continue
+            self._sent[agent] = tokens
+            fixed = run_hints(key.run, agent=short(key.agent), fixed_tokens=len(tokens))
+            yield PluginMessage(key.namespace, fixed, tokens)
+        by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
+        for key, next_run in changes.items():
+            by_run.setdefault(key.run, {})[key.agent] = next_run
+        for run, changed in by_run.items():
+            merged = {**self._runs.pop(run, {}), **changed}
+            known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
+            if known:
+                self._runs[run] = known
+            steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+            yield PluginMessage(run.namespace, run_hints(run, seq=next(self._seq), steps=steps))
 
 
 def tokens_prompt(request: GenerateRequest) -> TokensInput:
@@ -78,7 +141,7 @@ class Driver:
         self.figures = Figures()
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._in_order, self._numbers = asyncio.Lock(), itertools.count()
+        self._in_order, self._numbers, self._forecasts = asyncio.Lock(), itertools.count(), Forecasts()
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
@@ -143,7 +206,15 @@ class Driver:
 
     # messages to the plug-in ----------------------------------------------------------------------------------------
 
-    async def send(self, messages: Iterable[PluginMessage]) -> None:
+    async def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
+        """Pass on a forecast and fixed prompts."""
+        await self._send(self._forecasts.messages(changes, prompts))
+
+    async def end_run(self, run: RunKey) -> None:
+        """Pass on that a run is over."""
+        await self._send([PluginMessage(run.namespace, run_hints(run, final=True))])
+
+    async def _send(self, messages: Iterable[PluginMessage]) -> None:
         """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died: as
         `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt.
         """

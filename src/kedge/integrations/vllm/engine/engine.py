@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import replace
@@ -42,15 +42,9 @@ from kedge.integrations.vllm.engine.options import (
     transfer_config,
     vllm_arguments,
 )
-from kedge.integrations.vllm.engine.requests import (
-    Forecasts,
-    PluginMessage,
-    end_of_run,
-    sampling_arguments,
-    turn_hints,
-)
 from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
+from kedge.integrations.vllm.plugin.hints import turn_hints
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.guard.comparison import TOP
 from kedge.settings import AnchorSettings, EngineSettings
@@ -117,7 +111,7 @@ class VLLMEngine(Engine):
 
         from kedge.integrations.vllm.engine.driver import Driver, sampling_params
 
-        self._driver, self._forecasts, self._params = Driver(self._plugged), Forecasts(), sampling_params
+        self._driver, self._params = Driver(self._plugged), sampling_params
         self._loop = ExitStack()
         """The event loop on a thread of its own; vLLM's remaining tasks are cancelled when it is closed"""
         self._portal = self._loop.enter_context(start_blocking_portal(name="kedge-vllm"))
@@ -175,7 +169,7 @@ class VLLMEngine(Engine):
             request = within_top(request, self._max_logprobs)
         try:
             room = self._max_model_len - request.prompt_tokens
-            params = self._params(sampling_arguments(request, room, hinted=self._plugged))
+            params = self._params(request, room, hinted=self._plugged)
             response = StreamedResponse(request, self.tokenizer, params, room)
             response.stream.tap = tap
             self._call(partial(self._driver.begin, response))
@@ -201,12 +195,12 @@ class VLLMEngine(Engine):
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.checks.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
+        self._guard.checks.end_run(run, partial(self._send, lambda: self._driver.end_run(run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
-        self._send(lambda: list(self._forecasts.messages(changes, prompts)))
+        self._send(lambda: self._driver.forecast(changes, prompts))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`.
@@ -272,11 +266,11 @@ class VLLMEngine(Engine):
         except CancelledError:
             raise EngineClosed("engine", "vllm", "it was closed") from None
 
-    def _send(self, messages: Callable[[], list[PluginMessage]]) -> None:
-        """Send messages to the plug-in, if there is one, without waiting. A closed engine ignores them."""
+    def _send(self, message: Callable[[], Awaitable[None]]) -> None:
+        """Send a message to the plug-in, if there is one, without waiting. A closed engine ignores it."""
         with self._lock:
             if self._plugged and not self._is_closed:
-                self._portal.start_task_soon(lambda: self._driver.send(messages()))
+                self._portal.start_task_soon(message)
 
 
 def _figures(driver: Driver) -> dict[str, object]:

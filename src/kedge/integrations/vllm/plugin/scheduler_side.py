@@ -30,7 +30,6 @@ from kedge.integrations.vllm.plugin.hints import (
     namespace_of,
     plain_request,
     read_hints,
-    with_actions,
     without_hints,
 )
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
@@ -96,8 +95,7 @@ class SchedulerSide:
         """
         live = self.requests[request.request_id] = LiveRequest(request)
         tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
-        params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        hinted = read_hints(request.request_id, tokens, request.cache_salt, params, reuse)
+        hinted = read_hints(request.request_id, tokens, request.cache_salt, request.kv_transfer_params, reuse)
         # the KV of embeddings, images and adapters does not follow from the tokens alone
         is_text = request.prompt_embeds is None and not request.mm_features and request.lora_request is None
         if is_text and not request.abort_immediately:
