@@ -29,9 +29,8 @@ from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
-from kedge.integrations.vllm.engine.driver import ALIKE, Driver, sampling_params
+from kedge.integrations.vllm.engine.driver import ALIKE, Driver, StreamedResponse, sampling_params
 from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
-from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
 from kedge.integrations.vllm.plugin.hints import HintedRequest, guard_hints, read_hints, run_hints
 from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin import lanes as module
 from kedge.integrations.vllm.plugin.lanes import NOTHING, HeldBlocks, HeldJobs, PassLimits
-from kedge.integrations.vllm.plugin.messages import Capture
+from kedge.integrations.vllm.plugin.requests import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Namespace, Segment, Tokens
 

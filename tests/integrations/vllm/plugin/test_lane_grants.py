@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kedge.integrations.vllm.plugin import requests as module
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants, PassLimits
-from kedge.integrations.vllm.plugin.messages import TranslationVerdict
-from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest
+from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest, TranslationVerdict
 from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.messages import Reports, TranslationVerdict
-from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import LiveRequest, Reports, TranslationVerdict, receipt_to_dict
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, RequestId, ReuseMode, Source
 

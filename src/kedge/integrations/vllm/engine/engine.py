@@ -42,7 +42,6 @@ from kedge.integrations.vllm.engine.options import (
     transfer_config,
     vllm_arguments,
 )
-from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import turn_hints
 from kedge.policies.sessions import NO_SESSIONS, refused
@@ -109,9 +108,9 @@ class VLLMEngine(Engine):
     def _start(self, path: Path, arguments: Any) -> None:
         from anyio.from_thread import start_blocking_portal  # vLLM brings it
 
-        from kedge.integrations.vllm.engine.driver import Driver, sampling_params
+        from kedge.integrations.vllm.engine.driver import Driver
 
-        self._driver, self._params = Driver(self._plugged), sampling_params
+        self._driver = Driver(self._plugged)
         self._loop = ExitStack()
         """The event loop on a thread of its own; vLLM's remaining tasks are cancelled when it is closed"""
         self._portal = self._loop.enter_context(start_blocking_portal(name="kedge-vllm"))
@@ -168,9 +167,7 @@ class VLLMEngine(Engine):
             request, tap = self._guard.begin(request)
             request = within_top(request, self._max_logprobs)
         try:
-            room = self._max_model_len - request.prompt_tokens
-            params = self._params(request, room, hinted=self._plugged)
-            response = StreamedResponse(request, self.tokenizer, params, room)
+            response = self._driver.response(request, self.tokenizer, self._max_model_len - request.prompt_tokens)
             response.stream.tap = tap
             self._call(partial(self._driver.begin, response))
         except BaseException as error:

@@ -40,11 +40,10 @@ from kedge.integrations.vllm.plugin.feature_checks import (
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas
 from kedge.integrations.vllm.plugin.lanes import PassLimits
 from kedge.integrations.vllm.plugin.learner import Learner
-from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
-from kedge.integrations.vllm.plugin.pages import Pages
+from kedge.integrations.vllm.plugin.pages import Pages, rotation_of
 from kedge.integrations.vllm.plugin.rank_state import rank_folder, rank_identity
-from kedge.integrations.vllm.plugin.rotations import rotation_of
+from kedge.integrations.vllm.plugin.requests import Orders, Reports
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations

@@ -35,10 +35,9 @@ from kedge.integrations.vllm.plugin.hints import (
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
-from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import ANSWERS, REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
-from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, receipt_to_dict
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of

@@ -16,15 +16,16 @@ from vllm.v1.request import Request
 
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants
-from kedge.integrations.vllm.plugin.messages import (
+from kedge.integrations.vllm.plugin.requests import (
+    CacheBlocks,
     Capture,
+    LiveRequest,
     Orders,
     Reports,
     TranslationQuery,
     TranslationVerdict,
     TranslationWrite,
 )
-from kedge.integrations.vllm.plugin.requests import CacheBlocks, LiveRequest
 from kedge.settings import GuardSettings
 from kedge.types import GenerateRequest, RunKey
 
