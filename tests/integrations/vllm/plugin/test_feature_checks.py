@@ -249,9 +249,6 @@ def test_a_scheduler_that_cannot_be_ordered_is_vllms_own(
     assert caplog.messages[0].startswith("kedge: --scheduler-cls is vLLM's own: vLLM's Scheduler has no _free_request")
     assert type(make_scheduler(config(kv_connector="MultiConnector"))) is Renamed
     assert caplog.messages[1].endswith("--kv-transfer-config does not name KedgeConnector alone")
-    monkeypatch.undo()
-    monkeypatch.setattr(scheduler.CachedFirstQueue, "__abstractmethods__", frozenset({"rotate"}))
-    assert scheduler.scheduler_refusal() == "vLLM's queue of requests has a rotate that Kedge's has not"
 
 
 def test_backends_have_to_write_before_they_attend() -> None:
