@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm import SamplingParams
@@ -305,20 +305,6 @@ def tokens_prompt(request: GenerateRequest) -> TokensInput:
     return tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
 
 
-@dataclass
-class Figures:
-    """vLLM's latest statistics, and the plug-in's counters since the start."""
-
-    running: int = 0
-    waiting: int = 0
-    usage: float = 0.0
-    """Share of the device's blocks that requests hold"""
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    """Prompt tokens that were looked up in the prefix cache, and found"""
-    plugin: Counter[str] = field(default_factory=Counter)
-
-
 class Driver:
     """Runs requests in vLLM. An error of vLLM's ends the stream of its request as an error of Kedge's."""
 
@@ -327,7 +313,11 @@ class Driver:
         `AsyncLLM` that somebody else has started.
         """
         self._plugged, self.llm = plugged, llm
-        self.figures = Figures()
+        self.stats: Any = None
+        """vLLM's latest statistics, a `SchedulerStats`; None before the first step"""
+        self.counts: Counter[str] = Counter()
+        """The plug-in's counters since the start, and the prompt tokens that vLLM looked up in its prefix cache
+        (`prefix_queries`) and found (`prefix_hits`)"""
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._in_order, self._numbers, self._forecasts = asyncio.Lock(), itertools.count(), Forecasts()
@@ -442,13 +432,10 @@ class _StatsListener(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
+        plugin_stats, found = dict(scheduler_stats.kv_connector_stats or {}), scheduler_stats.prefix_cache_stats
         LATE_ANSWERS.answered(plugin_stats.pop(ANSWERS, {}))
-        figures.plugin.update(plugin_stats)
-        figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-        figures.usage = scheduler_stats.kv_cache_usage
-        figures.prefix_queries += scheduler_stats.prefix_cache_stats.queries
-        figures.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        self._driver.stats = scheduler_stats
+        self._driver.counts.update(plugin_stats, prefix_queries=found.queries, prefix_hits=found.hits)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM has a log of its own."""

@@ -271,18 +271,19 @@ class VLLMEngine(Engine):
 
 
 def _figures(driver: Driver) -> dict[str, object]:
-    figures, cache = driver.figures, driver.llm.vllm_config.cache_config
+    stats, counts, cache = driver.stats, driver.counts.copy(), driver.llm.vllm_config.cache_config
+    running, waiting, usage = (
+        (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) if stats else (0, 0, 0.0)
+    )
     blocks = {
         "blocks": cache.num_gpu_blocks,
         "block_size": cache.block_size,
-        "leased_blocks": round(figures.usage * (cache.num_gpu_blocks or 0)),
-        "prefix_queries": figures.prefix_queries,
-        "prefix_hits": figures.prefix_hits,
+        "leased_blocks": round(usage * (cache.num_gpu_blocks or 0)),
+        **{name: counts.pop(name, 0) for name in ("prefix_queries", "prefix_hits")},
     }
-    counts = figures.plugin
     bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
-    requests = {"running": figures.running, "waiting": figures.waiting, "base_prefills": bases}
-    return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
+    requests = {"running": running, "waiting": waiting, "base_prefills": bases}
+    return {"cache": blocks, "requests": requests, "plugin": dict(counts)}
 
 
 def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:

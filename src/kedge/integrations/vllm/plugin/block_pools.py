@@ -94,10 +94,6 @@ class CacheGroups:
             places += found
         return NeededBlocks(keys[skipped:], places[skipped:])
 
-    def count(self, length: int) -> int:
-        """Return how many blocks a hit of `length` hashes needs."""
-        return length + sum(len(group.places(length)) for group in self.others)
-
     def fitted(self, hashes: Sequence[BlockHash], length: int, has: Callable[[bytes], bool]) -> int:
         """Return the longest hit of at most `length` hashes for which the other groups have what it needs, where the
         main group has all. `has` returns whether the block with a key is there.

@@ -30,11 +30,7 @@ from kedge.policies.prefetch import (
 )
 from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
-from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import first_of
-
-SHARE = 2
-"""One of so many device blocks may be held by backups."""
 
 
 class HostLoads:
@@ -55,9 +51,6 @@ class HostLoads:
         self._remembered = 0
         """Blocks of the histories"""
         self.settings, self._block_size, self._is_trusted = settings, block_size, is_trusted
-        self._most_held = max(1, tier.device.num_gpu_blocks // SHARE)
-        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict()
-        """Histories that are backed up, and the index from which on they are not done"""
         self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
         self._has_room = False
@@ -66,8 +59,8 @@ class HostLoads:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way or waits, or prefetches are to be looked for."""
-        return self.tier.busy or self._is_due or bool(self._pending)
+        """Whether a copy is under way, or prefetches are to be looked for."""
+        return self.tier.busy or self._is_due
 
     @property
     def _is_due(self) -> bool:
@@ -123,7 +116,6 @@ class HostLoads:
 
     def copies(self, requests: Iterable[LiveRequest], idle: bool) -> tuple[Copy, ...]:
         """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
-        self._back_up()
         self._demand(idle)
         if self._is_due:
             self._has_room = self._prompts.changed = False
@@ -159,7 +151,8 @@ class HostLoads:
 
     def finished(self, session: SessionKey, hashes: Sequence[BlockHash]) -> None:
         """Take the history that a session has on the device at the end of a turn, the hashes of its blocks with KV, and
-        order its backup. O(blocks that the host lacks, or that change their owners there, + log n).
+        order its backup; what finds no room is backed up with the next turn. O(blocks that the host lacks, or that
+        change their owners there, + log n).
         """
         self._remember(session, hashes)
         queue = self.tier.queue
@@ -169,19 +162,8 @@ class HostLoads:
             owned = 0
         if owned < held:
             own_known(self.tier.host, self.tier.groups.needed(hashes[:held], owned).keys, session)
-        self._pending[session] = hashes, held
-        self._back_up()
-
-    def _back_up(self) -> None:
-        """Order the next backups, as far as they may hold device blocks."""
-        queue = self.tier.queue
-        while self._pending and (room := self._most_held - self.tier.backing_up) > 0:
-            owner, (hashes, start) = self._pending.popitem(last=False)
-            if queue.has_step(owner):
-                may_evict = partial(self._is_no_sooner, queue.step_of(owner))
-                done = self.tier.back_up(hashes, owner, may_evict, start, room)
-                if done < self.tier.groups.count(len(hashes)):
-                    self._pending[owner] = hashes, done
+        if queue.has_step(session):
+            self.tier.back_up(hashes, session, partial(self._is_no_sooner, queue.step_of(session)), held)
 
     def _is_no_sooner(self, step: float, victim: StepView) -> bool:
         return distance(victim, self.settings.unlabelled_step) >= step

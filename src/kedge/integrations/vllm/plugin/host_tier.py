@@ -39,6 +39,9 @@ from kedge.settings import QuotaSettings
 from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
 
+SHARE = 2
+"""One of so many device blocks may be held by backups."""
+
 
 class HostQuotas:
     """The tenants of all host blocks with KV, or that KV is being copied to. Owned by the scheduler."""
@@ -169,11 +172,6 @@ class HostTier:
         """Number of loads under way."""
         return sum(transfer.is_load for transfer in self._transfers.values())
 
-    @property
-    def backing_up(self) -> int:
-        """Number of blocks that are being copied to the host."""
-        return len(self._backing_up)
-
     def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
         """Return the load that brings this block of the main group, if there is one."""
         return self._loading.get(block_hash + self.groups.main.key_end)
@@ -237,16 +235,13 @@ class HostTier:
                 break
         return above, needed.chosen(brought), sources
 
-    def _lacking(
-        self, hashes: Sequence[BlockHash], start: int, limit: int | None
-    ) -> tuple[list[KVCacheBlock], NeededBlocks, int]:
-        """Return device blocks that the host lacks, what they hold, and the index after the last look."""
+    def _lacking(self, hashes: Sequence[BlockHash], start: int, most: int) -> tuple[list[KVCacheBlock], NeededBlocks]:
+        """Return device blocks that the host lacks, and what they hold."""
         blocks, found = list[KVCacheBlock](), list[int]()
         on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
-        needed, done = self.groups.needed(hashes, start), self.groups.count(len(hashes))
+        needed = self.groups.needed(hashes, start)
         for at, key in enumerate(needed.keys):
-            if len(blocks) == limit:
-                done = start + at
+            if len(blocks) >= most:
                 break
             if key in on_host or key in under_way:
                 continue
@@ -255,7 +250,7 @@ class HostTier:
                 break
             blocks.append(any_of(block))
             found.append(at)
-        return blocks, needed.chosen(found), done
+        return blocks, needed.chosen(found)
 
     # copies ---------------------------------------------------------------------------------------------------
 
@@ -296,19 +291,16 @@ class HostTier:
         owner: Owner,
         may_evict: Callable[[StepView], bool],
         start: int = 0,
-        limit: int | None = None,
-    ) -> int:
-        """Order the offload of blocks of a prompt, from `start` on, that the device has and the host lacks.
-
-        At most `limit` blocks, and as many as may evict others. Returns the index from which on it is not done, among
-        the blocks that a hit needs (`CacheGroups.needed`).
+    ) -> None:
+        """Order the offload of blocks of a prompt, from `start` on, that the device has and the host lacks: as many as
+        may evict others, and while backups hold one of `SHARE` device blocks at most.
         """
-        sources, needed, done = self._lacking(hashes, start, limit)
+        sources, needed = self._lacking(hashes, start, self.device.num_gpu_blocks // SHARE - len(self._backing_up))
         room = self._within_quota(owner, len(sources), may_evict)
         room = self._room(self.host, room, may_evict)
         if room < len(sources):
             self.counters["skipped_backups"] += 1
-            sources, done = sources[:room], self.groups.count(len(hashes))
+            sources = sources[:room]
         if sources:
             needed = needed.chosen(range(room))
             targets = self.host.get_new_blocks(room)
@@ -316,7 +308,6 @@ class HostTier:
                 self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
             transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, needed, sources, targets, owner)
             self._backing_up.update(dict.fromkeys(needed.keys, transfer))
-        return done
 
     def _within_quota(self, owner: Owner, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Evict what the tenant of `owner` would have too much with so many `blocks` more, and needs no sooner. Returns
