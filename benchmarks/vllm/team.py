@@ -8,6 +8,7 @@ prefixes in its cache, and with an empty cache, which is dense prefill.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -30,12 +31,14 @@ from kedge.bench.vllm import (
     VllmLane,
     VllmTrial,
 )
+from kedge.integrations.vllm.engine.driver import PluginMessage, expected_prompt
 from kedge.integrations.vllm.plugin.hints import request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import GenerateRequest, Tokens
 
 LEARNING_S = 0.25
 """Seconds between two prompts, in which the plug-in learns."""
+_ids = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ class TeamSettings:
 QUICK_TEAM = TeamSettings(question=400, prefix=256, output=128, samples=4, repeats=2)
 
 
+class ToldLane(VllmLane):
+    """A vLLM engine with the plug-in, which also gets hints without a request."""
+
+    async def tell(self, message: PluginMessage) -> None:
+        """Send the plug-in hints without a request, as Kedge's engine does."""
+        from kedge.integrations.vllm.plugin import metrics
+
+        await self._engine.engine_core.add_request_async(metrics.message(f"kedge-message-{next(_ids)}", *message))
+
+
 async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> Figures:
     """Fill the pools, which are as large as the samples, then measure every agent `repeats` times on both engines.
 
@@ -70,7 +83,7 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
         stock = stack.enter_context(VllmLane(model, room, None))
-        kedge = stack.enter_context(VllmLane(model, room, ours, scheduler_cls=SCHEDULER))
+        kedge = stack.enter_context(ToldLane(model, room, ours, scheduler_cls=SCHEDULER))
         team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
         for number in range(settings.samples):
             progress(f"team: sample {number + 1} of {settings.samples}")
@@ -147,11 +160,15 @@ class _VllmTeam:
         return {**found, DENSE: VllmTrial(time.perf_counter() - began, tuple(dense))}
 
     async def _question(self, lane: VllmLane, run: str, question: Tokens) -> VllmTrial:
-        """Run one question."""
+        """Run one question. While an agent answers, the plug-in gets the next one's prompt, as from Kedge's engine."""
         began, calls, answers = time.perf_counter(), list[VllmCall](), list[Tokens]()
         for agent in range(self._settings.agents):
             request = self._request(run, agent, question, answers)
-            done = await self._ask(lane, request, self._settings.output)
+            asked = asyncio.create_task(self._ask(lane, request, self._settings.output))
+            if isinstance(lane, ToldLane) and agent + 1 < self._settings.agents:
+                await asyncio.sleep(0)  # so that the request goes first
+                await lane.tell(expected_prompt(self._request(run, agent + 1, question, [*answers, ()])))
+            done = await asked
             calls.append(done)
             answers.append(done.tokens)
         return VllmTrial(time.perf_counter() - began, tuple(calls))

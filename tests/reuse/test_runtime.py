@@ -250,6 +250,22 @@ def test_a_prompt_that_moves_only_the_value_leaves_the_text_behind_it() -> None:
     assert stage.moved(replace(other, agent=AgentId("third"))) == [(2, SIZE), (2 + SIZE, len(TEXT))]
 
 
+def test_text_that_is_left_after_a_prompt_was_drafted_is_moved_if_it_is_looked_for_again() -> None:
+    stage, other = ReadTwice(), linked(1, "other", TEXT[::-1])
+    drafts = [stage.runtime.planner.draft(other, ()) for _ in range(2)]
+    for draft in drafts:
+        assert len(stage.runtime.planner.grow(draft, other, 3)) == 1
+    stage.bases.put_shared_text(other.run_key, (*other.segments[1].tokens, *TEXT[::-1]), random_kv(len(TEXT), 9), "")
+    added = [
+        stage.runtime.planner.grow(draft, other, 4, again=again)
+        for draft, again in zip(drafts, (False, True), strict=True)
+    ]
+    assert [[(one.start, one.tokens) for one in found] for found in added] == [[], [(2 + SIZE, len(TEXT))]]
+    assert stage.runtime.planner.grow(drafts[1], other, 4, again=True) == [], "all is drafted"
+    plans = [stage.runtime.planner.seal(draft, other) for draft in drafts]
+    assert [len(plan.computed) for plan in plans] == [2 + len(TEXT) + 6, 2 + 6]
+
+
 def test_text_is_moved_only_within_its_run_and_behind_the_same_text() -> None:
     stage, other = ReadTwice(), linked(1, "other")
     assert stage.moved(replace(other, run=RunId("another"))) == [(2, SIZE)]

@@ -63,10 +63,17 @@ class Draft:
     misses: list[Miss] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     """Numbers of the values that are translated without offsets, with the prefix segment after it computed"""
+    texts: list[tuple[Placed, Placed]] = field(default_factory=list)
+    """Moved values with the prefix segments behind them that no other prompt of the run had left when drafted"""
 
     @property
     def exact_tokens(self) -> int:
         return sum(map(len, self.exact))
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether learning has moved offsets that were to be added since: nothing of it can be written any more."""
+        return any(one.blend.version != one.table.version for one in self.translations)
 
     def computed(self, start: int) -> list[int]:
         """Return the positions from `start` on that run through the model, ascending."""
@@ -85,6 +92,7 @@ class Draft:
         self.estimates.clear()
         self.sentinels.clear()
         self.moved.clear()
+        self.texts.clear()
         self.misses += misses
 
     def sealed(self) -> ReusePlan:
@@ -134,13 +142,20 @@ class Planner:
             draft.give_up(Miss("*", self._refusal))
         return draft
 
-    def grow(self, draft: Draft, request: GenerateRequest, segments: int) -> Sequence[Translation]:
+    def grow(
+        self, draft: Draft, request: GenerateRequest, segments: int, *, again: bool = False
+    ) -> Sequence[Translation]:
         """Draft on, up to the first `segments` of the request, and return the translations that this adds. Segments
-        behind may lack their tokens, but for the prefix segments.
+        behind may lack their tokens, but for the prefix segments. With `again`, which is for drafts of which nothing
+        has been computed yet, template text that other prompts have left since is moved, too.
         """
         before = len(draft.translations)
         if request is not draft.request:
             draft.request, draft.placed = request, layout(request)
+        if again:
+            texts, draft.texts = draft.texts, []
+            for value, text in texts:
+                self._move_after(request, draft, value, text)
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
         wanted = request.reuse is ReuseMode.TRANSLATE and request.prompt_logprobs is None
@@ -276,6 +291,8 @@ class Planner:
         since the first value was the same, has left its KV.
         """
         entry = self.shared_text(request, draft.placed, after)
+        if entry is None:
+            draft.texts.append((here, after))
         if entry is None or not self._costs.translation_pays(len(after), len(after)):
             return
         blend = self._anchors.without_offsets(

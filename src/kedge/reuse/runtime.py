@@ -132,6 +132,12 @@ class Runtime:
         for estimate in plan.estimates:
             self._anchors.use(estimate)
 
+    def has_bases(self, request: GenerateRequest, segments: range) -> bool:
+        """Return whether base KV is there for all values among these segments that are worth translating."""
+        values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
+        wanted = [one for one in values if self.planner.pays(one)]
+        return all(self.planner.sample(request, one) is not None for one in wanted)
+
     def learns(self, request: GenerateRequest) -> bool:
         """Return whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None

@@ -103,6 +103,8 @@ def test_a_team_is_translated_from_its_first_questions_on(http: httpx.Client, se
         assert not translated[0], "it reads the question where its KV is computed"
         if sum(translated[1:-1]) == 3:
             assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "a judge is never translated"
+            later = [one for number in range(3) for one in run(http, f"Ann{number}", 20 + number)]
+            assert any(one["receipt"]["preassembled"] for one in later), "prompts are prepared while others answer"
             return
         while served.engine.inspect()["requests"]["base_prefills"]:
             time.sleep(0.05)

@@ -22,23 +22,25 @@ def live(asked: dict[str, Any] | None = None, **given: Any) -> LiveRequest:
     return LiveRequest(request, read_hints("r1", PROMPT, None, {"kedge": asked or {}}, ReuseMode.TRANSLATE), **given)
 
 
-VERDICT = TranslationVerdict((range(90, 100),), (Miss("q", "too far"),))
+VERDICT = TranslationVerdict((range(90, 100),), (Miss("q", "too far"),), ready=40)
 
 
 @pytest.mark.parametrize(
-    ("state", "misses"),
+    ("state", "misses", "preassembled"),
     [
-        ({"verdict": VERDICT, "translated": (range(8, 90),)}, [("q", "too far")]),
-        ({"verdict": VERDICT}, [("q", "too far")]),
-        ({"refusal": "no lanes", "verdict": VERDICT}, [("*", "no lanes")]),
-        ({}, []),
+        ({"verdict": VERDICT, "translated": (range(8, 90),)}, [("q", "too far")], 40),
+        ({"verdict": VERDICT}, [("q", "too far")], 0),
+        ({"refusal": "no lanes", "verdict": VERDICT}, [("*", "no lanes")], 0),
+        ({}, [], 0),
     ],
     ids=["translated", "computed after all", "refused", "not judged"],
 )
-def test_a_receipt_says_why_tokens_were_computed(state: dict[str, Any], misses: list[tuple[str, str]]) -> None:
+def test_a_receipt_says_why_tokens_were_computed(
+    state: dict[str, Any], misses: list[tuple[str, str]], preassembled: int
+) -> None:
     asked = {"segments": [{"name": "q", "length": len(PROMPT), "sample": "q@0"}]}
     data = receipt_to_dict(live(asked, **state).receipt())
-    assert data["mode"] == "translate"
+    assert data["mode"] == "translate" and data["preassembled"] == preassembled
     assert [(one["segment"], one["reason"]) for one in data["misses"]] == misses
     if "translated" in state:
         assert data["spans"] == [[0, 8, "computed"], [8, 90, "translated"], [90, 100, "computed"]]

@@ -49,6 +49,7 @@ from kedge.types import (
     TokenDelta,
     TokenLogprob,
     Tokens,
+    WorkflowAgent,
 )
 from kedge.workflow.forecast import AgentKey, Changes, RunKey
 from kedge.workflow.steps import NextRun
@@ -106,7 +107,7 @@ def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: 
         misses = (ALL_COMPUTED,)
     spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
     reasons = with_reasons(request, spans, misses)
-    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms)
+    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
 
 
 def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
@@ -268,6 +269,11 @@ class PluginMessage(NamedTuple):
     tokens: Tokens = NO_PROMPT
 
 
+def expected_prompt(request: GenerateRequest) -> PluginMessage:
+    """Return the message that such a request is expected; values that are not known yet have no tokens."""
+    return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
+
+
 class Forecasts:
     """The forecast of every run, merged from changes: the plug-in takes whole forecasts only."""
 
@@ -321,6 +327,8 @@ class Driver:
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._in_order, self._numbers, self._forecasts = asyncio.Lock(), itertools.count(), Forecasts()
+        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
+        """Whether an agent's last prompt was translated"""
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
@@ -378,6 +386,8 @@ class Driver:
             # an aborted request's comes with vLLM's statistics, not with an output
             done, _ = await asyncio.wait([later], timeout=RECEIPT_TIMEOUT)
             receipt = later.result() if done else None
+        if receipt:
+            self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
         LATE_ANSWERS.forget(request_id)
         del self._generating[request_id]
         try:
@@ -387,11 +397,19 @@ class Driver:
         except Exception as failure:  # also of the text's end or the receipt: its reader must not wait for ever
             response.stream.put(kedge_error(failure, request_id))
 
+    def translates(self, request: GenerateRequest) -> bool:
+        """Return whether the last prompt of the request's agent was translated, as far as is remembered."""
+        return self._translated.get(request.workflow_agent, False)
+
     # messages to the plug-in ----------------------------------------------------------------------------------------
 
     async def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Pass on a forecast and fixed prompts."""
         await self._send(self._forecasts.messages(changes, prompts))
+
+    async def expect(self, request: GenerateRequest) -> None:
+        """Pass on that such a request is expected."""
+        await self._send([expected_prompt(request)])
 
     async def end_run(self, run: RunKey) -> None:
         """Pass on that a run is over."""

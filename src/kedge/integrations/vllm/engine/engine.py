@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,10 +157,7 @@ class VLLMEngine(Engine):
         """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `InvalidGrammar`, `RequestError` or
         `EngineClosed`.
         """
-        require_sensible(request, self._vocab_size, self._max_model_len - 1)
-        for key in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(request, key) or 0) > self._max_logprobs >= 0:
-                raise RequestError(key, asked, f"must be at most {self._max_logprobs}, vLLM's max_logprobs")
+        self._validate(request)
         self._grammars.begin(request.sampling.grammar, request.tenant)  # vLLM says less of what is wrong
         tap = None
         if self._is_guarded:
@@ -179,6 +176,26 @@ class VLLMEngine(Engine):
     def _submit_check(self, check: GenerateRequest) -> TokenStream:
         """Submit a request of the guard's, whose KV in vLLM's cache may go first."""
         return self.submit(within_top(replace(check, turn=TurnHints(keep_for=0.0)), self._max_logprobs))
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Take the hint that such a request is expected, of an agent whose last prompt was translated.
+
+        One that could not be served is ignored.
+        """
+        if not self._driver.translates(request):
+            return
+        with suppress(RequestError):
+            self._validate(request)
+            expected = self._guard.ordered(request)
+            self._send(lambda: self._driver.expect(expected))
+
+    def _validate(self, request: GenerateRequest) -> None:
+        require_sensible(request, self._vocab_size, self._max_model_len - 1)
+        for key in ("logprobs", "prompt_logprobs"):
+            if (getattr(request, key) or 0) > self._max_logprobs >= 0:
+                raise RequestError(
+                    key, getattr(request, key), f"must be at most {self._max_logprobs}, vLLM's max_logprobs"
+                )
 
     def cancel(self, request_id: RequestId) -> bool:
         return bool(self._call(lambda: self._driver.cancel(request_id)))

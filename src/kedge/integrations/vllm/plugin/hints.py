@@ -54,6 +54,8 @@ class HintedRequest:
     steps: Mapping[AgentId, NextRun] | None = None
     """The forecast of its run"""
     seq: int | None = None
+    is_ahead: bool = False
+    """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
     is_advice: bool = False
     """Whether it is a message with what a client says between requests"""
     asks_for_report: bool = False
@@ -90,8 +92,9 @@ def read_hints(
                 given[name] = read(value)
         except ValueError:
             ignored += 1
-    get = given.get
-    is_plain = not given.keys() & {"reuse", "segments"}  # its client says nothing of its prompt and of reuse
+    get, is_ahead = given.get, given.get("ahead", False)
+    # one that is run is plain if its client says nothing of its prompt and of reuse
+    is_plain = not is_ahead and not given.keys() & {"reuse", "segments"}
     request = GenerateRequest(
         get("segments") or _unnamed(tokens),
         reuse=get("reuse") or reuse,
@@ -112,6 +115,7 @@ def read_hints(
         request,
         steps=None if steps is None else {agent: NextRun(left) for agent, left in steps.items()},
         seq=get("seq"),
+        is_ahead=is_ahead,
         is_advice=get("advice", False),
         asks_for_report=get("report", False),
         actions=get("actions", ()),
@@ -229,7 +233,7 @@ def _tokens(value: Any) -> Tokens:
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
-    **{"produces": _sample, "advice": _flag, "report": _flag, "plain": _flag, "actions": _actions},
+    **{"produces": _sample, "ahead": _flag, "advice": _flag, "report": _flag, "plain": _flag, "actions": _actions},
     **{"withheld": _names, "epoch": read_whole, "rung": _rung, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""

@@ -1,12 +1,15 @@
 """Translation on one rank: verdicts from its anchors and base KV, writes, and learning from captured prompts.
 
-KV is written into vLLM's pages once its request is admitted.
+KV is written into vLLM's pages once its request is admitted. A prompt of an agent that runs next is drafted as far as
+it is known before its request arrives, value by value, in the time for learning: a request that begins with the same
+segments needs only what is new in it to be looked up.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +20,7 @@ from kedge.integrations.vllm.plugin.pages import UNCHECKED, Pages, RotationCheck
 from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
+from kedge.reuse.ahead import Ended, ExpectedPrompt, ExpectedPrompts
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import Backlog
 from kedge.reuse.plan import ReusePlan
@@ -39,6 +43,60 @@ from kedge.types import (
 
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class DraftedPrompt(ExpectedPrompt):
+    """An expected prompt of one rank."""
+
+    exact: int
+    """Leading tokens whose exact KV is at hand: those of its first segment"""
+    seconds: float = 0.0
+    """Time that was spent on it"""
+
+
+class DraftedPrompts(ExpectedPrompts[DraftedPrompt]):
+    """All expected prompts of one rank."""
+
+    def __init__(self, runtime: Runtime, exact_of: Callable[[GenerateRequest], int]) -> None:
+        """`exact_of` returns how many leading tokens of a prompt have exact KV at hand."""
+        super().__init__()
+        self._runtime, self._exact_of = runtime, exact_of
+
+    def begin(self, request: GenerateRequest) -> DraftedPrompt | None:
+        exact = self._exact_of(request)
+        return DraftedPrompt(exact, request=request) if exact else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to do for `prepare`."""
+        return any(map(self._can_advance, self.expected.values()))
+
+    def _can_advance(self, prompt: DraftedPrompt) -> bool:
+        """Return whether more of a prompt is known, and can be decided: what lacks base KV would be computed."""
+        drafted = prompt.draft.drafted if prompt.draft else 0
+        return prompt.drafts_on and self._runtime.has_bases(prompt.request, range(drafted, prompt.next_stop))
+
+    def prepare(self) -> bool:
+        """Draft one value of one prompt. Returns False where nothing is left to do."""
+        found = next(filter(self._can_advance, self.expected.values()), None)
+        if found is None:
+            return False
+        began = time.monotonic()
+        try:
+            found.draft = found.draft or self._runtime.planner.draft(
+                found.request, (Span(0, found.exact, Source.DEVICE),)
+            )
+            self._runtime.planner.grow(found.draft, found.request, found.next_stop, again=True)
+        except Exception:
+            logger.exception("a prompt of agent %s was not prepared", found.request.agent)
+            self.drop(found, Ended.FAILED)
+            return True
+        found.seconds += time.monotonic() - began
+        if found.draft.dense:  # what is computed needs no preparation
+            self.drop(found, Ended.WASTED)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +162,7 @@ class Learner:
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages = pages
+        self.expected = DraftedPrompts(self._runtime, self._known)
         self.writes = PlannedWrites(pages, costs)
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
         self._harvests: BoundedDict[RequestId, None] = BoundedDict()
@@ -112,7 +171,7 @@ class Learner:
             self._runtime.end_run, lambda one: not self._runtime.needs(one), lambda _: None, settings.max_captures
         )
         self.is_at_rest = True
-        """Whether nothing has come since nothing could be learned: then no step looks for it again"""
+        """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
 
     # before a request is admitted -------------------------------------------------------------------------------
@@ -136,6 +195,11 @@ class Learner:
         entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
         return entry.kv if entry else None
 
+    def _known(self, request: GenerateRequest) -> int:
+        """Return how many leading tokens of a prompt are known by its first segment."""
+        head = self._head(request)
+        return head.tokens if head else 0
+
     def _note(self, needs: Iterable[BaseNeed]) -> tuple[Tokens, ...]:
         """Keep needed base prefills until they are captured. Returns their prompts."""
         by_prompt = {(need.namespace, need.tokens): need for need in needs}
@@ -143,8 +207,7 @@ class Learner:
         return tuple(tokens for _, tokens in by_prompt)
 
     def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
-        head = self._head(query.request)
-        exact = max(query.exact, head.tokens if head else 0)
+        exact = max(query.exact, self._known(query.request))
         return self._note(self._runtime.prerequisites(query.request, exact, of_later_readers=True))
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
@@ -152,13 +215,21 @@ class Learner:
         began = time.monotonic()
         request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
-        plan = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ())
+        found, ready = self.expected.claim(request), 0
+        if found is None or found.draft is None or found.exact > exact or found.draft.is_outdated:
+            plan, seconds = self._runtime.plan(request, (Span(0, exact, Source.DEVICE),) if exact else ()), 0.0
+        else:  # going on from what was prepared of it
+            ready, seconds = len(found.draft.sources), found.seconds
+            self._runtime.planner.grow(found.draft, request, len(request.segments), again=True)
+            plan = self._runtime.planner.seal(found.draft, request)
+            self._runtime.use(plan)
         holes = plan.holes
         self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             return TranslationVerdict((range(request.prompt_tokens),), plan.misses, wanted)
-        self.writes.put(request.request_id, PlannedWrite(plan, head, time.monotonic() - began))
-        return TranslationVerdict(holes, plan.misses, wanted)
+        seconds += time.monotonic() - began
+        self.writes.put(request.request_id, PlannedWrite(plan, head, seconds))
+        return TranslationVerdict(holes, plan.misses, wanted, ready=ready)
 
     def _note_harvest(self, request: GenerateRequest, *, wanted: bool) -> None:
         self._harvests.pop(request.request_id, None)
@@ -197,24 +268,37 @@ class Learner:
 
     @property
     def is_learning(self) -> bool:
-        """Whether a prompt can be learned from as its base KV is there."""
-        return not self.is_at_rest and self.captured.ready
+        """Whether a prompt can be prepared, or learned from as its base KV is there."""
+        return not self.is_at_rest and (self.expected.is_due or self.captured.ready)
 
     def learn(self) -> bool:
-        """Measure the offsets of one segment of a captured prompt, unless a write is planned. Returns False if there is
-        nothing of this to be done now.
+        """Prepare one value of an expected prompt, or else measure the offsets of one segment of a captured prompt. No
+        offsets are measured while a write is planned.
+
+        Returns False if there is nothing of this to be done now.
         """
-        if self.is_at_rest or self.writes:
+        if self.is_at_rest:
+            return False
+        if self.expected.prepare():
+            return True
+        if self.writes:
             return False
         self.is_at_rest = not self.captured.step()
         return not self.is_at_rest
 
+    def expect(self, request: GenerateRequest) -> None:
+        """Take the prompt of an agent that runs next, as far as it is known."""
+        self.is_at_rest = False
+        self.expected.expect(request)
+
     def end_run(self, run: RunKey) -> None:
         """Forget what the agents of a run shared, once nothing is left to learn from it."""
+        self.expected.end_run(run)
         self.captured.end_run(run)
 
     def clear(self) -> None:
         """Forget all anchors and all base KV."""
+        self.expected.clear()
         self._runtime.clear()
         self.captured.clear()
 

@@ -132,17 +132,19 @@ class LiveRequest:
         give(self.request, min(num_computed_tokens, exact))
 
     @property
-    def misses(self) -> tuple[Miss, ...]:
-        """Why tokens were not translated."""
+    def outcome(self) -> tuple[tuple[Miss, ...], int]:
+        """Why tokens were not translated, and how many leading ones were looked up before the request arrived."""
         if not (self.has_placeholders and self.asked.reuse is ReuseMode.TRANSLATE):
-            return ()
+            return (), 0
         if self.refusal:
-            return (Miss("*", self.refusal),)
-        return self.verdict.misses if self.verdict else ()
+            return (Miss("*", self.refusal),), 0
+        return (self.verdict.misses, self.verdict.ready) if self.verdict else ((), 0)
 
     def receipt(self) -> Receipt:
         """Return the receipt of a request with hints."""
-        return Receipt(self.asked.request_id, self.asked.reuse, self._spans(), self.misses)
+        asked, (misses, ready) = self.asked, self.outcome
+        preassembled = ready if self.translated else 0
+        return Receipt(asked.request_id, asked.reuse, self._spans(), misses, preassembled=preassembled)
 
     def _spans(self) -> tuple[Span, ...]:
         """Return which of the prompt's tokens came from where, in O(spans)."""
@@ -169,6 +171,7 @@ def receipt_to_dict(receipt: Receipt, actions: Sequence[Mapping[str, str]] = ())
         "mode": receipt.mode.value,
         "tokens": {source.value: receipt.tokens(source) for source in Source},
         "spans": [[span.start, span.stop, span.source.value] for span in receipt.spans],
+        "preassembled": receipt.preassembled,
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
     }
     return {**data, "actions": list(actions)} if actions else data
@@ -225,6 +228,8 @@ class Orders(KVConnectorMetadata):
     queries: tuple[TranslationQuery, ...] = ()
     writes: tuple[TranslationWrite, ...] = ()
     captures: tuple[Capture, ...] = ()
+    expected: tuple[GenerateRequest, ...] = ()
+    """Prompts of agents that run next, as far as they are known"""
     dropped: tuple[RequestId, ...] = ()
     """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()
@@ -234,7 +239,7 @@ class Orders(KVConnectorMetadata):
     def is_quiet(self) -> bool:
         """Whether they are about nothing but the pass: so they are in most steps."""
         found = self.copies or self.queries or self.writes or self.captures
-        return not (found or self.dropped or self.ended_runs)
+        return not (found or self.expected or self.dropped or self.ended_runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +253,8 @@ class TranslationVerdict:
     """Prompts whose prefill would give missing base KV"""
     awaits: tuple[Tokens, ...] = ()
     """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
+    ready: int = 0
+    """Leading tokens that were looked up before the request arrived"""
 
     @property
     def tokens(self) -> int:
@@ -258,7 +265,8 @@ class TranslationVerdict:
         """Return what holds on both ranks: what either of them has to compute is computed."""
         misses = max(self, other, key=lambda one: one.tokens).misses
         holes = joined((*self.holes, *other.holes))
-        return TranslationVerdict(holes, misses, self.needs or other.needs, self.awaits or other.awaits)
+        ready = min(self.ready, other.ready)
+        return TranslationVerdict(holes, misses, self.needs or other.needs, self.awaits or other.awaits, ready)
 
 
 @dataclass

@@ -113,6 +113,8 @@ class SchedulerSide:
                 request.skip_reading_prefix_cache = True
             if hinted.steps is not None:
                 self.prompts.forecast(hinted, hinted.steps)
+            if hinted.is_ahead and request.abort_immediately:
+                self.translations.expect(hinted.request)
             self.translations.on_arrival(live)
         mode = hinted.request.reuse if hinted else reuse
         if mode is ReuseMode.OFF or request.abort_immediately:

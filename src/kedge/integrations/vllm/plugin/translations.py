@@ -27,7 +27,7 @@ from kedge.integrations.vllm.plugin.requests import (
     TranslationWrite,
 )
 from kedge.settings import GuardSettings
-from kedge.types import GenerateRequest, RunKey
+from kedge.types import GenerateRequest, ReuseMode, RunKey
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
@@ -86,6 +86,11 @@ class Translations:
     def on_arrival(self, live: LiveRequest) -> None:
         """Take a new request with hints."""
         live.refusal = self.refusal or request_refusal(live.request) or self._unproved(live.asked)
+
+    def expect(self, request: GenerateRequest) -> None:
+        """Take the prompt of an agent that runs next, which the workers may prepare."""
+        if self.refusal is None and request.reuse is ReuseMode.TRANSLATE and not self._unproved(request):
+            self._orders.expected += (request,)
 
     def _unproved(self, request: GenerateRequest) -> str | None:
         """Return the reason why a request must not be translated: no guard has ordered how, and it needs proof."""
@@ -182,6 +187,7 @@ class Translations:
                     capture = Capture(live.asked, tuple(blocks), self.held.hold(blocks))
                     self._completed[-1].append(capture)
         orders, self._orders = self._orders, Orders()
+        self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
         orders.scheduled = output.total_num_scheduled_tokens + tokens
         orders.rows = len(output.num_scheduled_tokens) + rows
@@ -219,8 +225,8 @@ class Translations:
 
     @property
     def busy(self) -> bool:
-        """Whether a capture or a base prefill is pending, or workers are learning."""
-        return bool(self.held or self.lanes.jobs) or self._is_learning
+        """Whether a capture, a base prefill or an expected prompt is pending, or workers are learning."""
+        return bool(self.held or self.lanes.jobs or self._orders.expected) or self._is_learning
 
 
 def request_refusal(request: Request) -> str | None:

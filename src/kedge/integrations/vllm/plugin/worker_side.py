@@ -298,6 +298,9 @@ class WorkerSide:
             learner.capture(capture)
         for request_id in orders.dropped:
             learner.writes.drop(request_id)
+        for prompt in orders.expected:
+            learner.expect(prompt)
+            self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
         for run in orders.ended_runs:
             learner.end_run(run)
         is_awaited = orders.prefills or bool(orders.queries)
