@@ -31,7 +31,8 @@ from kedge.bench.vllm import (
     VllmLane,
     VllmTrial,
 )
-from kedge.integrations.vllm.engine.requests import PluginMessage, expected_prompt, request_hints
+from kedge.integrations.vllm.engine.driver import PluginMessage, expected_prompt
+from kedge.integrations.vllm.plugin.hints import request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import GenerateRequest, Tokens
 

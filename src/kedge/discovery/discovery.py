@@ -167,11 +167,6 @@ class Discovery:
         """The agents that are known now."""
         return self._agents.by_id
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether every request that was looked at has ended, or was forgotten."""
-        return not self._asked
-
     def arrive(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         """Return what is found out about a request that arrives at `now`, in seconds.
 

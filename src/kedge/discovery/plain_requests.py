@@ -120,11 +120,6 @@ class PlainRequests:
         """What was found out in all namespaces that are known now."""
         return sum((one.totals for one in self._namespaces.values()), PlainTotals())
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request that was looked at is still running."""
-        return all(one.is_idle for one in self._namespaces.values())
-
     def stats(self) -> dict[str, object]:
         """Return the mode, the totals, and how many agents and runs are known now."""
         known = self._namespaces.values()

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kedge.integrations.vllm.plugin.messages import TranslationQuery, TranslationVerdict
+from kedge.integrations.vllm.plugin.requests import TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.segment import KVSegment
 from kedge.reuse.holes import Holes, joined

@@ -212,21 +212,27 @@ def test_an_exact_prefix_that_grew_is_not_written(engine: Driver, recorder: Reco
     assert engine.answer(tokens(ONE)[: 2 * BLOCK] + prompt(20, 8), 4)
 
 
-def test_an_exact_prefix_that_shrank_is_asked_for_again(
+def test_what_was_exact_and_is_evicted_while_a_request_waits_is_computed(
     engine: Driver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.connector, "ask_at_once", lambda _: None)
-    engine.ask(tokens(ONE), 1)
+    head = tokens(ONE)[: 3 * BLOCK + 1]
+    engine.ask(head, 1)
+    expected = list(ask(engine, ONE, 40).outputs[0].token_ids)
+    engine.reset()
+    recorder.steps.clear()
+    engine.ask(head, 1)
     name = add(engine, ONE)
     request = next(iter(engine.scheduler.requests.values()))
     live = engine.side.requests[request.request_id]
     engine.run(until=lambda: live.verdict is not None)
-    assert live.exact > 2 * BLOCK
+    assert live.exact == 3 * BLOCK
     assert engine.scheduler.reset_prefix_cache()
     engine.run()
-    assert live.queries == 2 and receipt(engine.finished[name])["tokens"]["device"] == 0
-    assert answers(engine, name) == [solo(engine, ONE)]
-    assert recorder.lanes
+    counts = receipt(engine.finished[name])["tokens"]
+    assert counts["device"] == 0 and counts["computed"] > 3 * BLOCK and counts["translated"] > 0
+    assert answers(engine, name) == [expected]
+    assert recorder.admission()[0] == (0, 3 * BLOCK)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.discovery import PlainRequests
 from kedge.hints import ActionOutcome
 from kedge.hints.actions import ActionResult
 from kedge.integrations.vllm import middleware
@@ -23,7 +23,6 @@ from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
 from kedge.integrations.vllm.plugin import metrics
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.metrics import LateAnswers
-from kedge.settings import DiscoverySettings
 from kedge.types import Namespace, ReuseMode, TurnHints
 from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
 
@@ -250,16 +249,6 @@ def test_no_body_fails_or_loses_anything(body: Any, headers: dict[str, str]) -> 
     assert passed_on == body
 
 
-def test_the_report_of_plain_traffic_is_given_and_other_paths_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def passed_on(*_: Any) -> None:
-        """Vllm's application, which sends nothing here."""
-
-    monkeypatch.setattr(metrics, "REPORTS", {1: PlainRequests(DiscoverySettings()).report()})
-    sent, left = called(passed_on, b"{}", {}, "/kedge/report", method="GET")
-    assert json.loads(sent[1]["body"])["mode"] == "observe" and next(left), "no body is read"
-    assert called(passed_on, b"{}", {}, "/kedgehog", method="GET")[0] == []
-
-
 # hints without a prompt -----------------------------------------------------------------------------------------------
 
 KEY = "secret"
@@ -321,7 +310,7 @@ def test_without_the_plugin_nothing_is_promised(connector: str | None) -> None:
 class Engines:
     """vLLM's client for so many engines, which answers what is sent with what `outcomes` says, by engine."""
 
-    def __init__(self, *outcomes: list[ActionOutcome] | None) -> None:
+    def __init__(self, *outcomes: Any) -> None:
         self.core_engines, self.outcomes, self.calls = list(outcomes), outcomes, LateAnswers()
         self.sent: list[Any] = []
 
@@ -329,10 +318,11 @@ class Engines:
         self.sent.append(request)
         found = self.outcomes[request.data_parallel_rank or 0]
         if found is not None:
-            self.calls.answered({request.request_id: [one.to_dict() for one in found], "stranger": [{}]})
+            answer = found if isinstance(found, dict) else [one.to_dict() for one in found]
+            self.calls.answered({request.request_id: answer, "stranger": [{}]})
 
     def ask(self, hints: Mapping[str, Any]) -> list[ActionOutcome] | None:
-        return asyncio.run(self.calls.ask(self, Namespace.parse("a/b"), hints, timeout=0.05))
+        return asyncio.run(self.calls.advise(self, Namespace.parse("a/b"), hints, timeout=0.05))
 
 
 def test_of_several_engines_the_one_that_knows_the_session_counts() -> None:
@@ -355,6 +345,25 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind() -> None:
     assert engines.ask({"session": "s"}) is None
     assert len(engines.calls) == 0 and [one.data_parallel_rank for one in engines.sent] == [None]
     engines.calls.answered({engines.sent[0].request_id: []})
+
+
+def test_the_report_of_plain_traffic_is_the_first_engines_and_made_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm, engines = VLLM(), Engines(None, {"mode": "observe"}, {"mode": "other"})
+    monkeypatch.setattr(metrics, "LATE_ANSWERS", engines.calls)
+    monkeypatch.setattr(engines.calls, "report", partial(engines.calls.report, timeout=0.05))
+    vllm.state.engine_client.engine_core = engines
+
+    async def twice() -> list[Any]:
+        app = KedgeMiddleware(vllm)
+        return [await app._reported({"app": vllm}) for _ in range(2)]
+
+    assert asyncio.run(twice()) == [{"mode": "observe"}] * 2 and len(engines.sent) == 3
+    for other in (VLLM(None), VLLM("OtherConnector")):
+        sent, left = called(other, b"{}", {}, "/kedge/report", method="GET", app=other)
+        assert json.loads(sent[1]["body"]) is None and next(left), "no body is read"
+    assert called(vllm, b"{}", {}, "/kedgehog", method="GET")[0][0]["status"] == 401, "other paths are vLLM's"
 
 
 def test_calls_that_wait_for_vllm_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

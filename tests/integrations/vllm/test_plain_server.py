@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
 
 
 def reported(server: Server, expected: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What the page shows, once it shows what is expected: the engine reports at most once a second, in its steps."""
+    """What the page shows, once it shows what is expected: it is made once a second at most."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     found: dict[str, Any] = {}
     for _ in range(60):

@@ -29,12 +29,10 @@ from kedge.engine.common.stream import Tap, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
-from kedge.integrations.vllm.engine.driver import Driver, sampling_params
+from kedge.integrations.vllm.engine.driver import ALIKE, Driver, StreamedResponse, sampling_params
 from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
-from kedge.integrations.vllm.engine.requests import end_of_run, guard_hints, sampling_arguments
-from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
-from kedge.integrations.vllm.plugin.hints import HintedRequest, read_hints
+from kedge.integrations.vllm.plugin.hints import HintedRequest, guard_hints, read_hints, run_hints
 from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
@@ -42,8 +40,6 @@ from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, Toke
 logger = logging.getLogger(__name__)
 KEPT = ("stop", "stop_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words")
 """Of a client's parameters for vLLM, those that a check draws by, too, besides Kedge's own"""
-ALIKE = ("temperature", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Those that Kedge has by the same names"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +147,7 @@ class ServerGuard:
         """Let the plug-in forget a run as soon as no check needs what it shared."""
 
         def end() -> None:
-            message = LATE_ANSWERS.ask(self._client.engine_core, run.namespace, end_of_run(run).hints)
+            message = LATE_ANSWERS.advise(self._client.engine_core, run.namespace, run_hints(run, final=True))
             asyncio.run_coroutine_threadsafe(message, self._loop)
 
         self.calls.checks.end_run(run, end)
@@ -165,7 +161,7 @@ class ServerGuard:
         room = self._max_model_len - check.prompt_tokens
         own = None if check.forced or not isinstance(check.sampling, ClientSampling) else check.sampling.own
         kept = {} if own is None else {name: getattr(own, name) for name in KEPT}
-        params = sampling_params({**sampling_arguments(check, room), **kept, "detokenize": bool(kept.get("stop"))})
+        params = sampling_params(check, room, **{**kept, "detokenize": bool(kept.get("stop"))})
         response = StreamedResponse(check, self._tokenizer, params, room, priority=sys.maxsize)
         self._loop.call_soon_threadsafe(self._driver.begin, response)
         return response.stream

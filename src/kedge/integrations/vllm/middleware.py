@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from kedge.integrations.vllm.guarded_server import ServerGuard
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-REPORT_PATH = "/kedge/report"
-"""What the plug-in has found in plain traffic"""
+REPORT_PATH, REPORT_SECONDS = "/kedge/report", 1.0
+"""What the plug-in has found in plain traffic, and how many seconds old it may be"""
 SEPARATING = ("cache_salt", "extra_key")
 """Fields that must be valid, since a cache would be shared that is to be kept apart"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
@@ -52,6 +53,8 @@ class KedgeMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._guard: ServerGuard | None = None
+        self._report: asyncio.Future[Any] | None = None
+        self._report_due = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, with its hints where it has any; take hints without a prompt; show what was found in plain
@@ -61,7 +64,7 @@ class KedgeMiddleware:
         if scope["type"] == "lifespan" and "app" in scope:
             await self._run(scope, receive, send)
         elif is_get and path == REPORT_PATH:
-            await _report()(scope, receive, send)
+            await JSONResponse(await self._reported(scope))(scope, receive, send)
         elif is_get and path.endswith(GUARD_PATH):
             await _answer_own(self._app, scope, send, self._proved)
         elif is_post and path.endswith(HINTS_PATH):
@@ -84,6 +87,15 @@ class KedgeMiddleware:
 
         await self._app(scope, receive, end)
 
+    async def _reported(self, scope: Scope) -> Any:
+        """Return what the plug-in has found in plain traffic, None without one. Whoever asks needs no key, so the
+        engine is asked once a second at most.
+        """
+        if self._report is None or time.monotonic() >= self._report_due:
+            self._report_due = time.monotonic() + REPORT_SECONDS
+            self._report = asyncio.ensure_future(_report(getattr(scope["app"].state, "engine_client", None)))
+        return await asyncio.shield(self._report)
+
     async def _proved(self) -> dict[str, Any]:
         """Return what the guard knows of all agents, `mode` None without a guard."""
         return {"object": "guard", "mode": None, "agents": [], **(self._guard.calls.stats() if self._guard else {})}
@@ -105,12 +117,18 @@ class KedgeMiddleware:
         return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
-def _report() -> JSONResponse:
-    """Return what the plug-in has found in plain traffic; of several engines the first's."""
-    from kedge.integrations.vllm.plugin.metrics import REPORTS
+async def _report(client: Any) -> Mapping[str, Any] | None:
+    from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 
-    report = next((REPORTS[engine] for engine in sorted(REPORTS)), None)
-    return JSONResponse(report, headers={"cache-control": "no-store"})
+    try:
+        return await LATE_ANSWERS.report(client.engine_core) if _is_plugged(client) else None
+    except EngineClosed:
+        return None
+
+
+def _is_plugged(client: Any) -> bool:
+    transfer = client and client.vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == NAME
 
 
 async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,12 +245,12 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
     """Send hints to the plug-in, and return what becomes of them; None: it has not reported that. Raises a `KedgeError`
     where they cannot be sent.
     """
-    connector = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
-    if connector != NAME:
-        raise ConfigError("kv_connector", connector, f"must be {NAME} for hints")
+    if not _is_plugged(client):
+        found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
+        raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
 
     from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 
     if len(LATE_ANSWERS) >= ENTRIES:
         raise Overloaded("hints", len(LATE_ANSWERS), f"at most {ENTRIES} calls wait for vLLM at once")
-    return await LATE_ANSWERS.ask(client.engine_core, namespace, given)
+    return await LATE_ANSWERS.advise(client.engine_core, namespace, given)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kedge.errors import ConfigError, ForwardFailed, RequestError
+from kedge.integrations.vllm.engine.driver import StreamedResponse
 from kedge.integrations.vllm.engine.engine import VLLMEngine
-from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.settings import EngineSettings
 from kedge.types import (
     AgentId,

@@ -11,7 +11,7 @@ import pytest
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import ForwardFailed
-from kedge.integrations.vllm.engine.response import (
+from kedge.integrations.vllm.engine.driver import (
     NO_RECEIPT,
     StreamedResponse,
     fallback_receipt,

@@ -20,7 +20,7 @@ POLICY = steps_to_execution(math.inf)
 def opened(blocks: int, groups: CacheGroups = ONE_GROUP) -> BlockPool:
     """A pool of so many blocks, which sessions may own."""
     pool = BlockPool(blocks + 1, True, SIZE)  # vLLM keeps one for itself
-    replace_queue(pool, POLICY, whole_sets=True, groups=groups)
+    replace_queue(pool, POLICY, groups)
     return pool
 
 

@@ -40,10 +40,16 @@ class Kept:
 
 @dataclass
 class Twin:
-    """Sorts everything, every time."""
+    """Sorts everything, every time. Blocks of one owner set go together, from the one that was added last; which block
+    is in which set is looked up in the queue.
+    """
 
     policy: EvictionPolicy
     loose: list[int]
+    set_of: Callable[[int], Any]
+    stamps: dict[Any, int] = field(default_factory=dict)
+    """When blocks were last added to a set"""
+    places: dict[int, int] = field(default_factory=dict)
     evicted: Counter[str] = field(default_factory=Counter)
     kept: dict[int, int] = field(default_factory=dict)
     owners: dict[int, set[str]] = field(default_factory=dict)
@@ -52,13 +58,16 @@ class Twin:
     clock: int = 0
 
     def view(self, block: int) -> Kept:
-        steps = [self.steps[owner] for owner in self.owners.get(block, ())]
-        return Kept(self.kept[block], min(steps, default=None), block in self.varying)
+        steps, found = [self.steps[owner] for owner in self.owners.get(block, ())], self.set_of(block)
+        used = self.kept[block] if found.stamp is None else self.stamps[found]
+        return Kept(used, min(steps, default=None), block in self.varying)
 
     def key(self, block: int) -> tuple[float, ...]:
         return self.policy(self.view(block))
 
-    sort_key = key
+    def sort_key(self, block: int) -> tuple[float, ...]:
+        newest_first = self.set_of(block).stamp is not None
+        return *self.key(block), -self.kept[block] if newest_first else self.kept[block], self.places[block]
 
     def order(self) -> list[int]:
         return self.loose + sorted(self.kept, key=self.sort_key)
@@ -83,9 +92,13 @@ class Twin:
             self.loose.remove(block)
 
     def keep(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.clock += 1
-            self.kept[block] = self.clock
+        last = None
+        for place, block in enumerate(blocks):
+            found = self.set_of(block)
+            self.clock += found is not last
+            last = found
+            self.stamps[found] = self.kept[block] = self.clock
+            self.places[block] = place
 
     def forecast(self, owner: str, step: float | None) -> None:
         if step is None:
@@ -96,45 +109,14 @@ class Twin:
             self.steps[owner] = step
 
 
-@dataclass
-class WholeTwin(Twin):
-    """Blocks of one owner set go together, from the one that was added last. Sets are looked up in the queue."""
-
-    set_of: Callable[[int], Any] = lambda _: None
-    stamps: dict[Any, int] = field(default_factory=dict)
-    """When blocks were last added to a set"""
-    places: dict[int, int] = field(default_factory=dict)
-
-    def keep(self, blocks: list[int]) -> None:
-        last = None
-        for place, block in enumerate(blocks):
-            found = self.set_of(block)
-            self.clock += found is not last
-            last = found
-            self.stamps[found] = self.kept[block] = self.clock
-            self.places[block] = place
-
-    def view(self, block: int) -> Kept:
-        found = self.set_of(block)
-        return Kept(self.kept[block] if found.stamp is None else self.stamps[found], found.step, found.varying)
-
-    def sort_key(self, block: int) -> tuple[float, ...]:
-        newest_first = self.set_of(block).stamp is not None
-        return *self.key(block), -self.kept[block] if newest_first else self.kept[block], self.places[block]
-
-
 class Machine(RuleBasedStateMachine):
     """vLLM's calls in any order: blocks are held or free, and only held ones change owners."""
-
-    whole = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = [Block(i) for i in range(BLOCKS)]
-        self.queue = StepFreeQueue(self.blocks, BLOCKS, POLICY, self.whole)
-        self.twin = Twin(POLICY, list(range(BLOCKS)))
-        if self.whole:
-            self.twin = WholeTwin(POLICY, list(range(BLOCKS)), set_of=lambda i: self.queue.set_of[i])
+        self.queue = StepFreeQueue(self.blocks, BLOCKS, POLICY)
+        self.twin = Twin(POLICY, list(range(BLOCKS)), lambda i: self.queue.set_of[i])
         self.held: list[int] = []
 
     @rule(n=st.integers(0, BLOCKS))
@@ -251,12 +233,8 @@ class Machine(RuleBasedStateMachine):
         assert self.queue.room(far, is_far) == self.queue.room(far + 1, is_far) == far
 
 
-class WholeMachine(Machine):
-    whole = True
-
-
-TestSteps, TestWhole = Machine.TestCase, WholeMachine.TestCase
-TestSteps.settings = TestWhole.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestSteps = Machine.TestCase
+TestSteps.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_a_head_of_many_owners_is_one_set_that_grows_in_place_and_may_be_split() -> None:

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin import lanes as module
 from kedge.integrations.vllm.plugin.lanes import NOTHING, HeldBlocks, HeldJobs, PassLimits
-from kedge.integrations.vllm.plugin.messages import Capture
+from kedge.integrations.vllm.plugin.requests import Capture
 from kedge.reuse.lanes import LaneBudget
 from kedge.types import GenerateRequest, Namespace, Segment, Tokens
 
@@ -84,7 +84,7 @@ class Stage:
 def test_the_end_is_the_last_token() -> None:
     stage = Stage()
     stage.end(6, (7, 8))
-    assert stage.jobs.has_ends and stage.jobs.grant_ends(AMPLE, running=0) == LaneBudget(1, 1)
+    assert stage.jobs.has_ends and stage.jobs.grant_ends(AMPLE, 0) == LaneBudget(1, 1)
     (lane,), (capture,) = stage.jobs.granted, stage.captures
     assert (lane.span, lane.tokens) == (range(7, 8), [1] * 6 + [7, 8, 8])
     assert len(lane.blocks) == 2 and list(capture.blocks) == lane.blocks
@@ -93,15 +93,19 @@ def test_the_end_is_the_last_token() -> None:
     assert not stage.jobs.has_ends and stage.captures[1].response == (7, 8), "all of its tokens have KV"
 
 
-@pytest.mark.parametrize(
-    ("budget", "running"),
-    [(LaneBudget(0, 9), 0), (LaneBudget(99, 0), 0), (LaneBudget(-9, -9), 0), (AMPLE, BLOCKS)],
-)
-def test_without_room_what_is_there_is_captured(budget: LaneBudget, running: int) -> None:
+@pytest.mark.parametrize("budget", [LaneBudget(0, 9), LaneBudget(99, 0), LaneBudget(-9, -9)])
+def test_an_end_waits_for_a_step_with_room(budget: LaneBudget) -> None:
+    stage = Stage()
+    stage.end(7, (7, 8))
+    assert stage.jobs.grant_ends(budget, 0) == LaneBudget(0, 0) and not stage.captures and stage.jobs.has_ends
+    assert stage.jobs.grant_ends(AMPLE, 0) == LaneBudget(1, 1) and not stage.jobs
+
+
+def test_without_blocks_what_is_there_is_captured() -> None:
     stage = Stage()
     stage.end(7, (7, 8))
     stage.end(8, (7,))
-    assert stage.jobs.grant_ends(budget, running) == LaneBudget(0, 0)
+    assert stage.jobs.grant_ends(AMPLE, BLOCKS) == LaneBudget(0, 0)
     assert [capture.response for capture in stage.captures] == [(7,), ()]
     assert stage.captures[1].request is NOTHING, "of the second one nothing is there"
 
@@ -110,7 +114,7 @@ def test_without_room_what_is_there_is_captured(budget: LaneBudget, running: int
 def test_no_lane_leaves_the_context(prompt: int, answer: int) -> None:
     stage = Stage()
     stage.end(prompt, tuple(range(3, 3 + min(answer, LIMIT - prompt))))
-    stage.jobs.grant_ends(AMPLE, running=0)
+    stage.jobs.grant_ends(AMPLE, 0)
     for lane in stage.jobs.granted:
         assert lane.span.stop < len(lane.tokens) <= LIMIT, "the runner draws nothing within the prompt"
         assert len(lane.blocks) * BLOCK >= lane.span.stop
@@ -131,7 +135,7 @@ def test_the_latest_goes_first_in_pieces_and_is_captured_with_the_last() -> None
     assert capture.request.tokens == (2,) * 9 and capture.request.namespace == HERE and len(capture.blocks) == 3
     assert stage.step(50, idle=True) == [range(10)]
     stage.report()
-    assert stage.jobs.counters() == {"base_prefills_queued": 2, "base_prefills_done": 2}
+    assert stage.jobs.counters() == Counter(base_prefills_queued=2, base_prefills_done=2)
     assert not stage.jobs and stage.pool.get_num_free_blocks() == BLOCKS
 
 
@@ -216,7 +220,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, tokens: int, rows: int, spare: int, idle: bool) -> None:
         before, jobs = self.stage.pool.get_num_free_blocks(), self.stage.jobs
         ends = jobs.grant_ends(LaneBudget(tokens, rows), spare)
-        assert ends == jobs.taken and not jobs.has_ends
+        assert ends == jobs.taken
         self.stage.grant(tokens - ends.tokens, rows - ends.rows, spare, idle=idle)
         assert jobs.taken.tokens <= max(0, tokens) and jobs.taken.rows <= max(0, rows)
         assert self.stage.pool.get_num_free_blocks() >= min(before, spare)
@@ -258,12 +262,11 @@ class Machine(RuleBasedStateMachine):
         assert self.stage.pool.get_num_free_blocks() + len(held) + len(self.others) == BLOCKS
         counts = jobs.counters()
         ended = counts["base_prefills_done"] + counts["base_prefills_dropped"]
-        assert counts["base_prefills_queued"] - ended == len(jobs)
-        assert len(jobs._waiting()) <= MOST and jobs._begun.keys() <= jobs._wanted.keys()
-        assert all(len(key[1]) > job.computed for key, job in jobs._begun.items())
+        assert counts["base_prefills_queued"] - ended == sum(not job.answer for job in jobs._jobs)
+        assert sum(not (job.is_urgent or jobs._has_begun(job)) for job in jobs._jobs) <= MOST
+        assert all(len(job.tokens) > job.computed for job in jobs._jobs)
 
     def teardown(self) -> None:
-        self.stage.jobs.grant_ends(LaneBudget(0, 0), 0)
         self.stage.jobs.stop()
         for _ in range(RANKS):
             self.report_of_one_rank()

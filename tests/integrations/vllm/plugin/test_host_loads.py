@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +46,6 @@ class Engine:
         self.trusted = True
         self.prompts = SimpleNamespace(prompts={}, steps={}, changed=False)
         self.loads = HostLoads(self.tier, self.prompts, self.settings, SIZE, lambda: self.trusted)  # type: ignore[arg-type]
-        self.idle = self.loads.idle
         self.steps: dict[str, float] = {}
         self.sent: list[Copy] = []
 
@@ -59,7 +57,7 @@ class Engine:
         changes = {name: None if step is None else (step, 1.0)}
         for queue in (self.queue, self.tier.queue):
             queue.on_forecast(changes)
-        self.idle.on_steps(changes)  # type: ignore[arg-type]
+        self.loads.on_steps(changes)  # type: ignore[arg-type]
 
     def turn(self, name: str, length: int, step: float) -> None:
         """Run a turn of a session, which is idle then, and back its history up."""
@@ -72,7 +70,7 @@ class Engine:
         computed(self.pool, hashes, blocks)
         self.queue.own_history([block.block_id for block in blocks], name)
         self.set_step(name, step)
-        self.idle.ended(name, hashes)
+        self.loads._remember(name, hashes)
         self.tier.back_up(hashes, name, lambda _: True)
         self.pool.free_blocks(reversed(blocks))
         return self.land()
@@ -80,7 +78,7 @@ class Engine:
     def agent(self, name: str, length: int, step: float, probability: float = 1.0) -> None:
         """Run an agent, whose fixed prompt is needed again in so many steps, and is known as that."""
         self.turn(name, length, step)
-        self.idle.clear()
+        self.loads._forget(name)
         self.prompts.prompts[name], self.prompts.steps[name] = prompt(name, length), NextRun(step, probability)
 
     def land(self, ok: bool = True) -> None:
@@ -105,14 +103,15 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     engine = Engine()
     engine.turn("c", 4, 50.0)
     evicted(engine.pool)
-    assert engine.prefetch() == [] and not engine.idle.changed, "it is far away"
+    assert engine.prefetch() == [] and not engine.loads._is_due, "it is far away"
     engine.set_step("c", 1.5)
-    assert engine.idle.changed and engine.prefetch(waiting=True) == [], "a request waits"
-    assert engine.prefetch() == ["c"] and not engine.idle.changed
+    assert engine.loads._is_due and engine.prefetch(waiting=True) == [], "a request waits"
+    assert engine.prefetch() == ["c"]
     engine.land()
     assert engine.on_device("c", 4) == 4
+    assert engine.prefetch() == []
     engine.set_step("c", 1.4)
-    assert engine.prefetch() == [] and not engine.idle.changed
+    assert not engine.loads._is_due, "it is on the device"
 
 
 def test_near_sessions_and_agents_are_loaded_soonest_first() -> None:
@@ -163,7 +162,7 @@ def test_an_empty_host_is_not_looked_at() -> None:
     engine.turn("c", 4, 1.0)
     evicted(engine.pool)
     engine.loads.clear()
-    assert engine.prefetch() == [] and not engine.idle._histories
+    assert engine.prefetch() == [] and not engine.loads._histories
 
 
 class Prefetches(RuleBasedStateMachine):
@@ -191,7 +190,7 @@ class Prefetches(RuleBasedStateMachine):
     @rule(slots=st.integers(0, 6))
     def prefetch(self, slots: int) -> None:
         engine = self.engine
-        lengths = {str(name): len(hashes) for name, hashes in engine.idle._histories.items()}
+        lengths = {str(name): len(hashes) for name, hashes in engine.loads._histories.items()}
         before = {name: engine.on_device(name, length) for name, length in lengths.items()}
         denied, loaded = engine.tier.counters["denied_loads"], engine.prefetch(slots)
         assert len(loaded) <= slots
@@ -206,7 +205,7 @@ class Prefetches(RuleBasedStateMachine):
         at next.
         """
         engine = self.engine
-        for name, hashes in engine.idle._histories.items():
+        for name, hashes in engine.loads._histories.items():
             step = engine.steps.get(str(name), math.inf)
             is_gone = cached_block(engine.pool, hashes[-1]) is None
             if is_gone and step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW) and name not in (*SHARING, *lost):
@@ -221,10 +220,9 @@ class Prefetches(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         engine = self.engine
-        engine.idle.check_integrity()
+        engine.loads.check_integrity()
         engine.queue.check_integrity()
         engine.tier.queue.check_integrity()
-        assert all(0 <= engine.steps[str(name)] <= 2 for name in engine.idle._near)
 
 
 TestPrefetches = Prefetches.TestCase
@@ -233,118 +231,96 @@ TestPrefetches.settings = settings(max_examples=60, stateful_step_count=40, dead
 
 # requests that wait ---------------------------------------------------------------------------------------------------
 
-SOONER = SimpleNamespace(step=-0.5, varying=False)
-"""A free block of a waiting request that goes before the others"""
 
-
-class Tier:
-    """The host has everything. It notes the first block of each load, and whether that may evict `SOONER`."""
-
-    def __init__(self) -> None:
-        queue = SimpleNamespace(has_step=lambda _: True, step_of=lambda _: -0.25)
-        self.host, self.counters = SimpleNamespace(num_gpu_blocks=100), Counter[str]()
-        self.device = SimpleNamespace(num_gpu_blocks=100, free_block_queue=queue)
-        self.loaded: list[tuple[str, bool]] = []
-        self.under_way: set[str] = set()
-        self.has_room, self.pays = True, True
-
-    @property
-    def loads(self) -> int:
-        return len(self.under_way)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.under_way)
-
-    def next_load(self, hashes: list[str], block: int) -> tuple[Any, bool]:
-        return SimpleNamespace(demanded=False) if hashes[block] in self.under_way else None, True
-
-    def extent(self, hashes: list[str]) -> tuple[int, int]:
-        return 0, len(hashes)
-
-    def load_pays(self, _: int) -> bool:
-        return self.pays
-
-    def load(self, hashes: list[str], _purpose: Any, _owner: Any, may_evict: Any) -> Any:
-        if not self.has_room:
-            return None
-        self.loaded.append((hashes[0], may_evict(SOONER)))
-        self.under_way.add(hashes[0])
-        return SimpleNamespace()
-
-
-class World:
-    """The policy of loads on a clock, with three requests that wait."""
+class Waiting(Engine):
+    """Three requests that wait, on a clock. The host has their prompts, of two blocks, and the device none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.tier = 0.0, Tier()
+        super().__init__()
+        self.now = 0.0
         monkeypatch.setattr(host_loads, "time", SimpleNamespace(monotonic=lambda: self.now))
-        settings = TierSettings(host_memory="10 blocks")
-        prompts: Any = SimpleNamespace(prompts={}, steps={})
-        self.policy = HostLoads(self.tier, prompts, settings, SIZE)  # type: ignore[arg-type]
-        self.requests = [self.request(name) for name in "abc"]
+        self.tier.load_pays = lambda _: True  # type: ignore[method-assign]
+        for name in "cde":
+            self.turn(name, 2, 9.0)
+        evicted(self.pool)
+        self.requests = {name: self.request(name) for name in "cde"}
 
     @staticmethod
     def request(name: str) -> LiveRequest:
-        asked: Any = SimpleNamespace(num_tokens=40, num_prompt_tokens=40, block_hashes=[f"{name}0", f"{name}1"])
-        turn: Any = SimpleNamespace(session=name)
-        return LiveRequest(asked, turn=turn)
+        tokens = 2 * SIZE + 1
+        asked: Any = SimpleNamespace(num_tokens=tokens, num_prompt_tokens=tokens, block_hashes=prompt(name, 2))
+        return LiveRequest(asked, turn=SimpleNamespace(session=name))  # type: ignore[arg-type]
 
     def step(self, order: str, idle: bool = False) -> str:
         """vLLM comes to these requests in this order. Returns those that wait."""
-        named = {str(live.session): live for live in self.requests}
-        waits = [name for name in order if self.policy.must_wait(named[name], 0)]
-        self.policy._demand(idle)
+        waits = [name for name in order if self.loads.must_wait(self.requests[name], self.on_device(name, 2) * SIZE)]
+        self.loads._demand(idle)
+        self.sent += self.tier.take_copies()
         return "".join(waits)
+
+    @property
+    def under_way(self) -> list[str]:
+        return [str(one.owner) for one in self.tier._transfers.values()]
+
+    @property
+    def computing(self) -> str:
+        return "".join(name for name, live in self.requests.items() if live.computes)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch)
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    return Waiting(monkeypatch)
 
 
-def test_loads_go_in_the_order_of_service_and_only_the_first_may_evict_what_is_needed_sooner(world: World) -> None:
-    assert world.step("bca") == "bca"
-    assert world.tier.loaded == [("b0", True), ("c0", False)], "as many at once as `COPY_JOBS`"
-    world.tier.under_way.clear()
-    assert world.step("a") == "a" and world.tier.loaded[2:] == [("a0", True)]
+def test_as_many_loads_go_at_once_as_copies_in_the_order_of_service(waiting: Waiting) -> None:
+    assert waiting.step("dec") == "dec" and waiting.under_way == ["d", "e"]
+    waiting.land()
+    assert waiting.step("dec") == "c" and waiting.under_way == ["c"]
+    waiting.land()
+    assert waiting.step("dec") == "" and all(waiting.on_device(name, 2) == 2 for name in "cde")
 
 
-def test_a_request_behind_others_does_not_lose_its_patience(world: World) -> None:
-    world.tier.has_room = False
+def test_only_the_first_may_evict_what_is_needed_sooner(waiting: Waiting) -> None:
+    waiting.turn("aX", DEVICE, -0.9)
+    assert waiting.step("ced") == "ced" and waiting.under_way == ["c"]
+    waiting.set_step("aX", 50.0)
+    assert waiting.step("ced") == "ced" and waiting.under_way == ["c", "e"]
+
+
+def test_a_request_behind_others_does_not_lose_its_patience(waiting: Waiting) -> None:
+    waiting.pool.get_new_blocks(DEVICE)
     for _ in range(5):
-        assert "ca" in world.step("bca")
-        world.now += 8.0
-    assert [live.computes for live in world.requests] == [False, True, False], "only the first has waited for room"
+        assert "ec" in waiting.step("dec")
+        waiting.now += 8.0
+    assert waiting.computing == "d", "only the first has waited for room"
 
 
-def test_who_waits_for_a_load_too_long_computes(world: World) -> None:
-    world.step("a")
-    assert world.step("a") == "a"
-    world.now = 10.1
-    assert world.step("a") == "" and world.requests[0].computes
+def test_who_waits_for_a_load_too_long_computes(waiting: Waiting) -> None:
+    waiting.step("c")
+    assert waiting.step("c") == "c"
+    waiting.now = 10.1
+    assert waiting.step("c") == "" and waiting.computing == "c"
 
 
-def test_the_first_computes_when_there_is_no_room_for_long_or_nothing_else_to_do(world: World) -> None:
-    world.tier.has_room = False
-    assert world.step("ab") == "ab"
-    world.now = 10.1
-    assert world.step("ab") == "ab" and [live.computes for live in world.requests] == [True, False, False]
-    world.step("b", idle=True)
-    assert world.requests[1].computes, "an idle engine waits for nothing"
+def test_without_room_an_idle_engine_waits_for_nothing(waiting: Waiting) -> None:
+    waiting.pool.get_new_blocks(DEVICE)
+    assert waiting.step("cd") == "cd" and waiting.computing == ""
+    waiting.step("d", idle=True)
+    assert waiting.computing == "d"
 
 
-def test_blocks_that_are_evicted_again_are_loaded_again_but_not_for_ever(world: World) -> None:
+def test_blocks_that_are_evicted_again_are_loaded_again_but_not_for_ever(waiting: Waiting) -> None:
     for _ in range(5):
-        assert world.step("a") == world.step("a") == "a"
-        world.tier.under_way.clear()
-        world.now += 2.1
-    world.step("a")
-    assert world.step("a") == "" and len(world.tier.loaded) == 6
+        assert waiting.step("c") == waiting.step("c") == "c"
+        waiting.land()
+        evicted(waiting.pool)
+        waiting.now += 2.1
+    waiting.step("c")
+    assert waiting.step("c") == "" and waiting.computing == "c"
 
 
-def test_a_load_that_does_not_pay_is_not_waited_for_but_a_prefetch_under_way_is(world: World) -> None:
-    world.tier.pays = False
-    assert world.step("a") == "a" and world.step("a") == "" and not world.tier.loaded
-    world.tier.under_way = {"a0"}
-    assert world.step("a") == "a"
+def test_a_load_that_does_not_pay_is_not_waited_for_but_a_prefetch_under_way_is(waiting: Waiting) -> None:
+    waiting.tier.load_pays = lambda _: False  # type: ignore[method-assign]
+    assert waiting.step("c") == "c" and waiting.step("c") == "" and not waiting.under_way
+    waiting.set_step("c", 1.0)
+    assert waiting.prefetch() == ["c"] and waiting.step("c") == "c"

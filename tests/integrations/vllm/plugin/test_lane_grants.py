@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from kedge.integrations.vllm.plugin import requests as module
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants, PassLimits
-from kedge.integrations.vllm.plugin.messages import TranslationVerdict
-from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest
+from kedge.integrations.vllm.plugin.requests import NEAR, LiveRequest, TranslationVerdict
 from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
-from kedge.types import Namespace, ReuseMode
+from kedge.types import ReuseMode
 from tests.reuse.test_holes import SIZE, layouts, positions
 
 HOLES: Holes = (range(10, 20), range(30, 31), range(40, 42), range(59, 60))
@@ -55,15 +54,10 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     assert not lanes.is_wanted
     candidates["s"] = judged(name="s")
     assert lanes.is_wanted
-    lanes.grant_none()
     assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
     del candidates["s"]
-    lanes.jobs._ends.append(SimpleNamespace())  # type: ignore[arg-type]
-    assert lanes.is_wanted
-    lanes.jobs.give_up()
-    lanes.jobs.open(PassLimits(100, 100, 16))
     assert not lanes.is_wanted
-    lanes.jobs.add(Namespace("default"), tuple(range(8)))
+    lanes.jobs._jobs.append(SimpleNamespace())  # type: ignore[arg-type]
     assert lanes.is_wanted
 
 
@@ -89,7 +83,7 @@ class Queue:
         self.candidates = {name: judged(name=name) for name in names}
         self.lanes = lane_grants(self.candidates)
         self.held_back = 0
-        self.lanes.open(self.hold_back)
+        self.lanes.open(self.hold_back, PassLimits(100, 100, 16))
 
     def hold_back(self) -> None:
         self.held_back += 1

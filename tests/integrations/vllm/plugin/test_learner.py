@@ -15,7 +15,7 @@ from kedge.integrations.vllm.plugin.learner import (
     PlannedWrite,
     PlannedWrites,
 )
-from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationWrite
+from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts

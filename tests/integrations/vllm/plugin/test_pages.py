@@ -17,8 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_layouts
-from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error
-from kedge.integrations.vllm.plugin.rotations import rotation_of
+from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error, rotation_of
 from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.fake_layers import float8_layer

@@ -1,4 +1,4 @@
-"""vLLM's waiting queue in the order of service: as its own where all fits, and on a real engine past that."""
+"""vLLM's waiting requests in the order of service: as its own where all fits, and on a real engine past that."""
 
 from __future__ import annotations
 
@@ -7,200 +7,219 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 
-from kedge.integrations.vllm.plugin.scheduler import CachedFirstQueue, missing_of
+from kedge.integrations.vllm.plugin import scheduler
+from kedge.integrations.vllm.plugin.scheduler import KedgeScheduling
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 
 @dataclass(eq=False)
 class Call:
-    """Of a request what the queue looks at."""
+    """Of a request what the order of service looks at."""
 
     request_id: str
     block_hashes: list[int] = field(default_factory=list)
     num_tokens: int = 10
+    num_output_tokens: int = 0
 
 
-@dataclass
-class Pool:
-    """Of a pool of blocks what the queue looks at."""
+class Vllms:
+    """Of vLLM's scheduler what queues and admits requests."""
 
-    cached: set[int] = field(default_factory=set)
-    on_host: set[int] = field(default_factory=set)
+    def __init__(self, **parts: Any) -> None:
+        self.policy, self.waiting, self.deferred_waiting = SchedulingPolicy.FCFS, FCFSRequestQueue(), set[Any]()
+        self.requests, self.running, self.current_step = dict[str, Any](), list[Any](), 0
+        self.max_num_scheduled_tokens = self.max_num_active_reqs = 1000
+        self.skips: set[str] = set()
+        """Requests that are not ready"""
+        vars(self).update(parts)
+
+    def add_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def schedule(self, most: int = 1000) -> Any:
+        self.current_step += 1
+        skipped, started = deque[Any](), list[Any]()
+        while self.waiting and len(started) < most:
+            one = self.waiting.pop_request()
+            if one.request_id in self.skips:
+                self.deferred_waiting.add(one)
+                skipped.appendleft(one)
+            else:
+                self.deferred_waiting.discard(one)
+                started.append(one)
+        self.running += started
+        self.waiting.prepend_requests(skipped)
+        new = [SimpleNamespace(req_id=one.request_id) for one in started]
+        return SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={}, scheduled_new_reqs=new)
+
+    def preempt(self, request: Any) -> None:
+        self.running.remove(request)
+        self.waiting.prepend_request(request)
+
+    def finish(self, request: Any) -> None:
+        self.running = [one for one in self.running if one is not request]
+        self.waiting.remove_requests([request])
+        self.deferred_waiting.discard(request)
+        self._free_request(self.requests.pop(request.request_id))
+
+    def _free_request(self, _: Any) -> None:
+        pass
+
+
+class Sorted(KedgeScheduling, Vllms):
+    """Room for `capacity` tokens; `cached` and `on_host` are the blocks of both tiers."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.cached, self.on_host, self.orders = set[int](), set[int](), list[list[str]]()
+        lanes = SimpleNamespace(is_wanted=False, take=lambda: ({}, []))
+        side = SimpleNamespace(
+            translations=SimpleNamespace(lanes=lanes), cached_blocks=self.blocks, requests=self,
+            on_order=lambda order: self.orders.append([one.request_id for one in order]),
+            sessions=SimpleNamespace(ledger=SimpleNamespace(tracker=SimpleNamespace(returning=1.0))),
+        )  # fmt: skip
+        connector = SimpleNamespace(join=lambda _: side, ask_at_once=lambda _: None)
+        pool = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=capacity))
+        super().__init__(connector=connector, kv_cache_manager=pool, block_size=1)
+
+    def __getitem__(self, _: str) -> Any:
+        return SimpleNamespace(session=None)
 
     def blocks(self, hashes: list[int]) -> tuple[int, int]:
         """Return how many leading blocks are on the device, and how many after them on the host."""
         device = sum(1 for _ in itertools.takewhile(self.cached.__contains__, hashes))
         return device, sum(1 for _ in itertools.takewhile(self.on_host.__contains__, hashes[device:]))
 
+    def add(self, *calls: Call) -> None:
+        for one in calls:
+            self.add_request(one)
 
-class Queue(CachedFirstQueue):
-    """The queue of a scheduler, which begins the context of every request that it adds."""
-
-    def add_request(self, request: Any) -> None:
-        super().add_request(request)
-        self.contexts.began(request.request_id, None, request.num_tokens)
-
-
-@dataclass
-class World:
-    """A queue with room for 100 tokens, and a scheduler's step."""
-
-    pool: Pool = field(default_factory=Pool)
-    step: int = 0
-    now: float = 0.0
-    orders: list[Any] = field(default_factory=list)
-    """The orders that were passed on"""
-    holds_back: float = 2.0
-    """The missing share from which on requests do not start"""
-
-    def queue(self, capacity: int = 100) -> Any:
-        return Queue(
-            cast(Any, lambda hashes: self.pool.blocks(hashes)), capacity, lambda: self.step, self.orders.append,
-            lambda _, missing: missing < self.holds_back, lambda: self.now,
-        )  # fmt: skip
+    def step(self, most: int = 0) -> str:
+        """Return what starts in a step with room for so many."""
+        before = len(self.running)
+        self.schedule(most)
+        return " ".join(one.request_id for one in self.running[before:])
 
 
-def names(queue: Any) -> list[str]:
-    return [one.request_id for one in queue]
+def names(vllm: Any) -> list[str]:
+    return [one.request_id for one in vllm.waiting]
 
 
 def test_what_is_cached_goes_first_where_live_contexts_do_not_fit() -> None:
-    world = World(Pool({1, 2, 3}, {4}))
-    queue = world.queue()
-    queue.add_request(Call("evicted", [7, 8, 9], 40))
-    queue.add_request(Call("host", [4], 10))
-    queue.add_request(Call("cached", [1, 2, 3], 40))
-    assert names(queue) == ["evicted", "host", "cached"]
-    queue.add_request(Call("new", [], 40))
-    assert names(queue) == ["cached", "host", "evicted", "new"]
-
-
-def test_what_was_peeked_at_is_popped_though_the_cache_has_changed() -> None:
-    world = World(Pool({1}))
-    queue = world.queue(0)
-    queue.add_request(Call("a", [2]))
-    queue.add_request(Call("b", [1]))
-    assert queue.peek_request().request_id == "b"
-    world.pool.cached, world.step = {2}, 1
-    assert queue.pop_request().request_id == "b"
-    assert queue.pop_request().request_id == "a"
-    with pytest.raises(IndexError):
-        queue.pop_request()
+    vllm = Sorted(100)
+    vllm.cached, vllm.on_host = {1, 2, 3}, {4}
+    vllm.add(Call("evicted", [7, 8, 9], 40), Call("host", [4], 10), Call("cached", [1, 2, 3], 40))
+    vllm.step()
+    assert names(vllm) == ["evicted", "host", "cached"] and not vllm.orders
+    vllm.add(Call("new", [], 40))
+    for _ in range(2):
+        vllm.step()
+    assert names(vllm) == ["cached", "host", "evicted", "new"]
+    assert vllm.orders == [names(vllm)], "passed on once"
+    vllm.finish(vllm.requests["new"])
+    vllm.step()
+    assert names(vllm) == ["evicted", "host", "cached"], "all fits again"
 
 
 def test_who_was_preempted_or_skipped_goes_before_all_others_in_their_order() -> None:
-    world = World(Pool({1}))
-    queue = world.queue(0)
-    for name, block in (("a", 5), ("b", 6), ("c", 1)):
-        queue.add_request(Call(name, [block]))
-    skipped: deque[Call] = deque()
-    for _ in range(2):
-        queue.peek_request()
-        skipped.appendleft(queue.pop_request())
-    queue.prepend_requests(skipped)
-    queue.prepend_request(Call("preempted"))
-    assert names(queue) == ["preempted", "c", "a", "b"]
-    queue.remove_requests([skipped[0], Call("unknown")])
-    assert (names(queue), len(queue), bool(queue)) == (["preempted", "c", "b"], 3, True)
+    vllm = Sorted()
+    vllm.cached, vllm.skips = {1}, {"a", "b"}
+    vllm.add(Call("a", [5]), Call("b", [6]), Call("c", [1]))
+    assert vllm.step(9) == "c" and names(vllm) == ["a", "b"]
+    vllm.preempt(vllm.requests["c"])
+    vllm.add(Call("d", [1]))
+    vllm.step()
+    assert names(vllm) == ["c", "a", "b", "d"]
 
 
-def test_what_may_not_start_holds_up_those_behind_it_but_not_what_comes_before_it() -> None:
-    world = World(Pool({1}), holds_back=0.5)
-    queue = world.queue(0)
-    queue.add_request(Call("cold", [5]))
-    assert (bool(queue), len(queue), names(queue)) == (False, 1, ["cold"])
-    with pytest.raises(IndexError):
-        queue.peek_request()
-    queue.add_request(Call("cached", [1]))
-    assert queue.pop_request().request_id == "cached"
-    assert not queue
-    queue.prepend_request(Call("preempted", [6]))
-    assert queue.pop_request().request_id == "preempted"
-    world.holds_back = 2.0
-    assert queue.pop_request().request_id == "cold"
-    roomy = World(holds_back=0.0).queue(capacity=1000)
-    roomy.add_request(Call("cold", [5]))
-    assert roomy.pop_request().request_id == "cold", "without overload everything may start"
+def test_what_may_not_start_holds_up_those_behind_it_but_not_what_comes_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "may_start", lambda _, missing, *__: missing < 0.5)
+    vllm, roomy = Sorted(), Sorted(1000)
+    vllm.cached = {1}
+    vllm.add(Call("cold", [5]))
+    assert vllm.step(9) == "" and names(vllm) == ["cold"], "it waits, and is not lost"
+    vllm.add(Call("cached", [1]), Call("colder", [7]))
+    assert vllm.step(9) == "cached"
+    vllm.preempt(vllm.requests["cached"])
+    assert vllm.step(9) == "cached" and names(vllm) == ["cold", "colder"]
+    roomy.add(Call("cold", [5]))
+    assert roomy.step(9) == "cold", "without overload everything may start"
 
 
-def test_what_is_on_neither_tier_is_missing() -> None:
-    def missing(pool: Pool, hashes: list[int]) -> float:
-        return missing_of(cast(Any, Call("a", hashes)), cast(Any, pool.blocks))
-
-    assert [missing(Pool(set(range(cached))), list(range(8))) for cached in (0, 2, 8)] == [1.0, 0.75, 0.0]
-    assert missing(Pool(), []) == 1.0
-    assert missing(Pool({0, 1}, set(range(8))), list(range(8))) == pytest.approx(0.1 * 6 / 8)
+def test_those_that_start_in_a_step_count_for_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "may_start", lambda tokens, _, running, *__: running + tokens <= 25)
+    vllm = Sorted()
+    vllm.add(*(Call(name, [at]) for at, name in enumerate("abc")))
+    assert vllm.step(9) == "a b" and names(vllm) == ["c"]
 
 
-def test_the_order_is_passed_on_when_it_changes_under_overload() -> None:
-    world = World(Pool({1}))
-    queue = world.queue(0)
-    queue.add_request(Call("a", [2]))
-    queue.add_request(Call("b", [1]))
-    for _ in range(2):
-        queue.peek_request()
-    assert [[one.request_id for one in order] for order in world.orders] == [["b", "a"]]
+@pytest.mark.parametrize(
+    ("cached", "on_host", "missing"), [(0, 0, 1.0), (2, 0, 0.75), (8, 0, 0.0), (2, 8, 0.1 * 6 / 8)]
+)
+def test_what_is_on_neither_tier_is_missing(cached: int, on_host: int, missing: float) -> None:
+    vllm = Sorted()
+    vllm.cached, vllm.on_host = set(range(cached)), set(range(on_host))
+    found: Any = Call("a", list(range(8)))
+    assert vllm._missing(found) == pytest.approx(missing)
+    found.block_hashes = []
+    assert vllm._missing(found) == 1.0
 
 
 class AgainstVllms(RuleBasedStateMachine):
-    """Where all fits, vLLM's own queue does the same; where nothing fits, the same requests wait."""
+    """Where all fits, vLLM's own scheduler does the same; where nothing fits, the same requests wait."""
 
     capacity = 10**9
 
     def __init__(self) -> None:
         super().__init__()
-        from vllm.v1.core.sched.request_queue import FCFSRequestQueue
-
-        self.world, self.twin = World(), cast(Any, FCFSRequestQueue())
-        self.queue = self.world.queue(self.capacity)
-        self.number = 0
+        self.mine, self.twin, self.number = Sorted(self.capacity), Vllms(), 0
 
     @rule(blocks=st.lists(st.integers(0, 9), max_size=4))
     def add(self, blocks: list[int]) -> None:
         self.number += 1
         call = Call(f"{self.number}", blocks)
-        self.queue.add_request(call)
+        self.mine.add_request(call)  # type: ignore[arg-type]
         self.twin.add_request(call)
 
-    @rule(cached=st.sets(st.integers(0, 9)))
-    def take_a_step(self, cached: set[int]) -> None:
-        self.world.pool.cached = cached
-        self.world.step += 1
+    @rule(cached=st.sets(st.integers(0, 9)), data=st.data())
+    def step(self, cached: set[int], data: st.DataObject) -> None:
+        self.mine.cached, most = cached, data.draw(st.integers(0, 3))
+        self.mine.skips = self.twin.skips = data.draw(st.sets(st.sampled_from(names(self.twin) or ["none"])))
+        self.mine.schedule(most)
+        if self.capacity:
+            self.twin.schedule(most)
+        self.twin.waiting.remove_requests(self.mine.running)
+        self.twin.running = list(self.mine.running)
 
-    @precondition(lambda self: self.twin)
-    @rule(comes_back=st.booleans())
-    def pop(self, comes_back: bool) -> None:
-        call = self.queue.peek_request()
-        assert self.queue.pop_request() is call
-        self.twin.remove_request(call)
-        if comes_back:
-            self.queue.prepend_request(call)
-            self.twin.prepend_request(call)
-        else:
-            self.queue.contexts.ended(call.request_id, call.num_tokens)
-
-    @precondition(lambda self: self.twin)
+    @precondition(lambda self: self.mine.running)
     @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        calls = data.draw(st.lists(st.sampled_from(list(self.twin)), unique=True))
-        self.queue.remove_requests(calls)
-        self.twin.remove_requests(calls)
-        for call in calls:
-            self.queue.contexts.ended(call.request_id, call.num_tokens)
+    def preempt(self, data: st.DataObject) -> None:
+        call = data.draw(st.sampled_from(self.mine.running))
+        for one in (self.mine, self.twin):
+            one.preempt(call)
+
+    @precondition(lambda self: self.mine.requests)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        call = data.draw(st.sampled_from(list(self.mine.requests.values())))
+        for one in (self.mine, self.twin):
+            one.finish(call)
 
     @invariant()
     def the_same_wait(self) -> None:
-        mine, theirs = names(self.queue), names(self.twin)
-        assert sorted(mine) == sorted(theirs) and len(self.queue) == len(theirs) and bool(self.queue) == bool(theirs)
-        assert len(self.queue.contexts) == len(theirs)
-        if self.capacity:
-            assert mine == theirs
+        mine, theirs = names(self.mine), names(self.twin)
+        assert mine == theirs if self.capacity else sorted(mine) == sorted(theirs)
+        assert len(self.mine._contexts) == len(self.mine.requests) and len(self.mine._order) <= len(mine)
 
 
 class WithoutRoom(AgainstVllms):
@@ -261,8 +280,7 @@ def test_sessions_past_the_cliff_hit_more_and_answer_the_same(
     answers, hits = closed_loop(flow)
     assert answers == stock[0]
     assert hits > 2 * stock[1] + SESSIONS * FIRST
-    contexts = flow.scheduler.waiting.contexts
-    assert len(contexts) == 0 and not flow.scheduler.waiting
+    assert not (flow.scheduler._contexts or flow.scheduler._order or flow.scheduler.waiting)
 
 
 def test_aborts_leave_nothing_behind(flow: Driver) -> None:
@@ -272,5 +290,5 @@ def test_aborts_leave_nothing_behind(flow: Driver) -> None:
     flow.engine.abort_request(names[::2])
     flow.run()
     assert all(name in flow.finished for name in names[1::2])
-    assert len(flow.scheduler.waiting.contexts) == 0
+    assert not (flow.scheduler._contexts or flow.scheduler._order)
     assert flow.pool.get_num_free_blocks() == flow.pool.num_gpu_blocks - 1

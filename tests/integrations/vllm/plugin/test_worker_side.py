@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kedge.cache import Copied, Copy, Direction
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin import worker_side
-from kedge.integrations.vllm.plugin.messages import Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.requests import Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import BlockMemory, WorkerSide, distinct, pool_views
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget

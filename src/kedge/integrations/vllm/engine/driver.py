@@ -1,15 +1,19 @@
-"""Requests and messages to the plug-in on vLLM's `AsyncLLM`. One event loop owns it."""
+"""Requests on vLLM's `AsyncLLM`, from their parameters to the stream of text, tokens and log-probabilities with its
+receipt; and messages to the plug-in. One event loop owns it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
@@ -19,15 +23,36 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kedge.checks import LAST_SEED
+from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_new_id
 from kedge.errors import ForwardFailed, KedgeError, RequestError
-from kedge.integrations.vllm.engine.requests import PluginMessage
-from kedge.integrations.vllm.engine.response import StreamedResponse
-from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import AFRESH, salt_of
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, REPORT, message
+from kedge.integrations.vllm.entry_point import FORCED, died
+from kedge.integrations.vllm.plugin.hints import AFRESH, NO_PROMPT, request_hints, run_hints, salt_of, short
+from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, message
+from kedge.reuse.plan import ALL_COMPUTED
+from kedge.reuse.reasons import with_reasons
 from kedge.structures.bounded import BoundedDict
-from kedge.types import GenerateRequest, RequestId, WorkflowAgent
+from kedge.types import (
+    AgentId,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Miss,
+    Namespace,
+    Receipt,
+    RequestId,
+    ReuseMode,
+    Source,
+    Span,
+    TokenDelta,
+    TokenLogprob,
+    Tokens,
+    WorkflowAgent,
+)
+from kedge.workflow.forecast import AgentKey, Changes, RunKey
+from kedge.workflow.steps import NextRun
 
 logger = logging.getLogger(__name__)
 RECEIPT_TIMEOUT = 0.5
@@ -36,38 +61,254 @@ ReceiptData = Mapping[str, Any]
 """A receipt as the plug-in sends it"""
 
 
-def sampling_params(arguments: Mapping[str, Any]) -> SamplingParams:
-    """Return vLLM's parameters for a streamed response. Raises `RequestError` for values that vLLM refuses."""
-    structure = arguments["structured_outputs"]
-    if isinstance(structure, dict):
-        structure = StructuredOutputsParams(**structure)
-    given = {**arguments, "structured_outputs": structure}
+NO_SEED = -1
+"""The seed that vLLM takes for none; `LAST_SEED` is used instead, so that a seeded answer repeats."""
+ALIKE = ("temperature", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Parameters that vLLM and Kedge have by the same names and with the same meaning, `None` included"""
+
+
+def sampling_params(request: GenerateRequest, room: int, *, hinted: bool = True, **more: Any) -> SamplingParams:
+    """Return vLLM's parameters for a streamed response, with hints for the plug-in if `hinted`, and with `more` of its
+    own. Raises `RequestError` for values that vLLM refuses.
+
+    `room` is the number of tokens that the model can add to the prompt. Stop strings are not among them, as they are
+    matched where tokens become text. vLLM draws at least one token.
+    """
+    sampling = request.sampling
+    forced = {FORCED: list(request.forced)} if request.forced else {}  # where vLLM cannot force it, it is drawn
+    given = {
+        **{name: getattr(sampling, name) for name in (*ALIKE, "top_p", "top_k", "min_p")},
+        "max_tokens": max(1, min(sampling.max_tokens, room)),
+        "seed": LAST_SEED if sampling.seed == NO_SEED else sampling.seed,
+        "logprobs": request.logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
+        "detokenize": False,
+        "structured_outputs": StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
+        "extra_args": {"kv_transfer_params": {"kedge": request_hints(request)}, **forced} if hinted else None,
+        **more,
+    }
     try:
         return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
     except VLLMClientError as refusal:
-        raise RequestError("sampling", arguments, str(refusal)) from None
+        raise RequestError("sampling", sampling, str(refusal)) from None
+
+
+# streams --------------------------------------------------------------------------------------------------------------
+
+NO_RECEIPT = Miss("*", "the request ended before vLLM reported where its prompt came from")
+REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+"""vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
+
+
+def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
+    """Return the receipt that the plug-in sent for a request as `data`."""
+    misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
+    if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
+        misses = (ALL_COMPUTED,)
+    spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
+    reasons = with_reasons(request, spans, misses)
+    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
+
+
+def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
+    """Return the receipt of an aborted request, for which the plug-in sent none.
+
+    vLLM reports only the number of prompt tokens that it did not compute: `cached`, None where it had not begun.
+    Whether they are exact is known only where nothing could be translated.
+    """
+    mode = request.reuse
+    if cached is None:
+        return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
+    if cached and mode is ReuseMode.TRANSLATE:
+        return Receipt(request.request_id, mode, (), (NO_RECEIPT,), parts_ms)
+    both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
+    spans = tuple(span for span in both if len(span))
+    return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
+
+
+def ranked_logprobs(
+    tokens: Iterable[int], positions: Iterable[Mapping[int, Any] | None], top: int
+) -> Iterator[TokenLogprob | None]:
+    """Yield the log-probability of each token, with those of the `top` most probable ones there. vLLM gives them
+    together, as its `Logprob`s with ranks from 1; None for the first token of a prompt, which has no context.
+    """
+    for token, ranked in zip(tokens, positions, strict=True):
+        if ranked is None:
+            yield None
+            continue
+        by_rank = sorted(ranked.items(), key=lambda one: one[1].rank or 0)
+        best = [(other, one.logprob) for other, one in by_rank if 1 <= (one.rank or 0) <= top]
+        yield TokenLogprob(token, ranked[token].logprob, tuple(best))
+
+
+class StreamedResponse:
+    """The response to one request, which ends with a completion or an error. Owned by the engine's event loop."""
+
+    def __init__(
+        self, request: GenerateRequest, tokenizer: HFTokenizer, params: Any, room: int, priority: int = 0
+    ) -> None:
+        """`params` are vLLM's `SamplingParams`; `room` is the number of tokens that the model can add to the prompt.
+        The least `priority` goes first, where vLLM goes by that.
+        """
+        self.request, self.params, self.priority = request, params, priority
+        self.stream = TokenStream(request.request_id)
+        self.finish: FinishReason | None = None
+        """Set once the response is complete: later tokens are dropped."""
+        self._arrived = time.perf_counter()
+        self._first_token: float | None = None
+        self._text = TextStream(tokenizer, request.sampling.stop)
+        self._max_tokens = min(request.sampling.max_tokens, room)
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self._pending = TokenDelta("", ())
+        """What has not been put into the stream yet"""
+        self._cached: int | None = None
+        self._stats: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether vLLM has computed the prompt."""
+        return self._first_token is not None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was matched, in which case vLLM does not end the request by itself."""
+        return self._text.stopped
+
+    def take(self, output: Any) -> None:
+        """Take a `RequestOutput` with the tokens since the one before. Raises `ForwardFailed` if vLLM gave up."""
+        if self._first_token is None:
+            self._first_token, top = time.perf_counter(), self.request.prompt_logprobs
+            if top is not None:
+                self._prompt_logprobs = tuple(ranked_logprobs(self.request.tokens, output.prompt_logprobs, top))
+                self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
+        self._cached, self._stats = output.num_cached_tokens, output.metrics
+        if self.finish is None:
+            self._read(output.outputs[0])
+        if not (output.finished or self.stopped) and self._pending != TokenDelta("", ()):
+            self.stream.put(self._pending)
+            self._pending = TokenDelta("", ())
+
+    def _read(self, output: Any) -> None:
+        """Take tokens up to the end of a stop string, with their text and their log-probabilities."""
+        reason = output.finish_reason
+        if reason is not None and reason not in REASONS:
+            raise ForwardFailed("request", self.request.request_id, f"vLLM ended it: {reason}")
+        drawn = list(output.token_ids)[: self._max_tokens - len(self._tokens)]
+        ends = reason == "stop" and len(drawn) == len(output.token_ids)  # with an end-of-sequence token
+        pushed = 0
+        for token in drawn[:-1] if ends else drawn:
+            pushed += 1
+            self._tokens.append(token)
+            self._add(TokenDelta(self._text.push(token), (token,)))
+            if self.stopped:
+                break
+        if self.request.logprobs is not None:
+            tokens = drawn if ends and not self.stopped else drawn[:pushed]
+            found = ranked_logprobs(tokens, list(output.logprobs)[: len(tokens)], self.request.logprobs)
+            added = tuple(one for one in found if one is not None)
+            self._logprobs += added
+            self._add(TokenDelta("", (), logprobs=added))
+        if ends or self.stopped:
+            self.finish = FinishReason.STOP
+        elif len(self._tokens) >= self._max_tokens:
+            self.finish = FinishReason.LENGTH
+        else:
+            self.finish = None if reason is None else REASONS[reason]
+
+    def _add(self, more: TokenDelta) -> None:
+        pending = self._pending
+        self._pending = TokenDelta(
+            pending.text + more.text,
+            pending.tokens + more.tokens,
+            logprobs=pending.logprobs + more.logprobs,
+            prompt_logprobs=pending.prompt_logprobs + more.prompt_logprobs,
+        )
+
+    def end(self, receipt: Mapping[str, Any] | None) -> None:
+        """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
+        done = self.completion(receipt)
+        self.stream.put(replace(self._pending, completion=done))
+
+    def completion(self, receipt: Mapping[str, Any] | None) -> Completion:
+        """Return the whole of what was taken, with the text that was held back."""
+        self._add(TokenDelta(self._text.flush(), ()))
+        now = time.perf_counter()
+        ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
+        parts = {"queue": ttft_ms}
+        if self._stats is not None and self._stats.first_token_ts:  # by the clock of vLLM's process
+            queue = 1e3 * (self._stats.scheduled_ts - self._stats.queued_ts)
+            compute = 1e3 * (self._stats.first_token_ts - self._stats.scheduled_ts)
+            parts = {"queue": queue, "compute": compute, "other": max(0.0, ttft_ms - queue - compute)}
+        if receipt:
+            whole = plugin_receipt(self.request, receipt, parts)
+        else:
+            whole = fallback_receipt(self.request, self._cached, parts)
+        return Completion(
+            request_id=self.request.request_id,
+            text=self._text.text,
+            tokens=tuple(self._tokens),
+            finish_reason=self.finish or FinishReason.CANCELLED,
+            receipt=whole,
+            ttft_ms=ttft_ms,
+            total_ms=1e3 * (now - self._arrived),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+
+# messages, and all requests at once -----------------------------------------------------------------------------------
+
+
+class PluginMessage(NamedTuple):
+    """Hints for the plug-in without a prompt to run. For vLLM it is a request that is aborted at once."""
+
+    namespace: Namespace
+    hints: dict[str, Any]
+    tokens: Tokens = NO_PROMPT
+
+
+def expected_prompt(request: GenerateRequest) -> PluginMessage:
+    """Return the message that such a request is expected; values that are not known yet have no tokens."""
+    return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
+
+
+class Forecasts:
+    """The forecast of every run, merged from changes: the plug-in takes whole forecasts only."""
+
+    def __init__(self) -> None:
+        self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
+        self._sent: BoundedDict[tuple[Namespace, str, AgentId], Tokens] = BoundedDict()
+        """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
+        self._seq = itertools.count()
+
+    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
+        """Yield fixed prompts that the plug-in does not know from earlier runs, then forecasts: it adopts a prompt with
+        the forecast that names its agent.
+        """
+        for key, tokens in prompts.items():
+            if self._sent.get(agent := (key.namespace, key.client_id, key.agent)) == tokens:
+                continue
+            self._sent[agent] = tokens
+            fixed = run_hints(key.run, agent=short(key.agent), fixed_tokens=len(tokens))
+            yield PluginMessage(key.namespace, fixed, tokens)
+        by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
+        for key, next_run in changes.items():
+            by_run.setdefault(key.run, {})[key.agent] = next_run
+        for run, changed in by_run.items():
+            merged = {**self._runs.pop(run, {}), **changed}
+            known = {agent: next_run for agent, next_run in merged.items() if next_run is not None}
+            if known:
+                self._runs[run] = known
+            steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
+            yield PluginMessage(run.namespace, run_hints(run, seq=next(self._seq), steps=steps))
 
 
 def tokens_prompt(request: GenerateRequest) -> TokensInput:
     """Return a request's prompt for vLLM, whose prefix cache a check shares with those of its own salt or with none."""
     own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
     return tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
-
-
-@dataclass
-class Figures:
-    """vLLM's latest statistics, and the plug-in's counters since the start."""
-
-    running: int = 0
-    waiting: int = 0
-    usage: float = 0.0
-    """Share of the device's blocks that requests hold"""
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    """Prompt tokens that were looked up in the prefix cache, and found"""
-    plugin: Counter[str] = field(default_factory=Counter)
-    report: Mapping[str, Any] | None = None
-    """What the plug-in has found in plain requests"""
 
 
 class Driver:
@@ -78,10 +319,14 @@ class Driver:
         `AsyncLLM` that somebody else has started.
         """
         self._plugged, self.llm = plugged, llm
-        self.figures = Figures()
+        self.stats: Any = None
+        """vLLM's latest statistics, a `SchedulerStats`; None before the first step"""
+        self.counts: Counter[str] = Counter()
+        """The plug-in's counters since the start, and the prompt tokens that vLLM looked up in its prefix cache
+        (`prefix_queries`) and found (`prefix_hits`)"""
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._in_order, self._numbers = asyncio.Lock(), itertools.count()
+        self._in_order, self._numbers, self._forecasts = asyncio.Lock(), itertools.count(), Forecasts()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
 
@@ -95,6 +340,10 @@ class Driver:
         return bool(self.llm.errored)
 
     # requests -------------------------------------------------------------------------------------------------------
+
+    def response(self, request: GenerateRequest, tokenizer: HFTokenizer, room: int) -> StreamedResponse:
+        """Return the response to a request that is not begun yet. Arguments and errors as for `sampling_params`."""
+        return StreamedResponse(request, tokenizer, sampling_params(request, room, hinted=self._plugged), room)
 
     def begin(self, response: StreamedResponse) -> None:
         """Submit a request. Its stream always ends, with a completion or an error. Raises `RequestError` for an id that
@@ -154,7 +403,19 @@ class Driver:
 
     # messages to the plug-in ----------------------------------------------------------------------------------------
 
-    async def send(self, messages: Iterable[PluginMessage]) -> None:
+    async def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
+        """Pass on a forecast and fixed prompts."""
+        await self._send(self._forecasts.messages(changes, prompts))
+
+    async def expect(self, request: GenerateRequest) -> None:
+        """Pass on that such a request is expected."""
+        await self._send([expected_prompt(request)])
+
+    async def end_run(self, run: RunKey) -> None:
+        """Pass on that a run is over."""
+        await self._send([PluginMessage(run.namespace, run_hints(run, final=True))])
+
+    async def _send(self, messages: Iterable[PluginMessage]) -> None:
         """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died: as
         `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt.
         """
@@ -189,14 +450,10 @@ class _StatsListener(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        figures, plugin_stats = self._driver.figures, dict(scheduler_stats.kv_connector_stats or {})
+        plugin_stats, found = dict(scheduler_stats.kv_connector_stats or {}), scheduler_stats.prefix_cache_stats
         LATE_ANSWERS.answered(plugin_stats.pop(ANSWERS, {}))
-        figures.report = plugin_stats.pop(REPORT, None) or figures.report
-        figures.plugin.update(plugin_stats)
-        figures.running, figures.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
-        figures.usage = scheduler_stats.kv_cache_usage
-        figures.prefix_queries += scheduler_stats.prefix_cache_stats.queries
-        figures.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        self._driver.stats = scheduler_stats
+        self._driver.counts.update(plugin_stats, prefix_queries=found.queries, prefix_hits=found.hits)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM has a log of its own."""

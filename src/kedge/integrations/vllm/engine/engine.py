@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -42,16 +42,8 @@ from kedge.integrations.vllm.engine.options import (
     transfer_config,
     vllm_arguments,
 )
-from kedge.integrations.vllm.engine.requests import (
-    Forecasts,
-    PluginMessage,
-    end_of_run,
-    expected_prompt,
-    sampling_arguments,
-    turn_hints,
-)
-from kedge.integrations.vllm.engine.response import StreamedResponse
 from kedge.integrations.vllm.entry_point import died
+from kedge.integrations.vllm.plugin.hints import turn_hints
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.guard.comparison import TOP
 from kedge.settings import AnchorSettings, EngineSettings
@@ -116,9 +108,9 @@ class VLLMEngine(Engine):
     def _start(self, path: Path, arguments: Any) -> None:
         from anyio.from_thread import start_blocking_portal  # vLLM brings it
 
-        from kedge.integrations.vllm.engine.driver import Driver, sampling_params
+        from kedge.integrations.vllm.engine.driver import Driver
 
-        self._driver, self._forecasts, self._params = Driver(self._plugged), Forecasts(), sampling_params
+        self._driver = Driver(self._plugged)
         self._loop = ExitStack()
         """The event loop on a thread of its own; vLLM's remaining tasks are cancelled when it is closed"""
         self._portal = self._loop.enter_context(start_blocking_portal(name="kedge-vllm"))
@@ -172,9 +164,7 @@ class VLLMEngine(Engine):
             request, tap = self._guard.begin(request)
             request = within_top(request, self._max_logprobs)
         try:
-            room = self._max_model_len - request.prompt_tokens
-            params = self._params(sampling_arguments(request, room, hinted=self._plugged))
-            response = StreamedResponse(request, self.tokenizer, params, room)
+            response = self._driver.response(request, self.tokenizer, self._max_model_len - request.prompt_tokens)
             response.stream.tap = tap
             self._call(partial(self._driver.begin, response))
         except BaseException as error:
@@ -197,7 +187,7 @@ class VLLMEngine(Engine):
         with suppress(RequestError):
             self._validate(request)
             expected = self._guard.ordered(request)
-            self._send(lambda: [expected_prompt(expected)])
+            self._send(lambda: self._driver.expect(expected))
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self._vocab_size, self._max_model_len - 1)
@@ -219,12 +209,12 @@ class VLLMEngine(Engine):
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.checks.end_run(run, partial(self._send, lambda: [end_of_run(run)]))
+        self._guard.checks.end_run(run, partial(self._send, lambda: self._driver.end_run(run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
-        self._send(lambda: list(self._forecasts.messages(changes, prompts)))
+        self._send(lambda: self._driver.forecast(changes, prompts))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`.
@@ -237,7 +227,9 @@ class VLLMEngine(Engine):
         from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
 
         core = self._driver.llm.engine_core
-        outcomes: list[ActionOutcome] | None = self._call(partial(LATE_ANSWERS.ask, core, namespace, turn_hints(hints)))
+        outcomes: list[ActionOutcome] | None = self._call(
+            partial(LATE_ANSWERS.advise, core, namespace, turn_hints(hints))
+        )
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -251,8 +243,11 @@ class VLLMEngine(Engine):
         return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats(), "sampling": sampling}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
-        """Return the plug-in's last report of plain requests if all of it is the given tenants'."""
-        report = self._driver.figures.report
+        """Return the plug-in's report of plain requests if all of it is the given tenants'."""
+        from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
+
+        core = self._driver.llm.engine_core
+        report = self._call(partial(LATE_ANSWERS.report, core)) if self._plugged else None
         return report if report and all(owns(Namespace.parse(one)) for one in report["namespaces"]) else None
 
     def close(self) -> None:
@@ -285,26 +280,27 @@ class VLLMEngine(Engine):
         except CancelledError:
             raise EngineClosed("engine", "vllm", "it was closed") from None
 
-    def _send(self, messages: Callable[[], list[PluginMessage]]) -> None:
-        """Send messages to the plug-in, if there is one, without waiting. A closed engine ignores them."""
+    def _send(self, message: Callable[[], Awaitable[None]]) -> None:
+        """Send a message to the plug-in, if there is one, without waiting. A closed engine ignores it."""
         with self._lock:
             if self._plugged and not self._is_closed:
-                self._portal.start_task_soon(lambda: self._driver.send(messages()))
+                self._portal.start_task_soon(message)
 
 
 def _figures(driver: Driver) -> dict[str, object]:
-    figures, cache = driver.figures, driver.llm.vllm_config.cache_config
+    stats, counts, cache = driver.stats, driver.counts.copy(), driver.llm.vllm_config.cache_config
+    running, waiting, usage = (
+        (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) if stats else (0, 0, 0.0)
+    )
     blocks = {
         "blocks": cache.num_gpu_blocks,
         "block_size": cache.block_size,
-        "leased_blocks": round(figures.usage * (cache.num_gpu_blocks or 0)),
-        "prefix_queries": figures.prefix_queries,
-        "prefix_hits": figures.prefix_hits,
+        "leased_blocks": round(usage * (cache.num_gpu_blocks or 0)),
+        **{name: counts.pop(name, 0) for name in ("prefix_queries", "prefix_hits")},
     }
-    counts = figures.plugin
     bases = counts["base_prefills_queued"] - counts["base_prefills_done"] - counts["base_prefills_dropped"]
-    requests = {"running": figures.running, "waiting": figures.waiting, "base_prefills": bases}
-    return {"cache": blocks, "requests": requests, "plugin": dict(figures.plugin)}
+    requests = {"running": running, "waiting": waiting, "base_prefills": bases}
+    return {"cache": blocks, "requests": requests, "plugin": dict(counts)}
 
 
 def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:

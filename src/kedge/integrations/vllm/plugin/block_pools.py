@@ -94,10 +94,6 @@ class CacheGroups:
             places += found
         return NeededBlocks(keys[skipped:], places[skipped:])
 
-    def count(self, length: int) -> int:
-        """Return how many blocks a hit of `length` hashes needs."""
-        return length + sum(len(group.places(length)) for group in self.others)
-
     def fitted(self, hashes: Sequence[BlockHash], length: int, has: Callable[[bytes], bool]) -> int:
         """Return the longest hit of at most `length` hashes for which the other groups have what it needs, where the
         main group has all. `has` returns whether the block with a key is there.
@@ -192,11 +188,9 @@ def _window(spec: Any, extra: int) -> int | None:
     raise LayoutUnknown("groups", type(spec).__name__, "is of no kind that is known")
 
 
-def replace_queue(
-    pool: BlockPool, policy: EvictionPolicy, whole_sets: bool = False, groups: CacheGroups = ONE_GROUP
-) -> StepFreeQueue:
+def replace_queue(pool: BlockPool, policy: EvictionPolicy, groups: CacheGroups = ONE_GROUP) -> StepFreeQueue:
     """Give a pool of blocks of `groups` a queue with this policy. It has handed out its null block alone."""
-    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, whole_sets)
+    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy)
     pool.free_block_queue = queue
     queue.groups = groups
     return queue

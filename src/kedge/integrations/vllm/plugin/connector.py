@@ -38,13 +38,12 @@ from kedge.integrations.vllm.plugin.feature_checks import (
     find_features,
 )
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas
-from kedge.integrations.vllm.plugin.lanes import LaneGrants, PassLimits
+from kedge.integrations.vllm.plugin.lanes import PassLimits
 from kedge.integrations.vllm.plugin.learner import Learner
-from kedge.integrations.vllm.plugin.messages import Orders, Reports
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
-from kedge.integrations.vllm.plugin.pages import Pages
+from kedge.integrations.vllm.plugin.pages import Pages, rotation_of
 from kedge.integrations.vllm.plugin.rank_state import rank_folder, rank_identity
-from kedge.integrations.vllm.plugin.rotations import rotation_of
+from kedge.integrations.vllm.plugin.requests import Orders, Reports
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
@@ -117,22 +116,15 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     # in the scheduler, called by Kedge's own --------------------------------------------------------------------
 
-    def join(self) -> SchedulerSide:
-        """Return the scheduler's half to the calling scheduler."""
-        return self._scheduler
-
-    def open_lanes(self, hold_back: Callable[[], None]) -> LaneGrants | None:
-        """Let requests have lanes, which the calling scheduler adds to its steps. Returns None where they must not.
-
-        `hold_back` ends the admissions of the step under way.
+    def join(self, hold_back: Callable[[], None]) -> SchedulerSide:
+        """Return the scheduler's half to the calling scheduler, which adds lanes to its steps where anything may be
+        translated. `hold_back` ends the admissions of the step under way.
         """
-        if self._features.translation is not None:
-            return None
-        lanes, config = self._scheduler.translations.lanes, self._vllm_config
-        model, block_size = config.model_config, config.cache_config.block_size
-        lanes.open(hold_back)
-        lanes.jobs.open(PassLimits(model.max_model_len, model.get_vocab_size(), block_size))
-        return lanes
+        if self._features.translation is None:
+            model, block_size = self._vllm_config.model_config, self._vllm_config.cache_config.block_size
+            limits = PassLimits(model.max_model_len, model.get_vocab_size(), block_size)
+            self._scheduler.translations.lanes.open(hold_back, limits)
+        return self._scheduler
 
     def ask_at_once(self, request: Request) -> None:
         """Have the next request of an idle engine judged before its step: where the only worker is in this process."""

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, groups_of, hash_size_of
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.rotations import WINDOWED, layers_refusal
+from kedge.integrations.vllm.plugin.pages import WINDOWED, layers_refusal
 from kedge.integrations.vllm.plugin.scheduler import KedgeScheduling, scheduler_refusal
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import mixed_layers, ropes, translation_refusal

@@ -30,11 +30,10 @@ class OwnerSet:
 
     __slots__ = ("_steps", "free", "key", "last_access", "members", "owners", "stamp", "step", "varying")
 
-    def __init__(self, owners: Iterable[Owner] = (), varying: bool = False, stamp: int | None = None) -> None:
-        self.owners, self.varying = set(owners), varying
+    def __init__(self, varying: bool = False, stamp: int | None = None) -> None:
+        self.owners, self.varying = set[Owner](), varying
         self.stamp = stamp
-        """When blocks were last added, for a set that is evicted as a whole, newest block first; None: each block has
-        its own time"""
+        """When blocks were last added, for a set with owners; None: each block has its own time"""
         self._steps = StepCounts()
         self.step: float | None = None
         """The least step of its owners"""
@@ -66,24 +65,20 @@ class StepFreeQueue:
     """A drop-in for `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Without owners it has the same order.
 
     It has the owner set of every block and the step of every owner. A set exists while it has members. The owners of a
-    block are set while a request holds it, and forgotten when its KV is evicted. A set of owners is ranked by its
-    oldest free block. Blocks that are freed one after another with the same owners share a stamp.
+    block are set while a request holds it, and forgotten when its KV is evicted.
+
+    Blocks with the same owners are evicted one after the other, from the one that was added last: a prompt's blocks may
+    be added as it grows, without a use of those before. Blocks without owners are ranked by the oldest free one; those
+    that are freed one after another share a stamp.
     """
 
-    def __init__(
-        self, blocks: Sequence[KVCacheBlock], num_blocks: int, policy: EvictionPolicy, whole_sets: bool = False
-    ) -> None:
-        """`blocks` are free, first to be used first; all block ids are below `num_blocks`.
-
-        With `whole_sets`, blocks with the same owners are evicted one after the other, from the one that was added
-        last: for a pool to which a prompt's blocks are added as it grows, without a use of those before.
-        """
+    def __init__(self, blocks: Sequence[KVCacheBlock], num_blocks: int, policy: EvictionPolicy) -> None:
+        """`blocks` are free, first to be used first; all block ids are below `num_blocks`."""
         self.evicted: Counter[str] = Counter()
         """Blocks with KV that were handed out, by `kind_of`"""
         self.groups: Any = None
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
         self._num_blocks, self._policy, self._clock = num_blocks, policy, 0
-        self._stamp = 0 if whole_sets else None
         self._steps: dict[Owner, float] = {}
         self._begin(blocks)
 
@@ -313,7 +308,7 @@ class StepFreeQueue:
         wanted = owners.owners | {owner}
         found = next((one for one in self._by_owner.get(owner, ()) if one.owners == wanted), None)
         if found is None:
-            found = OwnerSet(stamp=self._stamp)
+            found = OwnerSet(stamp=0)
             self._owned.add(found)
             for one in wanted:
                 self._widen(found, one)

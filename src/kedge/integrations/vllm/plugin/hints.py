@@ -7,6 +7,7 @@ prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from kedge.guard import GuardMode, GuardOrders
-from kedge.hints.actions import ActionOutcome, read_actions
+from kedge.hints.actions import ActionOutcome
 from kedge.hints.call_hints import KEDGE
-from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, read_text, read_whole
+from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, MAX_NAME_LENGTH, read_text, read_whole, without_infinity
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.settings.sections import read_fidelity
+from kedge.settings.sections import read_fidelity, shown_fidelity
 from kedge.types import (
     AgentId,
     ClientId,
@@ -27,6 +28,7 @@ from kedge.types import (
     RequestId,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     Segment,
     Tokens,
@@ -56,6 +58,8 @@ class HintedRequest:
     """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
     is_advice: bool = False
     """Whether it is a message with what a client says between requests"""
+    asks_for_report: bool = False
+    """Whether it is a message that asks what was found in plain traffic"""
     ignored: int = 0
     """Number of hints that were ignored"""
     actions: tuple[Mapping[str, str], ...] = ()
@@ -113,6 +117,7 @@ def read_hints(
         seq=get("seq"),
         is_ahead=is_ahead,
         is_advice=get("advice", False),
+        asks_for_report=get("report", False),
         actions=get("actions", ()),
         ignored=ignored,
     )
@@ -175,18 +180,6 @@ def _actions(value: Any) -> tuple[Mapping[str, str], ...]:
     return tuple(ActionOutcome.from_dict(one).to_dict() for one in value)
 
 
-def with_actions(params: Mapping[str, Any] | None, kv_hints: Any) -> Mapping[str, Any] | None:
-    """Return `kv_transfer_params` with what vLLM's own `kv_hints` ask for (its `KvHintsEnvelope`, or None)."""
-    if kv_hints is None:
-        return params
-    actions = [
-        {name: getattr(one, name) for name in ("action_id", "action_type", "payload")} for one in kv_hints.actions
-    ]
-    own, wishes = (params or {}).get("kedge"), read_actions({"actions": actions})
-    hints = {**wishes.to_hints(), "actions": [one.to_dict() for one in wishes.outcomes]}
-    return {**(params or {}), "kedge": {**hints, **(own if isinstance(own, Mapping) else {})}}
-
-
 def without_hints(sampling: Any) -> Any:
     """Return vLLM's `SamplingParams` (or None) without hints for Kedge: each worker gets a copy of what is in them."""
     params = (getattr(sampling, "extra_args", None) or {}).get("kv_transfer_params")
@@ -240,10 +233,30 @@ def _tokens(value: Any) -> Tokens:
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
-    **{"produces": _sample, "ahead": _flag, "advice": _flag, "plain": _flag, "actions": _actions},
+    **{"produces": _sample, "ahead": _flag, "advice": _flag, "report": _flag, "plain": _flag, "actions": _actions},
     **{"withheld": _names, "epoch": read_whole, "rung": _rung, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
+
+
+# what Kedge's own engines and servers send ---------------------------------------------------------------------------
+
+
+def request_hints(request: GenerateRequest) -> dict[str, Any]:
+    """Return the hints for a request: its run and agent, and the parts of its prompt. Empty values are left out."""
+    has_segments = request.reuse is ReuseMode.TRANSLATE and not request.is_plain
+    hints = {
+        "reuse": None if request.is_plain else request.reuse.value,
+        "plain": request.is_plain or None,
+        "workflow": short(request.workflow),
+        "run": short(request.run),
+        "client": short(request.client),
+        "agent": short(request.agent),
+        "produces": short(str(request.produces or "")),
+        "fixed_tokens": _fixed(request),
+        "segments": segment_hints(request) if has_segments else None,
+    }
+    return _given(hints) | turn_hints(request.turn) | guard_hints(request.guard)
 
 
 def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
@@ -252,10 +265,63 @@ def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
         {
             "name": segment.name,
             "length": len(segment.tokens),
-            "sample": None if segment.sample is None else str(segment.sample),
+            "sample": None if segment.sample is None else short(str(segment.sample)),
             "base_context": list(segment.base_context),
             "in_context": segment.in_context,
             "placeholder_text": list(segment.placeholder_text),
         }
         for segment in request.segments
     ]
+
+
+def _fixed(request: GenerateRequest) -> int | None:
+    """Return the request's fixed length, else that of its first prefix segment: not every request sends segments."""
+    if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
+        return request.fixed
+    first, *others = request.segments
+    return len(first.tokens) if others and not first.is_placeholder else None
+
+
+def turn_hints(turn: TurnHints) -> dict[str, Any]:
+    """Return what a client says of its sessions, with a request or between two."""
+    return _given(
+        {
+            "session": short(turn.session),
+            "parent": short(turn.parent),
+            "returns_in": turn.returns_in,
+            "keep_for": turn.keep_for,
+            "expects": without_infinity({short(name): left for name, left in turn.expects.items()}) or None,
+            "final": turn.is_last or None,
+        }
+    )
+
+
+def guard_hints(orders: GuardOrders) -> dict[str, Any]:
+    """Return what a guard orders, and what a client asks of one, as hints. Empty values are left out."""
+    return _given(
+        {
+            "guard": orders.mode and orders.mode.value,
+            "fidelity": shown_fidelity(orders.fidelity),
+            "withheld": sorted(orders.withheld),
+            "epoch": orders.epoch or None,
+            "rung": orders.rung,
+            "held_out": orders.held_out or None,
+            "pick": orders.pick,
+        }
+    )
+
+
+def run_hints(run: RunKey, **more: Any) -> dict[str, Any]:
+    """Return hints about a run."""
+    return _given({"run": short(run.run_id), "client": short(run.client_id)}) | more
+
+
+def _given(hints: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in hints.items() if value not in (None, "", [])}
+
+
+def short(name: str) -> str:
+    """Return a name that the plug-in accepts: a digest for one that is too long or has unprintable characters."""
+    if len(name) <= MAX_NAME_LENGTH and name.isprintable():
+        return name
+    return "#" + hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -30,64 +30,7 @@ from kedge.policies.prefetch import (
 )
 from kedge.policies.sessions import NextRuns, SessionKey
 from kedge.settings import TierSettings
-from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import first_of
-
-SHARE = 2
-"""One of so many device blocks may be held by backups."""
-
-
-class IdleSessions:
-    """The histories of sessions, and which of these are idle and needed within the window. Owned by the scheduler."""
-
-    def __init__(self, tier: HostTier) -> None:
-        self._tier, self._most = tier, tier.host.num_gpu_blocks
-        self._histories: OrderedDict[Owner, Sequence[BlockHash]] = OrderedDict()
-        """Oldest first; as many blocks in all as the host has"""
-        self._blocks = 0
-        self._near: dict[Owner, float] = {}
-        """Steps of idle sessions within the window"""
-        self.changed = False
-        """Whether one has come near, or nearer, that is not on the device"""
-
-    def near(self) -> Iterator[tuple[Owner, float, Sequence[BlockHash]]]:
-        """Yield the sessions within the window with their steps and histories."""
-        for session, step in self._near.items():
-            if session in self._histories:
-                yield session, step, self._histories[session]
-
-    def ended(self, session: Owner, hashes: Sequence[BlockHash]) -> None:
-        """Take the history of a session whose turn has ended, which is on the device."""
-        self._drop(session)
-        self._histories[session] = hashes
-        self._blocks += len(hashes)
-        while self._blocks > self._most:
-            self._drop(next(iter(self._histories)))
-
-    def on_steps(self, changes: NextRuns) -> None:
-        """Take changed steps of sessions. A step below 0 is that of a session whose request waits or runs."""
-        for session, next_run in changes.items():
-            self._near.pop(session, None)
-            if next_run is None:
-                self._drop(session)
-            elif next_run[0] >= 0 and is_within(next_run[0], PREFETCH_WINDOW):
-                self._near[session] = next_run[0]
-                hashes = self._histories.get(session)
-                self.changed = self.changed or bool(hashes and not has_end(self._tier.device, hashes))
-
-    def clear(self) -> None:
-        """Forget all histories: the host is empty."""
-        self._histories.clear()
-        self._blocks = 0
-
-    def _drop(self, session: Owner) -> None:
-        self._blocks -= len(self._histories.pop(session, ()))
-
-    def check_integrity(self) -> None:
-        """Raise `PlanError` unless the blocks of the histories sum to what is counted and are within the bound."""
-        blocks = sum(map(len, self._histories.values()))
-        if blocks != self._blocks or blocks > self._most:
-            raise PlanError("histories", blocks, f"{self._blocks} are counted, of at most {self._most}")
 
 
 class HostLoads:
@@ -102,24 +45,26 @@ class HostLoads:
         is_trusted: Callable[[], bool] = lambda: True,
     ) -> None:
         """`is_trusted` returns whether sessions, and not LRU, rule the device."""
-        self.tier, self._prompts, self.idle = tier, prompts, IdleSessions(tier)
+        self.tier, self._prompts = tier, prompts
+        self._histories: OrderedDict[Owner, Sequence[BlockHash]] = OrderedDict()
+        """Of sessions, oldest first; as many blocks in all as the host has"""
+        self._remembered = 0
+        """Blocks of the histories"""
         self.settings, self._block_size, self._is_trusted = settings, block_size, is_trusted
-        self._most_held = max(1, tier.device.num_gpu_blocks // SHARE)
-        self._pending: BoundedDict[Owner, tuple[Sequence[BlockHash], int]] = BoundedDict()
-        """Histories that are backed up, and the index from which on they are not done"""
         self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
         self._has_room = False
-        """Whether a copy has ended, or a request has arrived or left, since the last look for prefetches"""
+        """Whether a copy has ended, a request has arrived or left, or a session has come near, since the last look for
+        prefetches"""
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way or waits, or prefetches are to be looked for."""
-        return self.tier.busy or self._is_due or bool(self._pending)
+        """Whether a copy is under way, or prefetches are to be looked for."""
+        return self.tier.busy or self._is_due
 
     @property
     def _is_due(self) -> bool:
-        return self._has_room or self._prompts.changed or self.idle.changed
+        return self._has_room or self._prompts.changed
 
     def counters(self) -> Counter[str]:
         """Return what was counted since the start."""
@@ -171,12 +116,31 @@ class HostLoads:
 
     def copies(self, requests: Iterable[LiveRequest], idle: bool) -> tuple[Copy, ...]:
         """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
-        self._back_up()
         self._demand(idle)
         if self._is_due:
-            self._has_room = self._prompts.changed = self.idle.changed = False
+            self._has_room = self._prompts.changed = False
             self._load_ahead([one for one in requests if one.may_load and not one.is_admitted])
         return self.tier.take_copies()
+
+    # histories ------------------------------------------------------------------------------------------------
+
+    def on_steps(self, changes: NextRuns) -> None:
+        """Take changed steps of sessions. Below 0 is that of a session whose request waits or runs."""
+        for session, next_run in changes.items():
+            if next_run is None:
+                self._forget(session)
+            elif (hashes := self._histories.get(session)) and _is_near(next_run[0]):
+                self._has_room = self._has_room or not has_end(self.tier.device, hashes)
+
+    def _remember(self, session: Owner, hashes: Sequence[BlockHash]) -> None:
+        self._forget(session)
+        self._histories[session] = hashes
+        self._remembered += len(hashes)
+        while self._remembered > self.tier.host.num_gpu_blocks:
+            self._forget(next(iter(self._histories)))
+
+    def _forget(self, session: Owner) -> None:
+        self._remembered -= len(self._histories.pop(session, ()))
 
     # backups --------------------------------------------------------------------------------------------------
 
@@ -187,9 +151,10 @@ class HostLoads:
 
     def finished(self, session: SessionKey, hashes: Sequence[BlockHash]) -> None:
         """Take the history that a session has on the device at the end of a turn, the hashes of its blocks with KV, and
-        order its backup. O(blocks that the host lacks, or that change their owners there, + log n).
+        order its backup; what finds no room is backed up with the next turn. O(blocks that the host lacks, or that
+        change their owners there, + log n).
         """
-        self.idle.ended(session, hashes)
+        self._remember(session, hashes)
         queue = self.tier.queue
         held, owned = self.tier.prefixes(hashes, session)
         if owned != queue.members_of(session):  # as after a prompt that leaves a part of the history out
@@ -197,19 +162,8 @@ class HostLoads:
             owned = 0
         if owned < held:
             own_known(self.tier.host, self.tier.groups.needed(hashes[:held], owned).keys, session)
-        self._pending[session] = hashes, held
-        self._back_up()
-
-    def _back_up(self) -> None:
-        """Order the next backups, as far as they may hold device blocks."""
-        queue = self.tier.queue
-        while self._pending and (room := self._most_held - self.tier.backing_up) > 0:
-            owner, (hashes, start) = self._pending.popitem(last=False)
-            if queue.has_step(owner):
-                may_evict = partial(self._is_no_sooner, queue.step_of(owner))
-                done = self.tier.back_up(hashes, owner, may_evict, start, room)
-                if done < self.tier.groups.count(len(hashes)):
-                    self._pending[owner] = hashes, done
+        if queue.has_step(session):
+            self.tier.back_up(hashes, session, partial(self._is_no_sooner, queue.step_of(session)), held)
 
     def _is_no_sooner(self, step: float, victim: StepView) -> bool:
         return distance(victim, self.settings.unlabelled_step) >= step
@@ -276,7 +230,9 @@ class HostLoads:
             if next_run := self._prompts.steps.get(key):
                 wanted.append((key, fixed, next_run.steps, next_run.probability))
         if idle and self._is_trusted():
-            wanted += [(session, hashes, step, 1.0) for session, step, hashes in self.idle.near()]
+            queue = self.tier.queue
+            steps = ((session, queue.step_of(session)) for session in self._histories if queue.has_step(session))
+            wanted += [(session, self._histories[session], step, 1.0) for session, step in steps if _is_near(step)]
         for owner, hashes, step, probability in wanted:
             # Tails are evicted first, so with its last block on the device all of a prompt is.
             if not hashes or not is_within(step, PREFETCH_WINDOW) or has_end(self.tier.device, hashes):
@@ -295,4 +251,16 @@ class HostLoads:
     def clear(self) -> None:
         """Empty the host tier."""
         self.tier.clear()
-        self.idle.clear()
+        self._histories.clear()
+        self._remembered = 0
+
+    def check_integrity(self) -> None:
+        """Raise `PlanError` unless the blocks of the histories sum to what is counted and are within the bound."""
+        blocks = sum(map(len, self._histories.values()))
+        if blocks != self._remembered or blocks > self.tier.host.num_gpu_blocks:
+            raise PlanError("histories", blocks, f"{self._remembered} are counted")
+
+
+def _is_near(step: float) -> bool:
+    """Return whether an idle session is needed within the window."""
+    return step >= 0 and is_within(step, PREFETCH_WINDOW)

@@ -39,6 +39,9 @@ from kedge.settings import QuotaSettings
 from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
 
+SHARE = 2
+"""One of so many device blocks may be held by backups."""
+
 
 class HostQuotas:
     """The tenants of all host blocks with KV, or that KV is being copied to. Owned by the scheduler."""
@@ -98,7 +101,7 @@ class BlockTransfer:
     copy: Copy
     purpose: Purpose
     needed: NeededBlocks
-    """What its blocks hold"""
+    """What its blocks hold: nothing where a tier was emptied since"""
     sources: list[KVCacheBlock]
     targets: list[KVCacheBlock]
     owner: Owner | None
@@ -108,8 +111,6 @@ class BlockTransfer:
     """Of the ranks that have finished"""
     prefix: list[KVCacheBlock] = field(default_factory=list)
     """Device blocks of the prompt before those that are loaded"""
-    abandoned: bool = False
-    """Whether a tier was emptied meanwhile: only the targets are held, until no worker writes to them any more"""
 
     @property
     def is_load(self) -> bool:
@@ -128,8 +129,8 @@ class HostTier:
     | before them in a | held on the device, since a load behind    | free, and evicted after the targets           |
     | loaded prompt    | them is no use without them                |                                               |
 
-    When a tier is emptied, copies are abandoned: their targets alone stay held until they end, so that no late write
-    meets new KV.
+    When a tier is emptied, copies bring nothing any more, and hold their blocks all the same until they end, so that no
+    late write meets new KV.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class HostTier:
         """
         self.device, self.groups = device, groups_in(device)
         self.host = BlockPool(num_blocks + 1, True, device.hash_block_size)  # vLLM keeps one for itself
-        self.queue = replace_queue(self.host, policy, whole_sets=True, groups=self.groups)
+        self.queue = replace_queue(self.host, policy, self.groups)
         self.cost = CostModel()
         self.counters: Counter[str] = Counter()
         self._ranks = ranks
@@ -171,24 +172,13 @@ class HostTier:
         """Number of loads under way."""
         return sum(transfer.is_load for transfer in self._transfers.values())
 
-    @property
-    def blocks_loading(self) -> int:
-        """Number of blocks that loads under way bring."""
-        return sum([len(one.targets) for one in self._transfers.values() if one.is_load and not one.abandoned])
-
-    @property
-    def backing_up(self) -> int:
-        """Number of blocks that are being copied to the host."""
-        return len(self._backing_up)
-
     def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
         """Return the load that brings this block of the main group, if there is one."""
         return self._loading.get(block_hash + self.groups.main.key_end)
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
-        ahead = self.blocks_loading
-        return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, ahead)
+        return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, len(self._loading))
 
     # what the tiers have, and what one of them lacks: nothing changes ------------------------------------------
 
@@ -245,16 +235,13 @@ class HostTier:
                 break
         return above, needed.chosen(brought), sources
 
-    def _lacking(
-        self, hashes: Sequence[BlockHash], start: int, limit: int | None
-    ) -> tuple[list[KVCacheBlock], NeededBlocks, int]:
-        """Return device blocks that the host lacks, what they hold, and the index after the last look."""
+    def _lacking(self, hashes: Sequence[BlockHash], start: int, most: int) -> tuple[list[KVCacheBlock], NeededBlocks]:
+        """Return device blocks that the host lacks, and what they hold."""
         blocks, found = list[KVCacheBlock](), list[int]()
         on_device, on_host, under_way = known_blocks(self.device), known_blocks(self.host), self._backing_up
-        needed, done = self.groups.needed(hashes, start), self.groups.count(len(hashes))
+        needed = self.groups.needed(hashes, start)
         for at, key in enumerate(needed.keys):
-            if len(blocks) == limit:
-                done = start + at
+            if len(blocks) >= most:
                 break
             if key in on_host or key in under_way:
                 continue
@@ -263,7 +250,7 @@ class HostTier:
                 break
             blocks.append(any_of(block))
             found.append(at)
-        return blocks, needed.chosen(found), done
+        return blocks, needed.chosen(found)
 
     # copies ---------------------------------------------------------------------------------------------------
 
@@ -304,19 +291,16 @@ class HostTier:
         owner: Owner,
         may_evict: Callable[[StepView], bool],
         start: int = 0,
-        limit: int | None = None,
-    ) -> int:
-        """Order the offload of blocks of a prompt, from `start` on, that the device has and the host lacks.
-
-        At most `limit` blocks, and as many as may evict others. Returns the index from which on it is not done, among
-        the blocks that a hit needs (`CacheGroups.needed`).
+    ) -> None:
+        """Order the offload of blocks of a prompt, from `start` on, that the device has and the host lacks: as many as
+        may evict others, and while backups hold one of `SHARE` device blocks at most.
         """
-        sources, needed, done = self._lacking(hashes, start, limit)
+        sources, needed = self._lacking(hashes, start, self.device.num_gpu_blocks // SHARE - len(self._backing_up))
         room = self._within_quota(owner, len(sources), may_evict)
         room = self._room(self.host, room, may_evict)
         if room < len(sources):
             self.counters["skipped_backups"] += 1
-            sources, done = sources[:room], self.groups.count(len(hashes))
+            sources = sources[:room]
         if sources:
             needed = needed.chosen(range(room))
             targets = self.host.get_new_blocks(room)
@@ -324,7 +308,6 @@ class HostTier:
                 self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
             transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, needed, sources, targets, owner)
             self._backing_up.update(dict.fromkeys(needed.keys, transfer))
-        return done
 
     def _within_quota(self, owner: Owner, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Evict what the tenant of `owner` would have too much with so many `blocks` more, and needs no sooner. Returns
@@ -391,16 +374,11 @@ class HostTier:
             self._land(transfer)
 
     def _land(self, transfer: BlockTransfer) -> None:
-        source, target = self._pools(transfer.copy.direction)
-        if transfer.abandoned:
-            target.free_blocks(reversed(transfer.targets))
-            return
         is_ok = all(one.ok for one in transfer.ends)
-        if is_ok:
-            self._publish(transfer, target)
+        if is_ok and transfer.needed.keys:
+            self._publish(transfer, self._pools(transfer.copy.direction)[1])
         self._count(transfer, is_ok)
-        target.free_blocks(reversed(transfer.prefix + transfer.targets))
-        source.free_blocks(reversed(transfer.sources))
+        self._let_go(transfer)
         self._release(transfer.sources if transfer.is_load else transfer.targets)
         under_way = self._loading if transfer.is_load else self._backing_up
         for one in transfer.needed.keys:
@@ -436,44 +414,33 @@ class HostTier:
 
     def held_on_device(self) -> list[int]:
         """Return the ids of the device blocks that copies hold, each as often as it is held."""
-        blocks = list[KVCacheBlock]()
-        for transfer in self._transfers.values():
-            if transfer.is_load:
-                blocks += transfer.prefix + transfer.targets
-            elif not transfer.abandoned:
-                blocks += transfer.sources
-        return list(_ids(blocks))
+        held = ((one.prefix + one.targets if one.is_load else one.sources) for one in self._transfers.values())
+        return [block.block_id for blocks in held for block in blocks]
 
     @contextmanager
     def without_copies(self) -> Iterator[None]:
-        """Abandon all copies: what they bring is dropped, and they hold no block inside of the `with`.
-
-        Afterwards the targets of those that a worker has been sent are held again, until they end.
-        """
-        unsent = {copy.copy_id for copy in self._new_copies}
+        """Drop what all copies bring. They hold no block inside of the `with`, and the same ones again afterwards."""
         for transfer in self._transfers.values():
             self._let_go(transfer)
-        self._transfers = {key: transfer for key, transfer in self._transfers.items() if key not in unsent}
-        self._new_copies = []
+            transfer.needed = NeededBlocks((), ())
         self._loading.clear()
         self._backing_up.clear()
         try:
             yield
         finally:
             for transfer in self._transfers.values():
-                self._pools(transfer.copy.direction)[1].touch(transfer.targets)
+                source, target = self._pools(transfer.copy.direction)
+                source.touch(transfer.sources)
+                target.touch(transfer.prefix + transfer.targets)
 
     def _let_go(self, transfer: BlockTransfer) -> None:
+        """Free the blocks that a copy holds."""
         source, target = self._pools(transfer.copy.direction)
         target.free_blocks(reversed(transfer.prefix + transfer.targets))
-        if not transfer.abandoned:
-            source.free_blocks(reversed(transfer.sources))
-        transfer.abandoned, transfer.prefix = True, []
-        if not transfer.is_load:
-            self._release(transfer.targets)
+        source.free_blocks(reversed(transfer.sources))
 
     def clear(self) -> None:
-        """Empty the host tier. Copies under way are abandoned."""
+        """Empty the host tier. What copies under way bring is dropped."""
         with self.without_copies():
             self.host.reset_prefix_cache()
             self.queue.forget_blocks()

@@ -12,8 +12,7 @@ before it compute in the same pass. vLLM itself relies on this for prefix hits w
 Other lanes compute in blocks of no running request: the ends of answers that other agents read, and base prefills.
 
 A token is drawn from the KV of those before it, so the last token of an answer has none. It is computed in the step
-after, in a lane over the blocks of the finished request, which takes the row that the request had. Of an answer whose
-end does not fit that step, what is there is kept.
+after, or the first one with room, in a lane over the blocks of the finished request.
 
 Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
 requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
@@ -33,8 +32,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from kedge.integrations.vllm.plugin.messages import Capture
-from kedge.integrations.vllm.plugin.requests import LiveRequest
+from kedge.integrations.vllm.plugin.requests import Capture, LiveRequest
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
@@ -45,8 +43,6 @@ COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
 NOTHING = GenerateRequest(())
 """The request of a capture that only frees blocks"""
-BaseKey = tuple[Namespace, Tokens]
-"""The prompt of a base prefill, and where its KV belongs"""
 
 
 class HeldLane(NamedTuple):
@@ -149,7 +145,7 @@ def answer_of(request: Request) -> Tokens:
     return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class HeldJob:
     """Tokens that are computed in held blocks, behind those that have KV: of a base prefill, or of an answer."""
 
@@ -159,6 +155,13 @@ class HeldJob:
     computed: int = 0
     answer: Tokens = ()
     """The last of the tokens, if they are an answer"""
+    is_awaited: bool = False
+    """Whether a request waits for it"""
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a request waits for it, or is going to read the answer."""
+        return self.is_awaited or bool(self.answer)
 
 
 class HeldJobs:
@@ -169,33 +172,138 @@ class HeldJobs:
         self._held, self._order, self._model = held, order, NO_MODEL
         self.granted: list[HeldLane] = []
         """The lanes of this step"""
-        self._ends: list[HeldJob] = []
-        """Answers that ended since the last step, whose ends may be computed"""
-        self._wanted: dict[BaseKey, bool] = {}
-        """All base prefills, oldest first, and whether a request waits for each"""
-        self._begun: dict[BaseKey, HeldJob] = {}
-        """Those that hold blocks"""
+        self._jobs: list[HeldJob] = []
+        """Those that were asked for longest ago first"""
         self._counts: Counter[str] = Counter()
 
     def open(self, model: PassLimits) -> None:
         """Compute ends of answers and base prefills from now on."""
         self._model = model
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     @property
     def taken(self) -> LaneBudget:
         """What the lanes of this step take of it."""
         return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
 
-    def _compute(self, job: HeldJob, most: int) -> bool:
-        """Compute the next piece, and order the capture with the last one. Returns whether it was the last one."""
+    @property
+    def has_ends(self) -> bool:
+        """Whether the end of an answer is still to be computed."""
+        return any(job.answer for job in self._jobs)
+
+    @property
+    def has_awaited(self) -> bool:
+        """Whether a request waits for one of them."""
+        return any(job.is_awaited for job in self._jobs)
+
+    def counters(self) -> Counter[str]:
+        """Return the counts of base prefills since the start by the names of `metrics.COUNTERS`."""
+        return self._counts
+
+    # what is to be computed -----------------------------------------------------------------------------------
+
+    def add_answer(self, asked: GenerateRequest, ended: Request, block_ids: list[int]) -> None:
+        """Hold the blocks of an answer that other agents read, and order its capture once its end has KV, too."""
+        answer, prompt = answer_of(ended), ended.prompt_token_ids or ()
+        known = min(max(0, ended.num_computed_tokens - ended.num_prompt_tokens), len(answer))
+        tokens = (*prompt, *answer)
+        may_end = known < len(answer) and ended.status in COMPLETE and self._model.can_compute(tokens)
+        if not block_ids or not (known or may_end):
+            return
+        job = HeldJob(asked, tokens, self._held.hold(block_ids), len(prompt) + known, answer)
+        if may_end:
+            self._jobs.append(job)
+        else:
+            self._capture(job)
+
+    def add(self, namespace: Namespace, tokens: Tokens, *, is_awaited: bool = False) -> None:
+        """Queue a base prefill, unless the model cannot compute it. Of those that have not begun and that no request
+        waits for, `MAX_PENDING` at most wait.
+        """
+        if not self._model.can_compute(tokens):
+            return
+        if job := self._find(namespace, tokens):
+            self._jobs.remove(job)
+        else:
+            self._counts[QUEUED] += 1
+            request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
+            job = HeldJob(request, tokens, self._held.hold([]))
+        self._jobs.append(job)
+        job.is_awaited |= is_awaited
+        waiting = [one for one in self._jobs if not (one.is_urgent or self._has_begun(one))]
+        self._drop(*waiting[: max(0, len(waiting) - MAX_PENDING)])
+
+    def _find(self, namespace: Namespace, tokens: Tokens) -> HeldJob | None:
+        alike = (job for job in self._jobs if job.tokens == tokens and not job.answer)
+        return next((job for job in alike if job.request.namespace == namespace), None)
+
+    def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
+        """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
+        job = self._find(namespace, tokens)
+        return job is not None and job.is_awaited
+
+    def _has_begun(self, job: HeldJob) -> bool:
+        return bool(self._held.blocks_of(job.capture_id))
+
+    # what a step computes of it -------------------------------------------------------------------------------
+
+    def grant_ends(self, budget: LaneBudget, spare: int) -> LaneBudget:
+        """Begin a step, and grant lanes for the ends of answers that it has room for. Returns what they take.
+
+        `budget` is what requests leave of it, `spare` the blocks that are left to them.
+        """
+        self.granted = []
+        return self._grant([job for job in self._jobs if job.answer], budget, spare)
+
+    def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
+        """Grant lanes for pieces of base prefills, those that a request waits for first. Returns what they take.
+
+        `budget` is what requests, and ends of answers, leave of a step; prefills that no request waits for take at most
+        `most` tokens of it. Where fewer than `spare` blocks are free for requests, the prefills under way are dropped.
+        """
+        bases = [job for job in self._jobs if not job.answer]
+        begun = [job for job in bases if self._has_begun(job)]
+        if self._held.free_blocks < spare:
+            self._drop(*begun)
+            bases, begun = [job for job in bases if job not in begun], []
+        awaited = [job for job in bases if job.is_awaited]
+        others = [job for job in reversed(bases) if not (job.is_awaited or job in begun)]
+        ordered = [*awaited, *(job for job in begun if not job.is_awaited), *others]
+        return self._grant(ordered, budget, spare, most, idle=idle)
+
+    def _grant(
+        self, jobs: Sequence[HeldJob], budget: LaneBudget, spare: int, most: int = 0, *, idle: bool = False
+    ) -> LaneBudget:
+        """Grant lanes in this order, as far as the budget goes. A job without blocks is given up where it is urgent, as
+        its readers then compute it, or the engine `idle`, which would step for ever.
+        """
+        before = self.taken
+        for job in jobs:
+            left = budget.less(*self.taken.less(*before))
+            limit = left.tokens if job.is_urgent else min(left.tokens, most)
+            if limit <= 0 or left.rows <= 0:
+                break
+            if self._held.grow(job.capture_id, self._blocks(job.tokens), spare):
+                most -= 0 if job.is_urgent else min(limit, len(job.tokens) - job.computed)
+                self._compute(job, limit)
+            elif idle or job.is_urgent:
+                self._drop(job)
+            else:
+                break
+        return self.taken.less(*before)
+
+    def _compute(self, job: HeldJob, most: int) -> None:
+        """Compute the next piece, and order the capture with the last one."""
         blocks = self._held.blocks_of(job.capture_id)[: self._blocks(job.tokens)]
         span = range(job.computed, min(job.computed + most, len(job.tokens)))
         self.granted.append(HeldLane([*job.tokens, job.tokens[-1]], blocks, span))
         job.computed = span.stop
-        is_done = span.stop == len(job.tokens)
-        if is_done:
+        if span.stop == len(job.tokens):
+            self._jobs.remove(job)
+            self._counts[DONE] += not job.answer
             self._capture(job)
-        return is_done
 
     def _capture(self, job: HeldJob) -> None:
         """Order the capture of an answer as far as it has KV, or of a whole base prefill.
@@ -212,147 +320,26 @@ class HeldJobs:
     def _blocks(self, tokens: Tokens) -> int:
         return -(-len(tokens) // self._model.block_size)
 
-    # ends of answers ----------------------------------------------------------------------------------------------
+    # what is given up -----------------------------------------------------------------------------------------
 
-    @property
-    def has_ends(self) -> bool:
-        """Whether an answer has ended since the last step whose end may be computed."""
-        return bool(self._ends)
-
-    def add_answer(self, asked: GenerateRequest, ended: Request, block_ids: list[int]) -> None:
-        """Hold the blocks of an answer that other agents read, and order its capture: for the next step if its end may
-        be computed there.
-        """
-        answer, prompt = answer_of(ended), ended.prompt_token_ids or ()
-        known = min(max(0, ended.num_computed_tokens - ended.num_prompt_tokens), len(answer))
-        tokens = (*prompt, *answer)
-        may_end = known < len(answer) and ended.status in COMPLETE and self._model.can_compute(tokens)
-        if not block_ids or not (known or may_end):
-            return
-        job = HeldJob(asked, tokens, self._held.hold(block_ids), len(prompt) + known, answer)
-        if may_end:
-            self._ends.append(job)
-        else:
-            self._capture(job)
-
-    def grant_ends(self, budget: LaneBudget, running: int) -> LaneBudget:
-        """Grant lanes for the ends that fit a step, and order the captures of all answers that have ended.
-
-        `budget` is what `running` requests leave of it; each of them may need a block in it. Returns what is taken.
-        """
-        ends, self._ends, self.granted = self._ends, [], []
-        for job in ends:
-            left, missing = budget.less(*self.taken), len(job.tokens) - job.computed
-            has_room = missing <= left.tokens and left.rows > 0
-            if has_room and self._held.grow(job.capture_id, self._blocks(job.tokens), running):
-                self._compute(job, missing)
+    def _drop(self, *jobs: HeldJob) -> None:
+        """Give jobs up. A request that needs a base prefill asks again; of an answer what is there is captured."""
+        for job in jobs:
+            self._jobs.remove(job)
+            self._counts[DROPPED] += not job.answer
+            if self._has_begun(job):
+                self._capture(job)
             else:
-                self._capture(job)
-        return self.taken
-
-    # base prefills ------------------------------------------------------------------------------------------------
-
-    def _count(self, name: str, times: int = 1) -> None:
-        self._counts.update({name: times} if times else {})
-
-    def counters(self) -> Counter[str]:
-        """Return the counts since the start by the names of `metrics.COUNTERS`."""
-        return self._counts
-
-    def __len__(self) -> int:
-        return len(self._wanted)
-
-    def add(self, namespace: Namespace, tokens: Tokens, *, is_awaited: bool = False) -> None:
-        """Queue a base prefill, unless the model cannot compute it: before all that no request waits for if one does,
-        else as the next of these, of which `MAX_PENDING` at most wait.
-        """
-        key = namespace, tokens
-        if not self._model.can_compute(tokens):
-            return
-        self._count(QUEUED, key not in self._wanted)
-        self._wanted[key] = self._wanted.pop(key, False) or is_awaited
-        if len(waiting := self._waiting()) > MAX_PENDING:
-            self._drop(waiting[0])
-
-    def _waiting(self) -> list[BaseKey]:
-        """Return those that have not begun and that no request waits for, oldest first."""
-        return [key for key, is_awaited in self._wanted.items() if not (is_awaited or key in self._begun)]
-
-    @property
-    def awaited(self) -> list[BaseKey]:
-        """The prefills that requests wait for, oldest first."""
-        return [key for key, is_awaited in self._wanted.items() if is_awaited]
-
-    def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
-        """Return whether a request that waits for a prefill has to go on: that is neither done nor dropped."""
-        return self._wanted.get((namespace, tokens), False)
-
-    def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
-        """Grant lanes for pieces of base prefills. Returns what they take.
-
-        `budget` is what requests, and ends of answers, leave of a step; prefills that no request waits for take at most
-        `most` tokens of it.
-        `spare` blocks are left free for requests: where those are short, the prefills under way are dropped.
-        """
-        ends = self.taken
-        if self._held.free_blocks < spare:
-            self._drop(*self._begun)
-        for key in self._in_order():
-            left = budget.less(*self.taken)
-            is_awaited = self.is_awaited(*key)
-            limit = left.tokens if is_awaited else min(left.tokens, most)
-            if limit <= 0 or left.rows <= 0:
-                break
-            if not self._has_begun(key, spare):
-                if not idle and not is_awaited:
-                    break
-                self._drop(key)  # the request is computed densely; an idle engine would step for ever
-                continue
-            most -= 0 if is_awaited else min(limit, len(key[1]) - self._begun[key].computed)
-            if not self._compute(self._begun[key], limit):
-                break
-            self._forget(key)
-            self._count(DONE)
-        return self.taken.less(*ends)
-
-    def _in_order(self) -> list[BaseKey]:
-        others = [key for key in self._begun if not self.is_awaited(*key)]
-        return [*self.awaited, *others, *reversed(self._waiting())]
-
-    def _has_begun(self, key: BaseKey, spare: int) -> bool:
-        """Give a prefill its blocks, unless it has them. Returns False where there are too few."""
-        if key in self._begun:
-            return True
-        namespace, tokens = key
-        capture_id = self._held.hold([])
-        if not self._held.grow(capture_id, self._blocks(tokens), spare):
-            self._held.free(capture_id)
-            return False
-        request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
-        self._begun[key] = HeldJob(request, tokens, capture_id)
-        return True
-
-    def _drop(self, *keys: BaseKey) -> None:
-        """Give prefills up. A request that needs one asks again."""
-        for key in keys:
-            if job := self._begun.get(key):
-                self._capture(job)
-            self._forget(key)
-        self._count(DROPPED, len(keys))
-
-    def _forget(self, key: BaseKey) -> None:
-        self._begun.pop(key, None)
-        del self._wanted[key]
+                self._held.free(job.capture_id)
 
     def stop(self) -> None:
-        """Drop all base prefills: nothing may be computed."""
-        self._drop(*self._in_order())
+        """Drop all jobs: nothing may be computed."""
+        self._drop(*self._jobs)
 
     def give_up(self) -> None:
-        """Forget all base prefills and ends of answers. The blocks that they hold are freed by the caller."""
-        self._count(DROPPED, len(self))
-        for kept in (self._begun, self._wanted, self._ends):
-            kept.clear()
+        """Forget all jobs. The blocks that they hold are freed by the caller."""
+        self._counts[DROPPED] += sum(not job.answer for job in self._jobs)
+        self._jobs.clear()
 
 
 class LaneGrants:
@@ -367,22 +354,19 @@ class LaneGrants:
         self._admitted: dict[str, Holes] = {}
         """Requests that were admitted in this step -> their lanes: all of their holes but the last"""
 
-    def open(self, hold_back: Callable[[], None]) -> None:
-        """Let requests have lanes. `hold_back` ends the admissions of the step under way."""
+    def open(self, hold_back: Callable[[], None], model: PassLimits) -> None:
+        """Let requests and jobs have lanes. `hold_back` ends the admissions of the step under way."""
         self.is_open, self._hold_back = True, hold_back
+        self.jobs.open(model)
 
     @property
     def is_wanted(self) -> bool:
         """Whether lanes may be granted in this step: to a request, to the end of an answer or to a base prefill."""
-        return self.jobs.has_ends or bool(self.jobs) or self._has_gaps
+        return bool(self.jobs) or self._has_gaps
 
     @property
     def _has_gaps(self) -> bool:
         return any(len(live.holes) > 1 for live in self._requests.values())
-
-    def grant_none(self) -> None:
-        """Grant no lanes in this step, in which none are wanted."""
-        self._granted = {}
 
     def grant(
         self, waiting: Iterable[Request], deferred: Collection[Request], budget: LaneBudget, demand: int

@@ -16,9 +16,8 @@ from functools import partial
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import translate_into
-from kedge.integrations.vllm.plugin.messages import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
-from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.rotations import UNCHECKED, RotationCheck
+from kedge.integrations.vllm.plugin.pages import UNCHECKED, Pages, RotationCheck
+from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.ahead import Ended, ExpectedPrompt, ExpectedPrompts

@@ -1,17 +1,16 @@
-"""What comes with vLLM's statistics: the plug-in's counters, for vLLM's log line and its `/metrics`, the report of
-plain traffic, and what becomes of hints without a prompt.
+"""What comes with vLLM's statistics: the plug-in's counters, for vLLM's log line and its `/metrics`, and its answers to
+messages: what becomes of hints without a prompt, and the report of plain traffic.
 
-Such hints are sent as a request that is aborted at once, which has no output.
+A message is sent as a request that is aborted at once, which has no output.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Counter as PromCounter
@@ -26,20 +25,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kedge.discovery import PlainRequests
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import NO_PROMPT, salt_of
+from kedge.integrations.vllm.plugin.hints import NO_PROMPT, namespace_of, salt_of
 from kedge.types import Namespace
 
 TIMEOUT = 5.0
-"""Seconds to wait for what becomes of hints: as long as a step may take"""
+"""Seconds to wait for an answer: as long as a step may take"""
 BEST_FIRST = list(ActionResult)
 """Of what several data-parallel engines answer, the best counts: a session is in one of them"""
-REPORT_SECONDS, REPORT_SHARE = 1.0, 0.02
-"""Seconds between two reports while requests run, and the share of the time that those of plain traffic may take beside
-clients that take turns
-"""
+REPORT_SECONDS = 1.0
+"""Seconds between two reports of counts while requests run"""
 COUNTERS = {
     "evictions_varying": "Device blocks evicted that followed a fixed prompt.",
     "evictions_labelled": "Device blocks of fixed prompts evicted.",
@@ -64,12 +60,7 @@ COUNTERS = {
     "ignored_forecasts": "Forecasts, or their entries for single agents, that were ignored.",
 }
 ANSWERS = "answers"
-"""Key of what no output carries, by vLLM's ids: receipts of aborted requests, and what became of hints without a prompt
-"""
-REPORT = "report"
-"""Key of the report of plain traffic (`PlainRequests.report`)."""
-REPORTS: dict[int, dict[str, Any]] = {}
-"""Engine -> its last report, in the process of vLLM's server: `kedge.integrations.vllm.middleware` shows them."""
+"""Key of what no output carries, by vLLM's ids: receipts of aborted requests, and answers to messages"""
 
 
 def message(
@@ -114,28 +105,37 @@ class LateAnswers:
         """Drop the answer to a message or a request."""
         self._waiting.pop(name, None)
 
-    async def ask(
+    async def advise(
         self, engine_core: Any, namespace: Namespace, hints: Mapping[str, Any], timeout: float = TIMEOUT
     ) -> list[ActionOutcome] | None:
         """Send hints to every engine of vLLM's client, and return what becomes of them; None: that was not reported.
-
         Raises `EngineClosed` where vLLM's engine has died.
         """
+        found = await self._ask(engine_core, namespace, {**hints, "advice": True}, timeout)
+        return _best(map(ActionOutcome.from_dict, one) for one in found) if found else None
+
+    async def report(self, engine_core: Any, timeout: float = TIMEOUT) -> Mapping[str, Any] | None:
+        """Return what was found in plain traffic (`PlainRequests.report`), of several engines by the first; None: none
+        answered. Raises `EngineClosed` where vLLM's engine has died.
+        """
+        return next(iter(await self._ask(engine_core, namespace_of(None), {"report": True}, timeout)), None)
+
+    async def _ask(self, engine_core: Any, namespace: Namespace, hints: Mapping[str, Any], timeout: float) -> list[Any]:
+        """Return the answers to a message of all engines that give one."""
         count = len(getattr(engine_core, "core_engines", ()))
         ranks = range(count) if count > 1 else [None]
-        name = f"kedge-advice-{uuid.uuid4().hex}"
-        answers = [self.expect(f"{name}-{at}") for at in range(len(ranks))]
+        names = [f"kedge-message-{uuid.uuid4().hex}" for _ in ranks]
+        answers = [self.expect(name) for name in names]
         try:
-            for at, rank in enumerate(ranks):
-                given = message(f"{name}-{at}", namespace, {**hints, "advice": True}, rank=rank)
-                await engine_core.add_request_async(given)
-            done, _ = await asyncio.wait(answers, timeout=timeout)
+            for name, rank in zip(names, ranks, strict=True):
+                await engine_core.add_request_async(message(name, namespace, hints, rank=rank))
+            await asyncio.wait(answers, timeout=timeout)
         except EngineDeadError:
             raise died() from None
         finally:
-            for at in range(len(ranks)):
-                self.forget(f"{name}-{at}")
-        return _best(map(ActionOutcome.from_dict, one.result()) for one in done) if done else None
+            for name in names:
+                self.forget(name)
+        return [one.result() for one in answers if one.done()]
 
     def answered(self, answers: Mapping[str, Any]) -> None:
         """Take answers by vLLM's ids; those that nobody waits for are dropped."""
@@ -155,42 +155,12 @@ def _best(answers: Iterable[Iterable[ActionOutcome]]) -> list[ActionOutcome]:
     return list(best.values())
 
 
-class StatReports:
-    """What is reported of one engine: counts, and plain traffic where it has changed. Once a second while requests run,
-    and in every step once the last has ended, since an idle engine takes no more steps.
-    """
-
-    def __init__(
-        self, totals: Callable[[], Mapping[str, int]], plain: PlainRequests, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`totals` returns everything since the start; `clock` is in seconds."""
-        self._totals, self._plain, self._clock = totals, plain, clock
-        self._counted: Counter[str] = Counter()
-        self._shown = (0, True)
-        self._due = self._plain_due = -math.inf
-
-    def take(self, *, idle: bool) -> dict[str, Any]:
-        """Return what is new since the last report; nothing while requests run and the next one is not due."""
-        now = self._clock()
-        if not idle and now < self._due:
-            return {}
-        self._due, before = now + REPORT_SECONDS, self._counted
-        self._counted = Counter(self._totals())
-        data: dict[str, Any] = dict(self._counted - before)
-        state = self._plain.totals.requests, self._plain.is_idle
-        if state != self._shown and now >= self._plain_due:
-            data[REPORT], self._shown = self._plain.report(), state
-            ended = self._clock()
-            self._plain_due = ended + min(REPORT_SECONDS, (ended - now) / REPORT_SHARE)
-        return data
-
-
 LATE_ANSWERS = LateAnswers()
 """Of this process: Kedge's engine, or the middleware in vLLM's server"""
 
 
 class KedgeStats(KVConnectorStats):
-    """Counts since the last report by names of `COUNTERS`, with `ANSWERS` and `REPORT`."""
+    """Counts since the last report by names of `COUNTERS`, with `ANSWERS`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -199,12 +169,9 @@ class KedgeStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        others = {
-            ANSWERS: {**self.data.get(ANSWERS, {}), **other.data.get(ANSWERS, {})},
-            REPORT: other.data.get(REPORT) or self.data.get(REPORT),
-        }
+        answers = {**self.data.get(ANSWERS, {}), **other.data.get(ANSWERS, {})}
         self.data = dict(Counter(_counts(self.data)) + Counter(_counts(other.data)))
-        self.data.update({name: value for name, value in others.items() if value})
+        self.data.update({ANSWERS: answers} if answers else {})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -229,12 +196,10 @@ class KedgePromMetrics(KVConnectorPromMetrics):
             self._series[name] = {one: counter.labels(*values) for one, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        if report := transfer_stats_data.get(REPORT):
-            REPORTS[engine_idx] = report
         LATE_ANSWERS.answered(transfer_stats_data.get(ANSWERS, {}))
         for name, count in _counts(transfer_stats_data).items():
             self._series[name][engine_idx].inc(count)
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int | float]:
-    return {name: count for name, count in data.items() if name not in (ANSWERS, REPORT)}
+    return {name: count for name, count in data.items() if name != ANSWERS}

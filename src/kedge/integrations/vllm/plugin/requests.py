@@ -1,21 +1,25 @@
-"""A request as all parts of the scheduler's half follow it, from its arrival to its receipt: one record for each."""
+"""A request as all parts of the scheduler's half follow it, from its arrival to its receipt: one record for each.
+
+And the messages between the scheduler and the workers, one each way per step: plain data that pickles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kedge.cache import Copied, Copy
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.sessions import SessionKey, Turn
 from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
-from kedge.types import GenerateRequest, Miss, Receipt, RequestId, ReuseMode, Source, Span, Tokens
+from kedge.types import GenerateRequest, Miss, Receipt, RequestId, ReuseMode, RunKey, Source, Span, Tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-    from kedge.integrations.vllm.plugin.messages import TranslationVerdict
 
 CacheBlocks = Callable[["Request", int], None]
 MAX_LANES = 32
@@ -53,7 +57,6 @@ class LiveRequest:
     """Why it is not translated"""
     exact: int = 0
     """Leading tokens that were exact at the last query"""
-    queries: int = 0
     is_pending: bool = False
     """Whether a query has not been answered yet"""
     verdict: TranslationVerdict | None = None
@@ -100,14 +103,15 @@ class LiveRequest:
         """Whether the workers are asked what of it can be translated."""
         return self.may_learn and self.has_placeholders
 
-    def is_outdated(self, computed: int) -> bool:
-        """Return whether its verdict is of no use now: it was preempted since, or its exact prefix has shrunk."""
-        return self.preemptions != self.request.num_preemptions or computed < self.exact
-
     def take_verdict(self, verdict: TranslationVerdict) -> None:
         """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
         self.verdict, self.is_pending, self.refusals = verdict, False, 0
         self.holes = merged_to(joined(clipped(verdict.holes, self.exact), NEAR), MAX_LANES + 1)
+
+    def lose(self, computed: int) -> None:
+        """Compute what was exact behind the first `computed` tokens: it was evicted since."""
+        self.holes = merged_to(joined((range(computed, self.exact), *self.holes), NEAR), MAX_LANES + 1)
+        self.exact = computed
 
     def withdraw(self) -> None:
         """Forget the verdict."""
@@ -171,3 +175,129 @@ def receipt_to_dict(receipt: Receipt, actions: Sequence[Mapping[str, str]] = ())
         "misses": [{"segment": miss.segment, "reason": miss.reason} for miss in receipt.misses],
     }
     return {**data, "actions": list(actions)} if actions else data
+
+
+# messages between the scheduler and the workers ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationQuery:
+    """A question to the workers, answered by a `TranslationVerdict`: may this prompt be translated from `exact` on?"""
+
+    request: GenerateRequest
+    exact: int
+    may_wait: bool = False
+    """Whether the request may wait for base KV"""
+    has_waited: bool = False
+    """Whether it was asked about before, and has waited for base KV since"""
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationWrite:
+    """An order to write the translated KV of some positions of a prompt into its blocks, before this step's pass."""
+
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    spans: Holes
+    """The positions: those between the holes that the pass computes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """An order to read the KV of a prompt, or of a response that follows it, after the pass of this step."""
+
+    request: GenerateRequest
+    blocks: tuple[int, ...]
+    capture_id: int
+    """By which the ranks report that they have read the blocks, which the scheduler holds until then"""
+    response: Tokens = ()
+    """Generated tokens whose KV is there"""
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """The scheduler's message to the workers."""
+
+    scheduled: int = 0
+    """Number of tokens in this step's pass"""
+    rows: int = 0
+    """Number of requests and lanes in it"""
+    prefills: bool = False
+    """Whether a part of a request's prompt is computed in it"""
+    copies: tuple[Copy, ...] = ()
+    queries: tuple[TranslationQuery, ...] = ()
+    writes: tuple[TranslationWrite, ...] = ()
+    captures: tuple[Capture, ...] = ()
+    expected: tuple[GenerateRequest, ...] = ()
+    """Prompts of agents that run next, as far as they are known"""
+    dropped: tuple[RequestId, ...] = ()
+    """Requests whose verdicts will not be used"""
+    ended_runs: tuple[RunKey, ...] = ()
+    """Runs whose agents' shared KV may be evicted"""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether they are about nothing but the pass: so they are in most steps."""
+        found = self.copies or self.queries or self.writes or self.captures
+        return not (found or self.expected or self.dropped or self.ended_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationVerdict:
+    """What of a prompt has to be computed; everything else is exact or can be translated."""
+
+    holes: Holes
+    """Positions to be computed. The last hole ends with the prompt; a single one from 0 on is a dense prefill."""
+    misses: tuple[Miss, ...] = ()
+    needs: tuple[Tokens, ...] = ()
+    """Prompts whose prefill would give missing base KV"""
+    awaits: tuple[Tokens, ...] = ()
+    """Prompts whose prefill gives base KV that pays before the request itself; then it is asked about again"""
+    ready: int = 0
+    """Leading tokens that were looked up before the request arrived"""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to be computed."""
+        return sum(map(len, self.holes))
+
+    def merged(self, other: TranslationVerdict) -> TranslationVerdict:
+        """Return what holds on both ranks: what either of them has to compute is computed."""
+        misses = max(self, other, key=lambda one: one.tokens).misses
+        holes = joined((*self.holes, *other.holes))
+        ready = min(self.ready, other.ready)
+        return TranslationVerdict(holes, misses, self.needs or other.needs, self.awaits or other.awaits, ready)
+
+
+@dataclass
+class Reports(KVConnectorWorkerMetadata):
+    """The workers' message to the scheduler. The reports of all ranks for one step are merged into one."""
+
+    copies: list[Copied] = field(default_factory=list)
+    """Their ends, on each rank"""
+    verdicts: dict[RequestId, TranslationVerdict] = field(default_factory=dict)
+    """All ranks answer a query in the same step, so the merged verdict is final"""
+    captured: dict[int, int] = field(default_factory=dict)
+    """Capture id -> number of ranks that have read the blocks"""
+    computed: tuple[int, float] = (0, 0.0)
+    """Tokens and seconds of a pass that was long enough for a measurement"""
+    learning: bool = False
+    """Whether a captured prompt is still being learned from"""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        found = self.copies or self.verdicts or self.captured or self.computed[0]
+        return not (found or self.learning)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
+        """Merge another rank's reports into these."""
+        assert isinstance(other, Reports)
+        self.copies += other.copies
+        for request_id, verdict in other.verdicts.items():
+            self.verdicts[request_id] = self.verdicts.get(request_id, verdict).merged(verdict)
+        for capture_id, ranks in other.captured.items():
+            self.captured[capture_id] = self.captured.get(capture_id, 0) + ranks
+        self.learning = self.learning or other.learning
+        self.computed = max(self.computed, other.computed, key=lambda pass_: pass_[1])
+        return self

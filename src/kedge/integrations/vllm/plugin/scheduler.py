@@ -16,22 +16,20 @@ import math
 import secrets
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.plugin.block_pools import cached_prefix
+from kedge.integrations.vllm.entry_point import NAME
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
@@ -43,114 +41,10 @@ from kedge.types import ReuseMode
 if TYPE_CHECKING:
     from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 
-Cached = Callable[[Sequence[BlockHash]], tuple[int, int]]
-"""Returns how many leading blocks of a prompt are on the device, and how many after them can be loaded"""
 _LANE_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
 LOWERED = ("max_num_scheduled_tokens", "max_num_active_reqs")
 """Attributes of vLLM's scheduler that are lower while it schedules, by what lanes take"""
-MayStart = Callable[[int, float], bool]
-"""Returns whether a prompt of so many tokens, a share of which has to be computed, may start beside running requests"""
 logger = logging.getLogger(__name__)
-
-
-def missing_of(request: Request, cached: Cached) -> float:
-    """Return the share of a request's full blocks that has to be computed."""
-    hashes = request.block_hashes
-    return missing_share(len(hashes), *cached(hashes)) if hashes else 1.0
-
-
-class CachedFirstQueue(RequestQueue):
-    """Waiting requests by `ServiceOrder`. Those that come back, preempted or skipped in a step, go before all others,
-    as vLLM has it; what was peeked at is what is popped.
-    """
-
-    def __init__(
-        self,
-        cached: Cached,
-        capacity: int,
-        step: Callable[[], int],
-        on_order: Callable[[Sequence[Request]], None] = lambda _: None,
-        may_start: MayStart = lambda _tokens, _missing: True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Start empty. `capacity` is in tokens; `step` returns the number of the scheduler's step; `on_order` takes the
-        requests in the order of service whenever that has changed while the live contexts do not fit, and `may_start`
-        decides then about the first of them.
-        """
-        self._capacity, self._step, self._on_order, self._may_start = capacity, step, on_order, may_start
-        self._ordered: list[Request] = []
-        self.contexts = LiveContexts(clock)
-        self._order: ServiceOrder[Request] = ServiceOrder(lambda request: missing_of(request, cached))
-        self._returned: deque[Request] = deque()
-        self._head: Request | None = None
-
-    def add_request(self, request: Request) -> None:
-        self._order.push(request, request.num_tokens)
-
-    def peek_request(self) -> Request:
-        """Return the next request. Raises `IndexError` where none may start now."""
-        self._head = self._next()
-        if self._head is None:
-            raise IndexError("no request may start")
-        return self._head
-
-    def _next(self) -> Request | None:
-        """Return the request that is next, unless it has to wait for running ones. Those behind it wait as well, or
-        there would be no bound on how many pass it.
-        """
-        if not self._returned and not self._order:
-            return None
-        head = next(iter(self), None)
-        if head is None or head not in self._order or not self._is_overloaded:
-            return head
-        return head if self._may_start(head.num_tokens, self._order.missing(head)) else None
-
-    @property
-    def _is_overloaded(self) -> bool:
-        return self.contexts.tokens() > self._capacity
-
-    def pop_request(self) -> Request:
-        """Remove and return the request that was peeked at last, or else the next one."""
-        request = self._head if self._head is not None and self._head in self else self.peek_request()
-        self.remove_request(request)
-        return request
-
-    def prepend_request(self, request: Request) -> None:
-        self._returned.appendleft(request)
-
-    def prepend_requests(self, requests: Iterable[Request]) -> None:
-        self._returned.extendleft(requests)
-
-    def remove_request(self, request: Request) -> None:
-        self._head = None
-        if request in self._order:
-            self._order.remove(request)
-        else:
-            self._returned.remove(request)
-
-    def remove_requests(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            if request in self:
-                self.remove_request(request)
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._order or request in self._returned
-
-    def __bool__(self) -> bool:
-        """Return whether a request may start now: vLLM asks this before it peeks."""
-        return self._next() is not None
-
-    def __len__(self) -> int:
-        return len(self._returned) + len(self._order)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Yield the requests in the order of service, and pass it on where it has changed."""
-        overloaded = self._is_overloaded
-        ordered = [*self._returned, *self._order.order(self._step(), overloaded)]
-        if overloaded and ordered != self._ordered:
-            self._ordered = ordered
-            self._on_order(ordered)
-        return iter(ordered)
 
 
 def priority_of(request: Request) -> int:
@@ -188,46 +82,83 @@ class KedgeScheduling:
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        is_plugged = hasattr(self.connector, "open_lanes")  # as that of Kedge alone
-        self._plugin: SchedulerSide | None = self.connector.join() if is_plugged else None
-        self._lanes: LaneGrants | None = self.connector.open_lanes(self._hold_back) if is_plugged else None
+        self._plugin: SchedulerSide = self.connector.join(self._hold_back)
+        self._lanes = self._plugin.translations.lanes
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)
         self._base_share = BaseShare(self._times)
-        self._by_cache: CachedFirstQueue | None = None
-        if self.policy is SchedulingPolicy.FCFS:
-            pool = self.kv_cache_manager.block_pool
-            self._capacity = pool.num_gpu_blocks * self.block_size
-            self.waiting = self._by_cache = CachedFirstQueue(
-                self._plugin.cached_blocks if self._plugin else lambda hashes: (cached_prefix(pool, hashes), 0),
-                self._capacity,
-                lambda: self.current_step,
-                self._plugin.on_order if self._plugin else lambda _: None,
-                self._may_start,
-            )
+        self._capacity = self.kv_cache_manager.block_pool.num_gpu_blocks * self.block_size
+        """Tokens"""
+        self._contexts, self._was_overloaded = LiveContexts(), False
+        self._order: ServiceOrder[Request] = ServiceOrder(self._missing)
+        """Requests that have not run yet; none where vLLM goes by priority"""
+        self._ordered: list[Request] = []
+        """As they were passed on last"""
 
     # the order of waiting requests --------------------------------------------------------------------------------
 
-    def _may_start(self, tokens: int, missing: float) -> bool:
-        """Return whether a prompt may start beside running requests, see `kedge.policies.service`."""
-        returning = self._plugin.sessions.ledger.tracker.returning if self._plugin else 0.0
+    def _missing(self, request: Request) -> float:
+        """Return the share of a request's full blocks that has to be computed."""
+        hashes = request.block_hashes
+        return missing_share(len(hashes), *self._plugin.cached_blocks(hashes)) if hashes else 1.0
+
+    def _sort(self) -> list[Request]:
+        """Put the waiting requests into the order of service: that of arrival while the live contexts fit. Those that
+        come back, preempted or skipped in a step, stay before all others, as vLLM has it.
+
+        Returns those that may not start in this step, which are taken out: the first that has to wait for running
+        requests, and those behind it, or there would be no bound on how many pass it.
+        """
+        overloaded = self._contexts.tokens() > self._capacity
+        was_overloaded, self._was_overloaded = self._was_overloaded, overloaded
+        if not (overloaded or was_overloaded) or not self._order:
+            return []
+        waiting = list(self.waiting)
+        back = [one for one in waiting if one not in self._order or one in self.deferred_waiting]
+        others = set(waiting).difference(back)
+        ordered = [*back, *filter(others.__contains__, self._order.order(self.current_step, overloaded))]
+        if overloaded and ordered != self._ordered:
+            self._ordered = ordered
+            self._plugin.on_order(ordered)
+        allowed = self._allowed(ordered, len(back)) if overloaded else len(ordered)
+        self.waiting.remove_requests(waiting)
+        for one in ordered[:allowed]:
+            self.waiting.add_request(one)
+        return ordered[allowed:]
+
+    def _allowed(self, ordered: Sequence[Request], back: int) -> int:
+        """Return how many of the requests may start beside running ones, see `kedge.policies.service`: the first `back`
+        of them, and what follows up to one that may not.
+        """
         running = sum(request.num_tokens for request in self.running)
-        return may_start(tokens, missing, running, self._capacity, returning, self._times)
+        returning = self._plugin.sessions.ledger.tracker.returning
+        for place, one in enumerate(ordered):
+            missing = self._order.missing(one) if place >= back else 0.0
+            if not may_start(one.num_tokens, missing, running, self._capacity, returning, self._times):
+                return place
+            running += one.num_tokens
+        return len(ordered)
 
     def add_request(self, request: Request) -> None:
         if self.policy is SchedulingPolicy.PRIORITY:
             request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
         super().add_request(request)  # type: ignore[misc]
-        if self._by_cache is not None and request.request_id in self.requests:
-            live = self._plugin.requests.get(request.request_id) if self._plugin else None
-            self._by_cache.contexts.began(request.request_id, live and live.session, request.num_tokens)
+        is_queued = self.requests.get(request.request_id) is request
+        if is_queued and self.policy is SchedulingPolicy.FCFS:
+            session = self._plugin.requests[request.request_id].session
+            self._contexts.began(request.request_id, session, request.num_tokens)
+            self._order.push(request, request.num_tokens)
 
     def _free_request(self, request: Request, *args: Any, **more: Any) -> Any:
-        if self._by_cache is not None:
-            self._by_cache.contexts.ended(request.request_id, request.num_tokens)
+        self._contexts.ended(request.request_id, request.num_tokens)
+        self._leave(request)
         self._times.answered(request.num_output_tokens)
         return super()._free_request(request, *args, **more)  # type: ignore[misc]
+
+    def _leave(self, request: Request) -> None:
+        if request in self._order:
+            self._order.remove(request)
 
     # lanes --------------------------------------------------------------------------------------------------------
 
@@ -239,37 +170,33 @@ class KedgeScheduling:
     def _active(self) -> int:
         return len(self.running) + self.num_waiting_for_streaming_input
 
-    def _in_order(self) -> Iterable[Request]:
-        """Return the waiting requests in the order of service."""
-        return self.waiting if self.waiting else ()  # a queue is false while none of its requests may start
-
     def schedule(self, *args: Any, **more: Any) -> SchedulerOutput:
         """Schedule a step with its lanes, and measure the time since the one before, in which that was computed."""
         now, (tokens, requests) = time.monotonic(), self._step_size
         if tokens:
             self._times.step(tokens, requests, now - self._stepped_at)
-        before = {name: getattr(self, name) for name in LOWERED}
-        if self._lanes:
-            self._prepare(self._lanes)
+        before, held_back = {name: getattr(self, name) for name in LOWERED}, self._sort()
         try:
+            self._prepare(self._lanes)
             output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
         finally:
             vars(self).update(before)
+            for one in held_back:
+                self.waiting.add_request(one)
+        for new in output.scheduled_new_reqs:
+            self._leave(self.requests[new.req_id])
         self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
-        if self._lanes:
-            self._add_all(output, self._lanes)
+        self._add_all(output, self._lanes)
         return output
 
     def _prepare(self, lanes: LaneGrants) -> None:
         """Have the next request judged, and grant lanes for this step."""
         if self.requests:
             self._base_share.computes()
-        if not self.running and (first := next(iter(self._in_order()), None)):
+        if not self.running and (first := next(iter(self.waiting), None)):
             self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
         if lanes.is_wanted:
             self._reserve(lanes)
-        else:
-            lanes.grant_none()
 
     def _add_all(self, output: SchedulerOutput, lanes: LaneGrants) -> None:
         """Add the lanes of this step to what the base class has scheduled."""
@@ -286,13 +213,14 @@ class KedgeScheduling:
         running = self._active
         rows = self.scheduler_config.max_num_seqs
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
-        is_paused = self.pause_state is not PauseState.UNPAUSED
-        budget = budget.less(*lanes.jobs.grant_ends(LaneBudget(0, 0) if is_paused else budget, len(self.running)))
+        if self.pause_state is not PauseState.UNPAUSED:
+            lanes.jobs.stop()
+        budget = budget.less(*lanes.jobs.grant_ends(budget, len(self.running)))
         demand = 0  # of running requests, beyond a token each
         for one in self.running:
             wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
             demand += max(0, wanted - 1)
-        taken = lanes.grant(self._in_order(), set(self.deferred_waiting), budget, demand)
+        taken = lanes.grant(self.waiting, set(self.deferred_waiting), budget, demand)
         left = budget.less(*taken)
         left = left.less(*self._grant_base(lanes, left, demand))
         self.max_num_scheduled_tokens = left.tokens + running
@@ -302,13 +230,11 @@ class KedgeScheduling:
         """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
         a request waits for a base prefill.
         """
-        if self.pause_state is not PauseState.UNPAUSED:
-            lanes.jobs.stop()
         if not lanes.jobs:
             return LaneBudget(0, 0)
-        first = next(iter(self._in_order()), None)
+        first = next(iter(self.waiting), None)
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.jobs.awaited else 0)
+        budget = left.less(demand, 1 if first and not lanes.jobs.has_awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
         return lanes.jobs.grant(budget, len(self.running) + awaited, most=most, idle=idle)
@@ -382,14 +308,16 @@ def scheduler_refusal() -> str | None:
         lane_data("", [], [], range(0), [])
     except TypeError as error:
         return f"vLLM's NewRequestData differs: {error}"
-    unknown = sorted(getattr(CachedFirstQueue, "__abstractmethods__", ()))
-    return f"vLLM's queue of requests has a {', '.join(unknown)} that Kedge's has not" if unknown else None
+    return None
 
 
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
-    """Return the scheduler that fits the configuration. vLLM calls this as if it were a class."""
-    is_async = vllm_config.scheduler_config.async_scheduling
-    if refusal := scheduler_refusal():
+    """Return the scheduler that fits the configuration: vLLM's own without Kedge's connector, or with another one
+    beside it. vLLM calls this as if it were a class.
+    """
+    is_async, transfer = vllm_config.scheduler_config.async_scheduling, vllm_config.kv_transfer_config
+    is_alone = transfer is not None and transfer.kv_connector == NAME
+    if refusal := scheduler_refusal() if is_alone else f"--kv-transfer-config does not name {NAME} alone":
         logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
         return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)
     chosen = AsyncStepScheduler if is_async else StepScheduler

@@ -6,6 +6,8 @@ its result is dropped if the request is not admitted, so it changes no block: lo
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,16 +30,14 @@ from kedge.integrations.vllm.plugin.hints import (
     namespace_of,
     plain_request,
     read_hints,
-    with_actions,
     without_hints,
 )
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
-from kedge.integrations.vllm.plugin.messages import Orders, Reports
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, KedgeStats, StatReports
+from kedge.integrations.vllm.plugin.metrics import ANSWERS, REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
-from kedge.integrations.vllm.plugin.requests import LiveRequest, receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, receipt_to_dict
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
@@ -62,9 +62,10 @@ class SchedulerSide:
         self.requests = translations.requests
         self._pool: BlockPool | None = None
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
-        self._reports = StatReports(self.totals, self.plain)
+        self._reported, self._report_due = Counter[str](), -math.inf
+        """What was counted up to the last report, and when the next one is due"""
         self._answers: BoundedDict[str, Any] = BoundedDict()
-        """By vLLM's ids: receipts of aborted requests, and what became of hints between requests"""
+        """By vLLM's ids: receipts of aborted requests, and answers to messages"""
 
     def bind(
         self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
@@ -72,18 +73,17 @@ class SchedulerSide:
         """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
-        has_sessions = self._settings.tiers.policy == "sessions"
-        self.queue = replace_queue(pool, self._policy, whole_sets=has_sessions, groups=groups)
+        self.queue = replace_queue(pool, self._policy, groups)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
             self.loads = HostLoads(
                 tier, self.prompts, self._settings.tiers, self._block_size, lambda: self.sessions.ledger.guard.trusted
             )
-            self.sessions.on_steps = self.loads.idle.on_steps
+            self.sessions.on_steps = self.loads.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
-        if has_sessions:
+        if self._settings.tiers.policy == "sessions":
             self.sessions.bind(*pools)
 
     # requests -------------------------------------------------------------------------------------------------
@@ -94,16 +94,16 @@ class SchedulerSide:
         """
         live = self.requests[request.request_id] = LiveRequest(request)
         tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
-        params = with_actions(request.kv_transfer_params, getattr(request, "kv_hints", None))
-        hinted = read_hints(request.request_id, tokens, request.cache_salt, params, reuse)
+        hinted = read_hints(request.request_id, tokens, request.cache_salt, request.kv_transfer_params, reuse)
         # the KV of embeddings, images and adapters does not follow from the tokens alone
         is_text = request.prompt_embeds is None and not request.mm_features and request.lora_request is None
         if is_text and not request.abort_immediately:
             given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
             if (found := self.plain.arrived(given)) is not given:
                 hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
-        if hinted is not None and hinted.is_advice and request.abort_immediately:
-            self._advise(hinted)
+        if hinted is not None and request.abort_immediately and (hinted.is_advice or hinted.asks_for_report):
+            answer = self._advise(hinted) if hinted.is_advice else self.plain.report()
+            self._answers[request.request_id] = answer
             return
         if hinted is not None:
             live.hinted = hinted
@@ -187,8 +187,8 @@ class SchedulerSide:
         self.plain.ended(namespace, request_id, answer, served)
         return receipt
 
-    def _advise(self, hinted: HintedRequest) -> None:
-        """Take what a client says of its sessions and runs between requests."""
+    def _advise(self, hinted: HintedRequest) -> list[dict[str, str]]:
+        """Take what a client says of its sessions and runs between requests. Returns what becomes of it."""
         request, outcomes = hinted.request, list[ActionOutcome]()
         if hinted.steps is not None:
             is_newer = bool(request.run) and self.prompts.forecast(hinted, hinted.steps)
@@ -197,7 +197,7 @@ class SchedulerSide:
             self._end_run(request.run_key)
             outcomes.append(run_ended())
         outcomes += self.sessions.advise(request.namespace, request.turn)
-        self._answers[request.request_id] = [one.to_dict() for one in outcomes]
+        return [one.to_dict() for one in outcomes]
 
     def _end_run(self, run: RunKey) -> None:
         self.prompts.end_run(run)
@@ -269,10 +269,15 @@ class SchedulerSide:
         return done
 
     def take_stats(self) -> KedgeStats | None:
-        """Return what was counted since the last call, with what no output carries: receipts of requests that were
-        aborted, and answers to hints without a prompt.
+        """Return what was counted since the last report, with what no output carries: receipts of requests that were
+        aborted, and answers to messages. Counts are reported once a second while requests run, and in every step once
+        the last has ended, since an idle engine takes no more steps.
         """
-        data = self._reports.take(idle=not self.requests)
+        data, now = dict[str, Any](), time.monotonic()
+        if not self.requests or now >= self._report_due:
+            self._report_due, before = now + REPORT_SECONDS, self._reported
+            self._reported = Counter(self.totals())
+            data.update(self._reported - before)
         if self._answers:
             data[ANSWERS] = dict(self._answers)
             self._answers.clear()

@@ -16,15 +16,16 @@ from vllm.v1.request import Request
 
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants
-from kedge.integrations.vllm.plugin.messages import (
+from kedge.integrations.vllm.plugin.requests import (
+    CacheBlocks,
     Capture,
+    LiveRequest,
     Orders,
     Reports,
     TranslationQuery,
     TranslationVerdict,
     TranslationWrite,
 )
-from kedge.integrations.vllm.plugin.requests import CacheBlocks, LiveRequest
 from kedge.settings import GuardSettings
 from kedge.types import GenerateRequest, ReuseMode, RunKey
 
@@ -33,8 +34,6 @@ BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
 NO_LANES = "vLLM's scheduler is not Kedge's, or another KV connector would save translated KV as if it were exact"
-MAX_QUERIES = 3
-"""Queries for one request, whose exact prefix may be evicted after each; then it is prefilled densely."""
 
 
 class Translations:
@@ -110,16 +109,17 @@ class Translations:
             return 0
         if live.awaits and self._awaits_base(live):
             return None
-        if live.verdict and live.is_outdated(computed):
+        if live.verdict and live.preemptions != live.request.num_preemptions:  # its plan was used up
             live.withdraw()
             self._orders.dropped += (live.request_id,)
-        if live.verdict is None:  # the workers are asked, unless they have been too often
+        if live.verdict is None:
             if not live.is_pending:
-                if (query := self._query(live, computed)) is None:
-                    return 0
                 live.is_pending = True
-                self._orders.queries += (query,)
+                self._orders.queries += (self._query(live, computed),)
             return None
+        if computed < live.exact:
+            live.lose(computed)
+            return None  # more lanes may be needed, which are granted with the next step
         holes = self.lanes.holes_of(live)
         return None if holes is None else live.plan(holes, computed)
 
@@ -130,17 +130,12 @@ class Translations:
         if not live.is_asked_about or live.verdict or live.is_pending:
             return
         is_behind = self._orders.captures or any(self._completed) or self.lanes.jobs.has_ends
-        if is_behind or live.awaits or not (query := self._query(live, computed)):
-            return
-        self._take(live, answer(query))
+        if not (is_behind or live.awaits):
+            self._take(live, answer(self._query(live, computed)))
 
-    def _query(self, live: LiveRequest, computed: int) -> TranslationQuery | None:
-        """Return what to ask about a request; None where that was asked too often."""
-        request = live.request
-        if live.queries == MAX_QUERIES + request.num_preemptions:
-            return None
-        live.queries += 1
-        live.exact, live.preemptions = computed, request.num_preemptions
+    def _query(self, live: LiveRequest, computed: int) -> TranslationQuery:
+        """Return what to ask about a request, as it is now."""
+        live.exact, live.preemptions = computed, live.request.num_preemptions
         may_wait = live.awaits is None and len(self.requests) > 1
         return TranslationQuery(live.asked, computed, may_wait, has_waited=live.awaits == ())
 
@@ -152,7 +147,7 @@ class Translations:
         if any(self.lanes.jobs.is_awaited(namespace, tokens) for tokens in live.awaits or ()):
             return True
         live.withdraw()
-        live.awaits, live.queries = (), 0
+        live.awaits = ()
         return False
 
     def on_admission(self, live: LiveRequest, blocks: tuple[int, ...]) -> None:

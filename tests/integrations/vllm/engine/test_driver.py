@@ -1,4 +1,4 @@
-"""Sampling arguments, hints and messages from requests and forecasts. No vLLM is needed."""
+"""Sampling parameters, hints and messages from requests and forecasts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from kedge.guard import GuardOrders
-from kedge.integrations.vllm.engine.requests import (
-    Forecasts,
-    PluginMessage,
-    end_of_run,
-    request_hints,
-    sampling_arguments,
-    short,
-)
-from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.engine.driver import Forecasts, PluginMessage, sampling_params
+from kedge.integrations.vllm.plugin.hints import read_hints, request_hints, run_hints, short
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
@@ -90,23 +83,23 @@ def test_names_that_are_not_accepted_stay_distinct() -> None:
     assert (got.agent, got.segments[1].sample) == (short(line), SampleId.parse(short(f"input_{long}@0")))
 
 
-def test_sampling_arguments() -> None:
+def test_what_vllm_draws_by() -> None:
     sampling = SamplingParams(4, temperature=0.5, top_p=0.9, seed=3, stop=("x",), ignore_eos=True)
-    arguments = sampling_arguments(request(sampling=sampling, logprobs=2), 100)
+    params = sampling_params(request(sampling=sampling, logprobs=2), 100)
     expected = {"temperature": 0.5, "top_p": 0.9, "seed": 3, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": None}
-    assert {name: arguments[name] for name in expected} == expected
-    assert "stop" not in arguments
+    assert {name: getattr(params, name) for name in expected} == expected
+    assert not params.stop and not params.detokenize
     asked = [request(sampling=SamplingParams(max_tokens=most)) for most in (0, 3, 7)]
-    assert [sampling_arguments(one, 5)["max_tokens"] for one in asked] == [1, 3, 5], "vLLM draws one token at least"
+    assert [sampling_params(one, 5).max_tokens for one in asked] == [1, 3, 5], "vLLM draws one token at least"
 
 
 def test_stock_vllm_gets_no_hints() -> None:
-    hinted, plain = (sampling_arguments(request(), 100, hinted=hinted) for hinted in (True, False))
-    assert plain == {**hinted, "extra_args": None}
+    hinted, plain = (sampling_params(request(), 100, hinted=hinted) for hinted in (True, False))
+    assert hinted.extra_args and plain.extra_args is None
 
 
 def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:
-    seeds = [sampling_arguments(request(sampling=SamplingParams(seed=seed)), 9)["seed"] for seed in (-1, -2, 0, None)]
+    seeds = [sampling_params(request(sampling=SamplingParams(seed=seed)), 9).seed for seed in (-1, -2, 0, None)]
     assert seeds == [2**63 - 1, -2, 0, None]
 
 
@@ -143,7 +136,7 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents_and_when_they_c
 def test_the_plugin_reads_every_message() -> None:
     messages = [
         *Forecasts().messages({key("a"): NextRun(1.0), key("b"): NextRun(math.inf)}, {key("a"): (1, 2, 3)}),
-        end_of_run(RunKey(Namespace(TENANT), "c", RUN)),
+        PluginMessage(Namespace(TENANT), run_hints(RunKey(Namespace(TENANT), "c", RUN), final=True)),
     ]
     calls = [
         read_hints("m", one.tokens, str(one.namespace), {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages
