@@ -262,10 +262,7 @@ def forget_globals() -> None:
 
 @pytest.fixture(scope="session")
 def stock_answers(tiny_llama: Path) -> dict[Any, list[int]]:
-    """Answers of 40 tokens of stock vLLM to the prompts of `lane_prompts`: by number, and the plain ones."""
-    from tests.integrations.vllm.lane_prompts import ONE, OTHER, PLAIN, tokens
+    """What stock vLLM answers to the prompts of `lane_prompts`."""
+    from tests.integrations.vllm.lane_prompts import stock_of
 
-    prompts: dict[Any, list[int]] = {number: tokens(number) for number in (0, ONE, OTHER)}
-    prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
-    with driver(tiny_llama, plugged=False) as plain:
-        return {name: plain.answer(one, count=40) for name, one in prompts.items()}
+    return stock_of(tiny_llama)

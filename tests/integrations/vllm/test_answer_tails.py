@@ -1,4 +1,4 @@
-"""The end of an answer that others read: its KV is what plain PyTorch computes, and nothing is left of it."""
+"""The end of an answer that others read: its KV is what Transformers computes, and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kedge.kv.segment import KVSegment
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
-from tests.integrations.vllm.lane_prompts import SCHEDULER, asynchronously, computed_by_torch, difference
+from tests.integrations.vllm.conftest import BLOCK, Driver, prompt
+from tests.integrations.vllm.lane_prompts import difference, lane_engine, reference
 
 EXACT = 1e-4
 ANSWER = 20
@@ -39,11 +38,8 @@ class Kept:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
-    with (
-        asynchronously(request.param),
-        driver(tiny_llama, scheduler_cls=SCHEDULER, async_scheduling=request.param, max_num_seqs=16) as built,
-    ):
+def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[Driver]:
+    with lane_engine(tiny_llama, asynchronous=request.param, is_taught=False, extra={}, max_num_seqs=16) as built:
         yield built
 
 
@@ -61,12 +57,10 @@ def kept(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     assert not engine.side.translations.held.block_ids and not engine.scheduler.deferred_frees
 
 
-def reference(model: Path, asked: list[int], answer: list[int]) -> KVSegment:
+def computed(model: Path, asked: list[int], answer: list[int]) -> KVSegment:
     """The KV of an answer behind its prompt."""
-    tokens = asked + answer
-    empty = torch.zeros(3, len(tokens), 2, 32)
-    found, _ = computed_by_torch(model, tokens, KVSegment(empty, empty), (range(len(tokens)),))
-    return found.slice(len(asked), len(tokens))
+    found, _ = reference(model).dense(asked + answer)
+    return found.slice(len(asked), len(asked + answer))
 
 
 @pytest.mark.parametrize("length", AROUND)
@@ -78,7 +72,7 @@ def test_an_answer_is_kept_with_its_last_token(
     answer = engine.answer(asked, count, ASKED)
     ((tokens, kv),) = kept.answers
     assert tokens == answer
-    assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
+    assert difference(kv, computed(tiny_llama, asked, tokens)) < EXACT
 
 
 def test_the_token_that_stops_an_answer_is_not_part_of_it(engine: Driver, kept: Kept, tiny_llama: Path) -> None:
@@ -87,7 +81,7 @@ def test_the_token_that_stops_an_answer_is_not_part_of_it(engine: Driver, kept: 
     answer = engine.answer(asked, 100, ASKED, stop_token_ids=[stop])
     ((tokens, kv),) = kept.answers
     assert answer[-1] == stop and tokens == answer[:-1]
-    assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
+    assert difference(kv, computed(tiny_llama, asked, tokens)) < EXACT
 
 
 def test_a_reader_needs_no_base_prefill_of_an_answer(
@@ -131,5 +125,5 @@ def test_many_answers_at_once_end_as_each_alone(engine: Driver, kept: Kept, tiny
         for name, asked in zip(names, prompts, strict=True):
             if name in engine.finished and list(engine.finished[name].outputs[0].token_ids) == tokens:
                 complete += 1
-                assert difference(kv, reference(tiny_llama, asked, tokens)) < EXACT
+                assert difference(kv, computed(tiny_llama, asked, tokens)) < EXACT
     assert complete == 24

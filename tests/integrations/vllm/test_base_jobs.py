@@ -1,4 +1,4 @@
-"""Base prefills that vLLM's scheduler computes by itself: with the KV that plain PyTorch computes, beside any load."""
+"""Base prefills that vLLM's scheduler computes by itself: with the KV that Transformers computes, beside any load."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kedge.kv.segment import KVSegment
-from tests.integrations.vllm.conftest import SCHEDULING, Driver, driver, prompt, receipt
-from tests.integrations.vllm.lane_prompts import (
-    PARTS,
-    PLAIN,
-    SCHEDULER,
-    SETTINGS,
-    asynchronously,
-    computed_by_torch,
-    difference,
-    hints,
-    tokens,
-)
+from tests.integrations.vllm.conftest import SCHEDULING, Driver, prompt, receipt
+from tests.integrations.vllm.lane_prompts import PARTS, PLAIN, difference, hints, lane_engine, reference, tokens
 
 EXACT = 1e-4
 BUDGET = 64
@@ -29,17 +18,7 @@ BUDGET = 64
 
 @pytest.fixture(scope="module", params=SCHEDULING, ids=["sync", "async"])
 def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureRequest) -> Iterator[Driver]:  # noqa: ARG001 - first
-    with (
-        asynchronously(request.param),
-        driver(
-            tiny_llama,
-            extra=SETTINGS,
-            scheduler_cls=SCHEDULER,
-            async_scheduling=request.param,
-            max_num_seqs=24,
-            max_num_batched_tokens=BUDGET,
-        ) as built,
-    ):
+    with lane_engine(tiny_llama, asynchronous=request.param, is_taught=False, max_num_batched_tokens=BUDGET) as built:
         yield built
 
 
@@ -74,7 +53,7 @@ class Captured:
         patched.setattr(learner, "capture", capturing)
 
 
-def test_base_kv_is_what_torch_computes_in_pieces(
+def test_base_kv_is_what_transformers_computes_in_pieces(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured = Captured(engine, monkeypatch)
@@ -82,8 +61,7 @@ def test_base_kv_is_what_torch_computes_in_pieces(
     assert len(captured.prompts) == 3, "of the template and of two values"
     assert any(len(one) > BUDGET for one, _ in captured.prompts)
     for one, kv in captured.prompts:
-        empty = torch.zeros(3, len(one), 2, 32)
-        expected, _ = computed_by_torch(tiny_llama, one, KVSegment(empty, empty), (range(len(one)),))
+        expected, _ = reference(tiny_llama).dense(one)
         assert difference(kv, expected) < EXACT
 
 
