@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from kedge.bench.demo import TeamScore, compared
-from kedge.cli.main import app
 from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH
+from tests.cli.commands import measured
 
 
 def score(*finals: str, translated: int = 0) -> TeamScore:
@@ -45,10 +43,7 @@ def test_calls_are_reused_that_translated_a_token() -> None:
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
-    file = tmp_path / "demo.json"
-    done = CliRunner().invoke(app, ["demo", "--questions", "2", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    data = json.loads(file.read_text())
+    data, shown = measured(tmp_path, "demo", "--questions", "2")
     assert {one["agent"] for one in data["agents"]} == {agent.id for agent in MATH.agents}
     assert all(one["ttft_dense_ms"] > 0 < one["ttft_translated_ms"] for one in data["agents"])
-    assert "toy" in done.output, "nobody takes its answers for more"
+    assert "toy" in shown, "nobody takes its answers for more"

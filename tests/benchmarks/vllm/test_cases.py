@@ -12,7 +12,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.vllm import cases as bench
@@ -31,12 +30,12 @@ from benchmarks.vllm.cases import (
 from benchmarks.vllm.team import DENSE, TeamSettings, agent_figures
 from benchmarks.workflow.measure import QUICK, cases, peer
 from kedge.bench.vllm import BLOCK, KEDGE, STOCK, VllmCall, VllmClients, VllmTrial, longest_call
-from kedge.cli.main import app
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.types import Tokens
 from kedge.workloads import real
 from tests.bench.test_vllm import FakeLane, call
+from tests.cli.commands import measured
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -65,11 +64,7 @@ def test_small_runs_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "QUICK_LOAD", load)
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
     monkeypatch.setattr("benchmarks.vllm.team.QUICK_TEAM", small)
-    file = tmp_path / "vllm.json"
-    asked = ["bench", "vllm", "--quick", "--case", "sessions", "--case", "team", "--json", str(file)]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
-    said = json.loads(file.read_text())
+    said, _ = measured(tmp_path, "bench", "vllm", "--quick", "--case", "sessions", "--case", "team")
     lanes = said["sessions"]["live"]["2"]
     assert all(lanes[name]["turns"] > 0 for name in (bench.STOCK, bench.KEDGE, bench.KEDGE_HOST))
     first, *others = said["team"]["agents"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.workflow.measure import (
     POLICIES,
@@ -29,12 +27,12 @@ from benchmarks.workflow.measure import (
 )
 from kedge.bench.flows import FlowWorkload, Sizes, single_flow
 from kedge.bench.shapes import random_runner
-from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.types import AgentId
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
+from tests.cli.commands import assert_refused, measured
 
 SMALL = Sizes(64, 16, 3)
 TINY = CaseSizes(sizes=SMALL, rooms=(4,), flows=((48, 3),), new=16, reply=16, room=10 * 80, answer=3, questions=1)
@@ -113,9 +111,6 @@ def test_speedups_are_of_trials_that_belong_together() -> None:
     assert case.speedups()["lru_host"]["full"] == {"median": 2, "min": 1, "max": 3}
 
 
-# workloads ------------------------------------------------------------------------------------------------------
-
-
 # hints and the oracle -------------------------------------------------------------------------------------------
 
 
@@ -151,20 +146,14 @@ def test_the_command_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         "benchmarks.workflow.measure.controls", lambda *given: {"no hints": controls(*given)["no hints"]}
     )
-    file = tmp_path / "flow.json"
     flags = ["--quick", "--model-size", "tiny", "--seeds", "1", "--fixed", "64", "--output", "2", "--load-ratio", "0.1"]
-    command = ["bench", "workflow", *flags, "--room", "3", "--controls", "--json", str(file)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    data = json.loads(file.read_text())
+    data, shown = measured(tmp_path, "bench", "workflow", *flags, "--room", "3", "--controls")
     assert {"machine", "figure", "settings", "policies", "tokens_identical", "controls"} <= set(data)
     assert data["settings"]["shape"]["sizes"] == {"fixed": 64, "dynamic": 32, "output": 2}
     assert data["case"] == "64/32/2, room for 3 of 10"
     assert list(data["controls"]["no hints"]["policies"]) == ["lru_device", "lru_host", "full"]
-    assert "prefetch_only" in done.output
+    assert "prefetch_only" in shown
 
 
 def test_an_unknown_figure_is_one_line() -> None:
-    done = CliRunner().invoke(app, ["bench", "workflow", "--figure", "7", "--model-size", "tiny"])
-    assert done.exit_code == 2
-    assert "figure=7" in done.output
+    assert_refused("figure=7", "bench", "workflow", "--figure", "7", "--model-size", "tiny")
