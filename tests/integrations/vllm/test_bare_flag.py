@@ -5,18 +5,15 @@ answers, and the page says what was found.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.coding_clients import CLAUDE_CODE, CODEX, claude_code, codex, events
-from tests.integrations.vllm.test_plain_server import MIDDLEWARE, NAMES, reported
+from tests.integrations.vllm.test_plain_server import MIDDLEWARE, NAMES, clients, reported
 from tests.integrations.vllm.test_server import MODEL, Server, serving
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
 handoffs = pytest.importorskip("tests.handoffs")
 pytestmark = pytest.mark.slow
 
@@ -30,7 +27,6 @@ space, the grammar allows blanks without end, and the bundled model writes them.
 ROOM = ("--num-gpu-blocks-override", "512", "--max-model-len", "4096")
 CHECK = "You check an answer. Read it with care, compare it with the question, and say what is wrong. " * 4
 ROLES = ("Solve it. ", "Check it. ", "Judge it. ")
-Ask = Callable[[str, str], str]
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +52,6 @@ def answers(server: Server) -> dict[str, list[str]]:
 
 def question(number: int) -> str:
     return f"Tom has {number} apples and buys {number + 3} more. How many apples does Tom have then? " * 3
-
-
-def clients(server: Server) -> dict[str, Ask]:
-    """Return how each client asks for a few tokens, by its protocol."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    other = anthropic.Anthropic(base_url=server.url, api_key="none")
-
-    def chat(system: str, user: str) -> str:
-        said = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        done = client.chat.completions.create(model=MODEL, messages=said, max_tokens=8, temperature=0)
-        return done.choices[0].message.content or ""
-
-    def completions(system: str, user: str) -> str:
-        done = client.completions.create(model=MODEL, prompt=f"{system}\n{user}", max_tokens=8, temperature=0)
-        return str(done.choices[0].text)
-
-    def responses(system: str, user: str) -> str:
-        done = client.responses.create(model=MODEL, instructions=system, input=user, max_output_tokens=8, temperature=0)
-        return str(done.output_text)
-
-    def messages(system: str, user: str) -> str:
-        said: Any = [{"role": "user", "content": user}]
-        greedy = {"temperature": 0}
-        done = other.messages.create(model=MODEL, system=system, messages=said, max_tokens=8, extra_body=greedy)
-        return "".join(block.text for block in done.content if block.type == "text")
-
-    return {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
 
 
 def asked(server: Server) -> dict[str, Any]:

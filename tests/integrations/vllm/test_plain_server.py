@@ -39,16 +39,41 @@ def server() -> Iterator[Server]:
         yield built
 
 
+def clients(server: Server) -> dict[str, Callable[..., str]]:
+    """Return how each client asks for a few tokens, by its protocol."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    other = anthropic.Anthropic(base_url=server.url, api_key="none")
+    greedy: Any = {"model": MODEL, "temperature": 0}
+
+    def chat(system: str, user: str, count: int = 8) -> str:
+        said = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return client.chat.completions.create(**greedy, messages=said, max_tokens=count).choices[0].message.content
+
+    def completions(system: str, user: str, count: int = 8) -> str:
+        return client.completions.create(**greedy, prompt=f"{system}\n{user}", max_tokens=count).choices[0].text
+
+    def responses(system: str, user: str, count: int = 8) -> str:
+        done = client.responses.create(**greedy, instructions=system, input=user, max_output_tokens=count)
+        return str(done.output_text)
+
+    def messages(system: str, user: str, count: int = 8) -> str:
+        said: Any = [{"role": "user", "content": user}]
+        body = {"temperature": 0}
+        done = other.messages.create(model=MODEL, system=system, messages=said, max_tokens=count, extra_body=body)
+        return "".join(block.text for block in done.content if block.type == "text")
+
+    return {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
+
+
 def reported(server: Server, expected: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """What the page shows, once it shows what is expected: the engine reports at most once a second, in its steps."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    found: dict[str, Any] = {}
+    ask, found = clients(server)["responses"], dict[str, Any]()
     for _ in range(60):
         found = json.loads(server.get("/kedge/report"))
         if found and expected(found):
             return found
         time.sleep(1)
-        client.responses.create(model=MODEL, input="Hello", max_output_tokens=4, temperature=0)
+        ask("You answer.", "Hello", 4)
     raise AssertionError(f"the page still shows {found}")
 
 
@@ -71,14 +96,7 @@ def team(ask: Any, number: int) -> bool:
 @pytest.fixture(scope="module")
 def known_team(server: Server) -> dict[str, Any]:
     """The page, once the team has been found in what OpenAI's client has asked."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-
-    def ask(system: str, user: str, count: int) -> str:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        done = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=count, temperature=0)
-        return done.choices[0].message.content or ""
-
-    assert all(team(ask, number) for number in range(12))
+    assert all(team(clients(server)["chat"], number) for number in range(12))
     return reported(server, lambda page: page["requests"] >= 60 and len(page["agents"]) == 5)
 
 
@@ -92,7 +110,7 @@ def test_a_team_of_openais_client_is_translated(server: Server, known_team: dict
 
 def test_what_is_said_of_sessions_between_requests_is_answered_by_the_scheduler(server: Server) -> None:
     def advised(**kedge: Any) -> dict[tuple[str, str], str]:
-        actions = server.post("/v1/hints", {"kedge": kedge}, {})["actions"]
+        actions = server.post("/v1/hints", {"kedge": kedge})["actions"]
         return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
 
     said: dict[str, Any] = {"session": "mine", "keep_for": 7200, "expects": {"nobody": 3}, "mood": 1}
@@ -112,17 +130,8 @@ def test_what_is_said_of_sessions_between_requests_is_answered_by_the_scheduler(
 
 @pytest.mark.usefixtures("known_team")
 def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) -> None:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none")
     known = reported(server, lambda _: True)["known_agents"]
-
-    def ask(system: str, user: str, count: int) -> str:
-        messages: Any = [{"role": "user", "content": user}]
-        done = client.messages.create(
-            model=MODEL, system=system, messages=messages, max_tokens=count, extra_body={"temperature": 0}
-        )
-        return "".join(block.text for block in done.content if block.type == "text")
-
-    assert all(team(ask, number) for number in range(20, 23))
+    assert all(team(clients(server)["messages"], number) for number in range(20, 23))
     assert reported(server, lambda page: page["known_agents"] >= known + 15)["failures"] == 0
 
 

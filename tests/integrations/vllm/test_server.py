@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import kedge.models.nano
@@ -42,10 +41,13 @@ class Server:
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
-            return answer.read().decode()
+        return self.http.get(path).raise_for_status().text
+
+    def post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+        return self.http.post(path, json=body, headers=headers).raise_for_status().json()
 
     def complete(
         self, prompt: list[int], kedge: dict[str, Any], count: int = 4, rank: int | None = None
@@ -59,18 +61,13 @@ class Server:
         data = self.post("/v1/completions", body, headers)
         return data["choices"][0]["token_ids"], data["kv_transfer_params"]["kedge"]
 
-    def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
-        data, sent = json.dumps(body).encode(), {"content-type": "application/json", **headers}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, sent), timeout=60) as answer:
-            return json.load(answer)
-
     def wait(self, process: subprocess.Popen[bytes], seconds: float = 480.0) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert process.poll() is None, "the server has ended"
             try:
                 self.get("/health")
-            except (urllib.error.URLError, ConnectionError):
+            except httpx.HTTPError:
                 time.sleep(1)
             else:
                 return
@@ -162,7 +159,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", CALLS)
 def test_the_middleware_passes_headers_of_clients_on(server: Server, path: str) -> None:
     body = {"model": MODEL, **CALLS[path]}
-    assert not server.post(path, body, {}).get("kv_transfer_params")
+    assert not server.post(path, body).get("kv_transfer_params")
     found = server.post(path, body, {"x-claude-code-session-id": "s"})
     assert found["kv_transfer_params"]["kedge"]["tokens"]
 

@@ -138,15 +138,6 @@ def test_histories_come_back_from_the_host_with_the_same_answers(hosted: Driver,
     assert totals["blocks_loaded"] >= needed - on_device and not totals.get("skipped_backups", 0)
 
 
-def test_a_turn_backs_up_only_what_it_added(hosted: Driver) -> None:
-    chat = Chat(hosted, 2)
-    chat.turn()
-    before = hosted.side.totals()["blocks_offloaded"]
-    held = chat.whole
-    chat.turn()
-    assert hosted.side.totals()["blocks_offloaded"] - before == (chat.whole - held) // BLOCK
-
-
 def test_what_a_compacted_session_leaves_behind_is_not_its_own(hosted: Driver, clock: list[float]) -> None:
     chat = Chat(hosted, 3, head=12 * BLOCK, kedge={"session": "s"})
     chat.turn()
@@ -224,50 +215,36 @@ def test_a_reset_abandons_the_copies_under_way(
     assert not tier.busy and all(one in hosted.finished for one in others)
 
 
-def test_a_session_that_is_to_be_kept_outlives_one_that_need_not_be(alone: Driver, clock: list[float]) -> None:
-    kept, left = (Chat(alone, 5 + at, head=12 * BLOCK) for at in range(2))
-    kept.asked, left.asked = {"kedge": {"session": "k", "keep_for": 30}}, {"kedge": {"session": "l", "keep_for": 0}}
-    for chat in (kept, left):
-        chat.turn()
-        clock[0] += 0.1
-    for number in range(300, 304):
-        alone.ask(prompt(2 * HEAD, number), ANSWER)  # with these nothing else has room
-        clock[0] += 0.1
-    assert kept.turn() > HEAD and left.turn() == 0, "least recently used, both would have gone"
-    check(alone)
+RUN = {"client": "c", "workflow": "w", "run": "r"}
+EXPECTED: dict[str, list[dict[str, Any]]] = {
+    "a client": [
+        {"session": "s", "keep_for": 0},
+        {"expects": {"no one": 0, "s": 500}},
+        {"session": "coordinator", "expects": {"s": 0}},
+    ],
+    "a forecast": [
+        {**RUN, "agent": "writer", "session": "s", "steps": {"writer": 50}},
+        {},
+        {**RUN, "agent": "reader", "steps": {"writer": 0, "reader": 1}},
+    ],
+}
+"""Hints: of the session, of a call while it is far away, and of one that expects it soon"""
 
 
-def test_a_prefetch_loads_a_session_before_its_request(
-    hosted: Driver, stock: dict[int, list[int]], clock: list[float]
+@pytest.mark.parametrize("who", EXPECTED)
+def test_a_session_that_is_expected_is_on_the_device_before_its_request(
+    hosted: Driver, stock: dict[int, list[int]], clock: list[float], who: str
 ) -> None:
-    chat = Chat(hosted, 7, kedge={"session": "s", "keep_for": 0})
-    for _ in range(3):
-        chat.turn()
-        clock[0] += 1.0
-    assert hosted.scheduler.reset_prefix_cache(), "the host keeps the history"
-    hosted.ask(prompt(HEAD, 970), ANSWER, kedge={"expects": {"no one": 0, "s": 500}})
-    assert on_device(hosted, "s") == 0, "it is far away"
-    whole = chat.whole
-    hosted.ask(prompt(HEAD, 971), ANSWER, kedge={"session": "coordinator", "expects": {"s": 0}})
-    assert on_device(hosted, "s") == whole // BLOCK
-    assert chat.turn() == whole and chat.history == stock[chat.number]
-    check(hosted)
-
-
-def test_a_session_that_a_forecast_expects_is_on_the_device_before_its_request(
-    hosted: Driver, stock: dict[int, list[int]], clock: list[float]
-) -> None:
-    run = {"client": "c", "workflow": "w", "run": "r"}
-    chat = Chat(hosted, 4, kedge={**run, "agent": "writer", "session": "s", "steps": {"writer": 50}})
+    own, far, soon = EXPECTED[who]
+    chat = Chat(hosted, 7, kedge=own)
     for _ in range(3):
         chat.turn()
         clock[0] += 1.0
     assert hosted.scheduler.reset_prefix_cache(), "the host keeps the history"
     before, whole = hosted.side.totals(), chat.whole
-    clock[0] += 1.0
-    hosted.ask(prompt(HEAD, 960), ANSWER)
-    assert on_device(hosted, "s") == 0, "it is far away"
-    hosted.ask(prompt(HEAD, 961), ANSWER, kedge={**run, "agent": "reader", "steps": {"writer": 0, "reader": 1}})
+    hosted.ask(prompt(HEAD, 970), ANSWER, kedge=far)
+    assert on_device(hosted, "s") == 0
+    hosted.ask(prompt(HEAD, 971), ANSWER, kedge=soon)
     assert on_device(hosted, "s") == whole // BLOCK
     check(hosted)
     assert chat.turn() == whole and chat.history == stock[chat.number]
