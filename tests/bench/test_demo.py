@@ -8,19 +8,18 @@ import pytest
 
 from kedge.bench.demo import TeamScore, compared
 from kedge.runner.run import AgentResult, RunResult
-from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
+from kedge.types import AgentId, RunId
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH
 from tests.cli.commands import measured
+from tests.completions import completion
 
 
 def score(*finals: str, translated: int = 0) -> TeamScore:
     """Answers to as many questions, of which all agents but the last say the same."""
 
     def result(agent: AgentId, text: str) -> AgentResult:
-        spans = (Span(0, translated, Source.TRANSLATED), Span(translated, 10, Source.COMPUTED))
-        receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
-        return AgentResult(agent, 0, Completion(RequestId("r"), text, (), FinishReason.STOP, receipt, 10.0, 20.0))
+        return AgentResult(agent, 0, completion(text, translated=translated, computed=10 - translated))
 
     *others, last = (AgentId(one.id) for one in MATH.agents)
     runs = [RunResult(RunId("r"), (*(result(one, "7") for one in others), result(last, text)), 1.0) for text in finals]

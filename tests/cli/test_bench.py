@@ -79,4 +79,6 @@ def test_sessions_replays_several_traces_offline(tmp_path: Path) -> None:
     assert found == {"chat": ["recorded"], "claude_code_slice": ["2"]}
     cells = saved["traces"]["claude_code_slice"]["open"]["2"]
     assert list(cells) == ["0.1", "0.5"] and all(list(cell) == list(COLUMNS) for cell in cells.values())
+    best = saved["traces"]["claude_code_slice"]["ceiling"]["2"]
+    assert all(rate <= best for cell in cells.values() for rate in cell.values())
     assert set(COLUMNS) <= set(SESSION_COLUMNS)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.prompts import Remembered, RunPrompts, compiled
 from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
@@ -20,13 +19,11 @@ from kedge.types import (
     RunKey,
     SampleId,
     TenantId,
-    Tokens,
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey
-from kedge.workflow.graph import Agent, Step, Workflow
+from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import UNKNOWN
-from kedge.workflow.template import Value
 
 ASK = {"user_question": "why?"}
 
@@ -322,36 +319,3 @@ def test_who_waits_for_several_is_told_more_with_every_answer() -> None:
         run(engine, workflow, ASK)
         known = [[text for _, text, _ in filled(engine, request)] for request in engine.prepared]
     assert known == [["why?", "", ""], ["why?", "f", ""]]
-
-
-# the requests of steps -----------------------------------------------------------------------------------------------
-
-TOKENIZER = ByteTokenizer()
-FLOW = Workflow(
-    "flow",
-    (
-        Agent("a", "sys", "Q {user_question} B {agent_b_current}", tool=lambda answer, inputs: answer),  # noqa: ARG005
-        Agent("b", "sys", "Q {user_question} A {agent_a_current} T {condition_a_current}", max_tokens=7),
-    ),
-    turns=2,
-    loops=(("b", "a"),),
-)
-RUN = RunKey(Namespace(TenantId("t")), "c", RunId("r"))
-QUESTION = SampleId(ValueKind.INPUT, "user_question")
-A0, B0, T0 = Step("a", 0).sample(), Step("b", 0).sample(), Step("a", 0).sample(ValueKind.CONDITION)
-
-
-def memory(**values: str) -> dict[SampleId, Remembered]:
-    samples = {"question": QUESTION, "a": A0, "b": B0, "tool": T0}
-    tokens = {samples[name]: TOKENIZER.encode(text) if text else () for name, text in values.items()}
-    return {sample: Remembered.of(Value(found, sample)) for sample, found in tokens.items()}
-
-
-def values(step: Step, *memories: dict[SampleId, Remembered]) -> list[tuple[str, str, Tokens]]:
-    request = RunPrompts(RUN, FLOW, compiled(FLOW, TOKENIZER), memories).request(step, ReuseMode.EXACT)
-    return [(str(one.sample), TOKENIZER.decode(one.tokens)) for one in request.segments if one.is_placeholder]
-
-
-def test_the_first_memory_that_knows_a_sample_gives_its_value() -> None:
-    found = values(Step("b", 0), memory(a="bound", tool=""), memory(question="why?", a="answer"))
-    assert found == [("input_user_question@0", "why?"), ("agent_a@0", "bound")]
