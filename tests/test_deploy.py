@@ -200,18 +200,6 @@ def test_prometheus_reads_the_servers_under_names_that_they_answer_to() -> None:
     assert mounts("prometheus")["/etc/prometheus/prometheus.yml"] == "./prometheus.yaml"
 
 
-def test_grafana_has_the_dashboard_and_its_source() -> None:
-    (source,) = load("compose/grafana/datasources.yaml")["datasources"]
-    assert source["type"] == "prometheus" and source["isDefault"]
-    assert source["url"] == "http://prometheus:9090" and SERVICES["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
-    (provider,) = load("compose/grafana/dashboards.yaml")["providers"]
-    (place,) = (there for there, here in mounts("grafana").items() if here == "../grafana.json")
-    assert Path(place).parent == Path(provider["options"]["path"])
-    variables = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))["templating"]["list"]
-    assert any(one["type"] == "datasource" and one["query"] == source["type"] for one in variables)
-    assert {"datasources", "dashboards"} <= {Path(there).parent.name for there in mounts("grafana")}
-
-
 # vLLM with the plug-in ------------------------------------------------------------------------------------------------
 
 
