@@ -19,7 +19,7 @@ from kedge.integrations.vllm.plugin.messages import TranslationQuery, Translatio
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.segment import KVSegment
 from kedge.reuse.holes import Holes, joined
-from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Answers, Driver, driver, prompt, receipt
 
 SETTINGS = {
     "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0},
@@ -58,9 +58,9 @@ def hints(number: int, **more: Any) -> dict[str, Any]:
 
 
 @cache
-def stock_of(model: Path) -> dict[Any, list[int]]:
+def stock_of(model: Path) -> Answers:
     """Return answers of 40 tokens of stock vLLM: to prompts by number, and to the plain ones."""
-    prompts: dict[Any, list[int]] = {number: tokens(number) for number in (0, ONE, OTHER)}
+    prompts: Answers = {number: tokens(number) for number in (0, ONE, OTHER)}
     prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
     with driver(model, plugged=False) as plain:
         return {name: plain.answer(one, count=40) for name, one in prompts.items()}
@@ -131,17 +131,28 @@ def solo(engine: Driver, number: int, count: int = 40) -> list[int]:
     return list(ask(engine, number, count).outputs[0].token_ids)
 
 
-def state(engine: Driver) -> dict[str, int]:
-    """What has to be as before once an engine is idle."""
+@contextmanager
+def leaving_nothing(engine: Driver, *, knows_nothing: bool = True) -> Iterator[None]:
+    """Begin with an idle engine without caches, anchors and base KV, unless it keeps these; it ends as idle."""
+    engine.reset()
+    if knows_nothing:
+        engine.worker._learner.clear()
+        engine.worker._learner.rotation.trust()
+    yield
+    check_rest(engine)
+
+
+def check_rest(engine: Driver) -> None:
+    """Check that an engine comes to rest, and that neither it nor its workers have kept anything of a request."""
+    engine.run()
+    engine.ask(prompt(40, 9), 1)  # a step tells the workers what has finished
+    engine.check_rest()
     runner = engine.core.model_executor.driver_worker.worker.model_runner
     known = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
-    return {
-        "free blocks": engine.pool.get_num_free_blocks(),
-        "lanes of the runner": sum(one.startswith("lane-") for one in known),
-        "requests": len(engine.scheduler.requests),
-        "live requests": len(engine.side.requests),
-        "planned writes": len(engine.worker._learner.writes),
-    }
+    translations = engine.side.translations
+    assert not [one for one in known if one.startswith("lane-")]
+    assert not engine.worker._learner.writes and not engine.scheduler.deferred_frees
+    assert not translations.lanes.jobs and not translations.held.block_ids
 
 
 def preempted(engine: Driver, *numbers: int) -> list[str]:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integrations.vllm.conftest import SHAPE, Driver, driver, prompt, receipt, turn_of
+from tests.integrations.vllm.conftest import SHAPE, Driver, driver, prompt, receipt
 from tests.integrations.vllm.test_speculation import NGRAMS, drafted, save_eagle_head
 from tests.integrations.vllm.test_translation import VALUES, hints, tokens
 
 AGENTS = 6
+ENDS = [prompt(20, turn) for turn in range(3)]
 LAYERS = {"tie_word_embeddings": False, "pad_token_id": 0}
 
 
@@ -110,16 +110,6 @@ def fixed_prompts(block: int) -> list[list[int]]:
     return [prompt(blocks * block + 8, 700 + agent) for agent in range(AGENTS)]
 
 
-def cycle(built: Driver, block: int) -> list[list[int]]:
-    """Answers of agents that do not fit the device at once, in three turns: fixed prompts, each with a new end."""
-    answers = []
-    for turn in range(3):
-        for agent, fixed in enumerate(fixed_prompts(block)):
-            given = turn_of(agent, len(fixed) - 8)
-            answers.append(built.answer([*fixed, *prompt(20, turn)], count=8, kedge=given))
-    return answers
-
-
 def conversation(built: Driver, block: int) -> list[list[int]]:
     """Answers of sessions that grow turn by turn, without hints."""
     histories, answers = fixed_prompts(block)[:4], []
@@ -130,44 +120,29 @@ def conversation(built: Driver, block: int) -> list[list[int]]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build], tuple[Path, int, dict[str, Any]]]:
-    """A function that saves a random model: its folder, the size of its largest blocks, and with what vLLM starts."""
+class Grouped(NamedTuple):
+    """A saved model, tokens of its largest blocks, what vLLM starts with; stock's answers to agents and in sessions."""
 
-    @cache
-    def save(build: Build) -> tuple[Path, int, dict[str, Any]]:
-        torch.manual_seed(0)
-        folder = tmp_path_factory.mktemp(build.__name__)
-        build().eval().save_pretrained(folder)
-        if build is exaone_moe:
-            save_exaone_head(folder)
-        size = {"max_model_len": 384, "enable_prefix_caching": True, **SIZES.get(build, {})}
-        return folder, BLOCK_SIZES.get(build, 32), size
-
-    return save
+    build: Build
+    folder: Path
+    block: int
+    size: dict[str, Any]
+    answers: tuple[list[list[int]], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def stock(saved: Callable[[Build], Any]) -> Callable[[Build], tuple[list[list[int]], list[list[int]]]]:
-    """A function that has stock's answers: to agents in a cycle, and to sessions."""
-
-    @cache
-    def answers(build: Build) -> tuple[list[list[int]], list[list[int]]]:
-        folder, block, size = saved(build)
-        room = next(iter(ROOM[build].values()))
-        with driver(folder, plugged=False, num_gpu_blocks_override=room, **size) as plain:
-            assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
-            return cycle(plain, block), conversation(plain, block)
-
-    return answers
-
-
-def check_rest(built: Driver) -> None:
-    """Nothing is held, and the order of free blocks is sound."""
-    assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1
-    built.side.queue.check_integrity()
-    if built.side.loads:
-        built.side.loads.tier.queue.check_integrity()
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Grouped:
+    torch.manual_seed(0)
+    build, folder = request.param, tmp_path_factory.mktemp(request.param.__name__)
+    build().eval().save_pretrained(folder)
+    if build is exaone_moe:
+        save_exaone_head(folder)
+    size = {"max_model_len": 384, "enable_prefix_caching": True, **SIZES.get(build, {})}
+    block, room = BLOCK_SIZES.get(build, 32), next(iter(ROOM[build].values()))
+    with driver(folder, plugged=False, num_gpu_blocks_override=room, **size) as plain:
+        assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
+        answers = plain.cycle(count=8, prompts=fixed_prompts(block), ends=ENDS), conversation(plain, block)
+    return Grouped(build, folder, block, size, answers)
 
 
 def check_host(built: Driver, fixed: list[int], block: int) -> None:
@@ -183,11 +158,11 @@ def check_host(built: Driver, fixed: list[int], block: int) -> None:
 CASES = [(build, drafts) for build, room in ROOM.items() for drafts in room]
 
 
-@pytest.mark.parametrize(("build", "drafts"), CASES, ids=[f"{build.__name__}-{drafts}" for build, drafts in CASES])
-def test_groups_are_cached_and_answers_are_stocks(
-    saved: Callable[[Build], Any], stock: Callable[[Build], Any], build: Build, drafts: str, tmp_path: Path
-) -> None:
-    expected, (folder, block, size) = stock(build), saved(build)
+@pytest.mark.parametrize(
+    ("model", "drafts"), CASES, indirect=["model"], ids=[f"{build.__name__}-{drafts}" for build, drafts in CASES]
+)
+def test_groups_are_cached_and_answers_are_stocks(model: Grouped, drafts: str, tmp_path: Path) -> None:
+    build, folder, block, size, expected = model
     more: dict[str, Any] = {"num_gpu_blocks_override": ROOM[build][drafts], **size}
     if drafts == "eagle":
         head = str(save_eagle_head(tmp_path))
@@ -195,7 +170,7 @@ def test_groups_are_cached_and_answers_are_stocks(
     elif drafts:
         more["speculative_config"] = NGRAMS if drafts == "ngram" else {"method": "mtp", "num_speculative_tokens": 1}
     with driver(folder, extra={"tiers": {"host_memory": "400 blocks"}}, **more) as built:
-        assert cycle(built, block) == expected[0]
+        assert built.cycle(count=8, prompts=fixed_prompts(block), ends=ENDS) == expected[0]
         loaded = built.side.totals()["blocks_loaded"]
         assert loaded > 0, "fixed prompts come back from the host"
         assert conversation(built, block) == expected[1]
@@ -210,14 +185,14 @@ def test_groups_are_cached_and_answers_are_stocks(
         assert "KV cache groups" in reason
         can_be_one = build in (gemma2, gemma3, gpt_oss)
         assert drafts or ("--disable-hybrid-kv-cache-manager" in reason) == can_be_one
-        check_rest(built)
+        built.check_rest()
 
 
-@pytest.mark.parametrize("build", [gemma2, gemma3, gpt_oss])
-def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(saved: Callable[[Build], Any], build: Build) -> None:
+@pytest.mark.parametrize("model", [gemma2, gemma3, gpt_oss], indirect=True, ids=lambda build: build.__name__)
+def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(model: Grouped) -> None:
     """Requests at once, some of which are aborted in the middle, with a host tier that is too small for them."""
-    folder, block, size = saved(build)
-    size = {**size, "num_gpu_blocks_override": ROOM[build][""]}
+    build, folder, block, more, _ = model
+    size = {**more, "num_gpu_blocks_override": ROOM[build][""]}
     prompts = [[*fixed, *prompt(5 + number, number)] for number, fixed in enumerate(fixed_prompts(block))]
     with driver(folder, plugged=False, **size) as plain:
         expected = [plain.answer(one, count=6) for one in prompts]
@@ -232,7 +207,7 @@ def test_crowds_that_do_not_fit_and_leave_are_answered_as_by_stock(saved: Callab
             for name, answer in zip(names, expected, strict=True):
                 if name != left:
                     assert list(built.finished[name].outputs[0].token_ids) == answer
-            check_rest(built)
+            built.check_rest()
         built.reset()
         assert built.answer(prompts[0], count=6) == expected[0]
-        check_rest(built)
+        built.check_rest()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kedge.errors import PlanError
 from kedge.reuse.holes import Holes, joined
-from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt
+from tests.integrations.vllm.conftest import BLOCK, Answers, Driver, prompt, receipt
 from tests.integrations.vllm.lane_prompts import (
     HOLES,
     ONE,
@@ -21,12 +20,13 @@ from tests.integrations.vllm.lane_prompts import (
     add,
     answers,
     ask,
+    check_rest,
     lane_engine,
+    leaving_nothing,
     more_holes,
     preempted,
     recorded,
     solo,
-    state,
     tokens,
 )
 
@@ -40,18 +40,14 @@ def engine(tiny_llama: Path, stock_answers: object, request: pytest.FixtureReque
 @pytest.fixture
 def recorder(engine: Driver) -> Iterator[Recorder]:
     """Every test begins and ends with an idle engine."""
-    engine.reset()
-    before = state(engine)
-    with recorded(engine) as recorder, more_holes(engine, WIDE):
+    with leaving_nothing(engine, knows_nothing=False), recorded(engine) as recorder, more_holes(engine, WIDE):
         yield recorder
-    engine.run()
-    engine.ask(prompt(40, 9), 1)  # a step tells the workers what has finished
-    assert state(engine) == before
-    assert recorder.lanes <= recorder.finished, "the workers drop every lane"
+        check_rest(engine)
+        assert recorder.lanes <= recorder.finished, "the workers drop every lane"
 
 
 def test_nothing_translated_is_found_in_the_prefix_cache(
-    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]]
+    engine: Driver, recorder: Recorder, stock_answers: Answers
 ) -> None:
     """The head that is computed in front of the first translated token is exact, and may be found."""
     head: Holes = (range(BLOCK + 40),)
@@ -64,9 +60,7 @@ def test_nothing_translated_is_found_in_the_prefix_cache(
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
-def test_an_abort_harms_no_other(
-    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]], steps: int
-) -> None:
+def test_an_abort_harms_no_other(engine: Driver, recorder: Recorder, stock_answers: Answers, steps: int) -> None:
     other = engine.add(PLAIN[0], 40)
     engine.step()
     name = add(engine, ONE)
@@ -88,7 +82,7 @@ def test_a_preempted_request_gets_its_lanes_again(engine: Driver, recorder: Reco
 
 
 def test_a_failed_write_ends_its_request_alone(
-    engine: Driver, recorder: Recorder, stock_answers: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: Driver, recorder: Recorder, stock_answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lanes of that step are of no use."""
 

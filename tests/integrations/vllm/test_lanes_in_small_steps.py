@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt
+from tests.integrations.vllm.conftest import BLOCK, Answers, Driver, prompt, receipt
 from tests.integrations.vllm.lane_prompts import (
     LENGTH,
     ONE,
@@ -53,7 +53,7 @@ def test_holes_that_never_fit_are_merged_and_cut(narrow: Driver, tiny_llama: Pat
     assert difference(found, expected) < 1e-4
 
 
-def test_crowds_of_both_kinds_come_through(narrow: Driver, stock_answers: dict[Any, list[int]]) -> None:
+def test_crowds_of_both_kinds_come_through(narrow: Driver, stock_answers: Answers) -> None:
     narrow.reset()
     with recorded(narrow) as recorder:
         holed = [add(narrow, ONE, 12) for _ in range(6)]

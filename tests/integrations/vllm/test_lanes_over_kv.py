@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from kedge.reuse.holes import Holes, between, joined
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, receipt
+from tests.integrations.vllm.conftest import VOCABULARY, Answers, Driver, receipt
 from tests.integrations.vllm.lane_prompts import (
     HOLES,
     LENGTH,
@@ -27,6 +26,7 @@ from tests.integrations.vllm.lane_prompts import (
     add,
     answers,
     ask,
+    check_rest,
     difference,
     first_logprobs,
     lane_engine,
@@ -34,7 +34,6 @@ from tests.integrations.vllm.lane_prompts import (
     recorded,
     reference,
     solo,
-    state,
     stock_of,
     tokens,
 )
@@ -65,7 +64,7 @@ class Taught:
 
     engine: Driver
     reference: Reference
-    stock: dict[Any, list[int]]
+    stock: Answers
 
 
 @pytest.fixture(scope="module", params=(*LLAMA, *WINDOWS))
@@ -124,7 +123,6 @@ def test_a_busy_batch_answers_as_each_alone_and_pollutes_nothing(taught: Taught)
     with recorded(engine) as recorder, more_holes(engine, WIDE):
         alone = [solo(engine, ONE), solo(engine, OTHER)]
         engine.reset()
-        before = state(engine)
         decoding = [engine.add(PLAIN[at], 40) for at in (0, 1)]
         for _ in range(5):
             engine.step()
@@ -137,4 +135,4 @@ def test_a_busy_batch_answers_as_each_alone_and_pollutes_nothing(taught: Taught)
     again = engine.ask(tokens(OTHER), 40)
     assert again.num_cached_tokens == 0, "no translated block has a hash"
     assert list(again.outputs[0].token_ids) == taught.stock[OTHER]
-    assert state(engine) == before
+    check_rest(engine)

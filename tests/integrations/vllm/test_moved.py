@@ -12,7 +12,7 @@ import pytest
 
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, prompt, receipt
-from tests.integrations.vllm.lane_prompts import SETTINGS, difference, lane_engine, recorded, reference
+from tests.integrations.vllm.lane_prompts import SETTINGS, difference, lane_engine, leaving_nothing, recorded, reference
 
 EXACT = 1e-4
 NEEDED, AGAIN = 4, 2
@@ -41,15 +41,9 @@ def running(tiny_llama: Path, request: pytest.FixtureRequest, move: str) -> Iter
 
 @pytest.fixture
 def engine(running: Driver) -> Iterator[Driver]:
-    """An engine without caches, anchors and base KV; afterwards it holds no block."""
-    learner = running.worker._learner
-    running.reset()
-    learner.clear()
-    learner.rotation.trust()
-    yield running
-    running.run()
-    assert running.pool.get_num_free_blocks() == running.pool.num_gpu_blocks - 1
-    assert not learner.writes
+    """An engine without caches, anchors and base KV."""
+    with leaving_nothing(running):
+        yield running
 
 
 def ask(engine: Driver, tokens: list[int], hints: dict[str, Any], count: int = 4) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from tests.integrations.vllm.conftest import driver, receipt
+from tests.integrations.vllm.conftest import Answers, driver, receipt
 from tests.integrations.vllm.lane_prompts import HOLES, SETTINGS, ask, teach
 from tests.marks import on_push
 
@@ -43,7 +43,7 @@ def test_model_runner_v2_does_the_same(case: str) -> None:
     assert f"{count} passed" in done.stdout
 
 
-def test_two_ranks_compute_the_same_holes(tiny_llama: Path, stock_answers: dict[Any, list[int]]) -> None:
+def test_two_ranks_compute_the_same_holes(tiny_llama: Path, stock_answers: Answers) -> None:
     """The lanes reach the workers in other processes, and each fills the holes of its own heads."""
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with driver(tiny_llama, extra=SETTINGS, scheduler_cls=SCHEDULER, **parallel) as engine:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.vllm.conftest import SHAPE, Driver, driver, receipt
 from tests.integrations.vllm.lane_prompts import ONE, OTHER, ask, lane_engine, tokens
@@ -22,29 +23,19 @@ COUNT = 24
 
 def save_eagle_head(folder: Path, **other: Any) -> Path:
     """A random head of EAGLE's for the tiny Llama: a layer behind the model's. `other` changes its config."""
-    shape = {**SHAPE, "num_hidden_layers": 1, "model_type": "llama", "architectures": ["LlamaForCausalLM"], **other}
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    heads = shape["num_attention_heads"] * shape["head_dim"]
-    kv_heads = shape["num_key_value_heads"] * shape["head_dim"]
-    sizes = {
-        "fc": (hidden, 2 * hidden), "q": (heads, hidden), "k": (kv_heads, hidden), "v": (kv_heads, hidden),
-        "o": (hidden, heads), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner),
-    }  # fmt: skip
-    random = torch.Generator().manual_seed(1)
-    drawn = {name: torch.randn(size, generator=random) * 0.2 for name, size in sizes.items()}
-    weights = {"fc.weight": drawn.pop("fc"), "layers.0.post_attention_layernorm.weight": torch.ones(hidden)}
-    for name, weight in drawn.items():
-        part = "self_attn" if len(name) == 1 else "mlp"
-        weights[f"layers.0.{part}.{name}_proj.weight"] = weight
+    shape = {**SHAPE, "num_hidden_layers": 1, **other}
+    torch.manual_seed(1)
+    layer = LlamaForCausalLM(LlamaConfig(**shape)).model.layers[0].state_dict(prefix="layers.0.")
+    weights = {name: weight for name, weight in layer.items() if "input_layernorm" not in name}
+    weights["fc.weight"] = torch.randn(shape["hidden_size"], 2 * shape["hidden_size"]) * 0.2
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**shape, "dtype": "float32"}))
+    config = {**shape, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def save_glm4(folder: Path) -> Path:
     """A random GLM-4 MoE of three layers with a head for the token after the next (MTP), as its fourth layer."""
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-
     torch.manual_seed(0)
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
     shape = {**SHAPE, **experts, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0}
@@ -114,7 +105,7 @@ def test_answers_are_stocks(case: tuple[Path, dict[str, Any], Undrafted]) -> Non
     with driver(model, extra={"tiers": {"host_memory": "60 blocks"}}, speculative_config=drafts, **SIZE) as built:
         assert built.cycle() == undrafted[0]
         assert built.side.totals()["blocks_loaded"] > 0 and drafted(built) > 0
-        assert built.pool.get_num_free_blocks() == built.pool.num_gpu_blocks - 1
+        built.check_rest()
 
 
 def test_translated_answers_are_those_without_drafts(case: tuple[Path, dict[str, Any], Undrafted]) -> None:
@@ -124,7 +115,7 @@ def test_translated_answers_are_those_without_drafts(case: tuple[Path, dict[str,
         assert drafted(taught) > 0
         layers = taught.worker._learner.pages.empty.keys.shape[0]
         assert layers == 3 + (drafts["method"] != "ngram"), "a head's layer is translated as the model's own"
-        assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
+        taught.check_rest()
 
 
 def test_a_head_that_rotates_in_another_way_is_not_translated(tiny_llama: Path, tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from tests.integrations.vllm.conftest import BLOCK, SMALL, Driver, driver, receipt
@@ -51,16 +54,56 @@ def example(folder: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
 
 
+class PlainWorker(OffloadingWorker):
+    """A worker of vLLM's `OffloadingConnector` that copies with PyTorch: vLLM's own needs a GPU. All else is vLLM's."""
+
+    stored = 0
+    """Blocks that all workers have stored"""
+
+    def __init__(self, pages: list[Any], num_chunks: int) -> None:
+        self._pairs = [(one.tensor, torch.zeros_like(one.tensor[:1]).repeat(num_chunks, 1)) for one in pages]
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        PlainWorker.stored += len(src_spec.block_ids)
+        for device, host in self._pairs:
+            host[dst_spec.block_ids] = device[src_spec.block_ids]
+        return self._finish(job_id)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for device, host in self._pairs:
+            device[dst_spec.block_ids] = host[src_spec.block_ids]
+        return self._finish(job_id)
+
+    def _finish(self, job_id: int) -> bool:
+        self._finished.append(TransferResult(job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is under way."""
+
+
+class PlainOffloading(CPUOffloadingSpec):
+    """vLLM's offloading to the CPU's memory with this worker."""
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        if not self._worker:
+            self._worker = PlainWorker(kv_caches.tensors, self.num_chunks)
+        return self._worker
+
+
 def offloading(_: Path) -> dict[str, Any]:
     """vLLM's own host tier, with copies by PyTorch."""
-    worker = {"spec_name": "PlainOffloading", "spec_module_path": "tests.integrations.vllm.plain_offloading"}
+    worker = {"spec_name": "PlainOffloading", "spec_module_path": __name__}
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24, **worker}}
 
 
 def has_worked(other: Any, folder: Path) -> bool:
     """Whether another connector has done something."""
-    from tests.integrations.vllm.plain_offloading import PlainWorker
-
     return any(folder.iterdir()) if other is example else PlainWorker.stored > 0
 
 
@@ -122,4 +165,4 @@ def test_what_needs_the_layout_is_off(
         check(built, stock, reason)
         totals = built.side.totals()
         assert bool(totals.get("blocks_loaded")) is has_host and bool(totals.get("failed_copies")) is not has_host
-        built.side.queue.check_integrity()
+        built.check_rest()
