@@ -57,25 +57,6 @@ def http(served: Served) -> Iterator[httpx.Client]:
         yield opened
 
 
-def test_what_is_said_of_sessions_between_requests_is_answered(http: httpx.Client) -> None:
-    def advised(**kedge: Any) -> dict[tuple[str, str], str]:
-        actions = http.post("/v1/hints", json={"kedge": kedge}).json()["actions"]
-        return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
-
-    assert advised(session="mine", keep_for=60) == {("keep_for", ""): "deferred"}
-    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "kedge": {"session": "mine"}}
-    assert http.post("/v1/completions", json=body).status_code == 200
-    assert advised(session="mine", keep_for=7200, returns_in=2) == {
-        ("keep_for", ""): "clipped",
-        ("returns_in", ""): "applied",
-    }
-    assert advised(expects={"mine": 1, "nobody": 1}) == {
-        ("expects", "mine"): "applied",
-        ("expects", "nobody"): "rejected",
-    }
-    assert advised(session="mine", final=True) == {("final", ""): "applied"}
-
-
 def test_a_team_is_translated_from_its_first_questions_on(http: httpx.Client, served: Served) -> None:
     """The first agent computes the question, and its KV is moved to the others."""
     flow = {"content": TEAM.read_bytes(), "headers": {"content-type": "application/yaml"}}
