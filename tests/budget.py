@@ -18,8 +18,6 @@ from tests.source import PACKAGE, files, tree
 
 ROOT = PACKAGE.parents[1]
 FILE = ROOT / "tests" / "budget.toml"
-RESERVE = "reserve"
-"""Lines of the rooms' budgets that no room has."""
 
 
 @dataclass(frozen=True, slots=True)

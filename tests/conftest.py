@@ -42,8 +42,8 @@ _without_proof()
 @pytest.fixture(scope="session")
 def smollm2() -> RealModel:
     """SmolLM2-135M-Instruct in float32, see `tests.real`; skips where it is not installed."""
-    from tests.real import missing, real_model
+    from tests.real import RealModel, missing
 
     if why := missing():
         pytest.skip(why)
-    return real_model()
+    return RealModel()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,13 +66,14 @@ class Greedy:
 
 
 class RealModel:
-    """The model in one dtype: its folder, what engines take, of which one works at a time, and Transformers' own."""
+    """The model in float32: its folder, what engines take, of which one works at a time, and Transformers' own."""
 
-    def __init__(self, dtype: str) -> None:
+    dtype = "float32"
+
+    def __init__(self) -> None:
         from kedge.engine.common.model_folder import model_path
 
-        self.dtype = dtype
-        self.path: Path = model_path(SMOLLM2, dtype, "cpu")
+        self.path: Path = model_path(SMOLLM2, self.dtype, "cpu")
 
     @cached_property
     def loaded(self) -> Loaded:
@@ -88,7 +89,7 @@ class RealModel:
         import torch
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=getattr(torch, self.dtype)).eval()
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
 
     @cached_property
     def prompts(self) -> tuple[Tokens, ...]:
@@ -103,24 +104,21 @@ class RealModel:
 
     @cached_property
     def greedy(self) -> dict[Tokens, Greedy]:
-        """What Transformers' `generate` answers to each prompt, all side by side; an end is a token like any other."""
+        """What Transformers' `generate` answers to each prompt; an end is a token like any other."""
         import torch
 
-        longest = max(map(len, self.prompts))
-        ids: Any = torch.tensor([[0] * (longest - len(one)) + list(one) for one in self.prompts])
-        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in self.prompts])
-        options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with torch.inference_mode():
-            out = self.oracle.generate(
-                ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
-            )
-        best = torch.stack(out.logits, 1).float().topk(2).values
-        leads = (best[..., 0] - best[..., 1]).tolist()
-        answers = out.sequences[:, longest:].tolist()
-        return {
-            prompt: Greedy(tuple(answer), tuple(lead))
-            for prompt, answer, lead in zip(self.prompts, answers, leads, strict=True)
-        }
+        found = {}
+        options: Any = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "output_logits": True}
+        for prompt in self.prompts:
+            ids: Any = torch.tensor([prompt])
+            with torch.inference_mode():
+                out: Any = self.oracle.generate(
+                    ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options
+                )
+            best = torch.cat(out.logits).float().topk(2).values
+            leads = (best[:, 0] - best[:, 1]).tolist()
+            found[prompt] = Greedy(tuple(out.sequences[0, len(prompt) :].tolist()), tuple(leads))
+        return found
 
     @contextmanager
     def engine(self, **settings: Any) -> Iterator[LocalEngine]:
@@ -140,9 +138,3 @@ class RealModel:
 def request(prompt: Tokens, count: int = NEW) -> GenerateRequest:
     """Return a greedy request that does not end before its time."""
     return GenerateRequest((Segment(prompt, "p0"),), SamplingParams(count, ignore_eos=True), ReuseMode.EXACT)
-
-
-@cache
-def real_model(dtype: str = "float32") -> RealModel:
-    """Return the model, converted unless it has been."""
-    return RealModel(dtype)

@@ -44,24 +44,18 @@ def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def files(room: str = "") -> list[Path]:
-    """The files of a room (of all rooms without one); a room may be a single file."""
-    found = PACKAGE / room
-    return sorted(found.rglob("*.py")) if found.is_dir() else [found.with_suffix(".py")]
+def files() -> list[Path]:
+    """The files of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
 
 
-def rooms() -> list[str]:
-    return sorted({file.relative_to(PACKAGE).with_suffix("").parts[0] for file in files()} - {"__init__"})
-
-
-def functions(room: str = "") -> list[Definition]:
+def functions() -> list[Definition]:
     """All functions, methods and functions in functions."""
-    found = ((file, node) for file in files(room) for node in ast.walk(tree(file)))
-    return [Definition(file, node) for file, node in found if isinstance(node, Function)]
+    return [Definition(file, node) for file in files() for node in ast.walk(tree(file)) if isinstance(node, Function)]
 
 
-def classes(room: str = "") -> list[Definition]:
-    found = ((file, node) for file in files(room) for node in ast.walk(tree(file)))
+def classes() -> list[Definition]:
+    found = ((file, node) for file in files() for node in ast.walk(tree(file)))
     return [Definition(file, node) for file, node in found if isinstance(node, ast.ClassDef)]
 
 

@@ -25,7 +25,7 @@ from tests.server.conftest import FLOW, YAML, serving
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+DOCKERFILE, PLUGIN = ((DEPLOY / name).read_text(encoding="utf-8") for name in ("Dockerfile", "vllm.Dockerfile"))
 UNIT = (DEPLOY / "kedge.service").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXPRESSIONS = [
@@ -33,7 +33,6 @@ EXPRESSIONS = [
     for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]
     for target in panel["targets"]
 ]
-FROM_QUERIES = {"le"}
 
 
 class CachingEcho(EchoEngine):
@@ -71,12 +70,6 @@ def test_a_panel_asks_for_what_is_exposed(exposed: dict[str, set[str]], title: s
         assert labels <= exposed[name], name
 
 
-def test_what_becomes_of_snapshots_is_shown() -> None:
-    shown = [expression for _, expression in EXPRESSIONS if "kedge:snapshots_total" in expression]
-    assert {status for one in shown for status in re.findall(r"\w+", one)} >= {"damaged", "failed", "refused"}
-    assert not any("increase" in one for one in shown), "a count at the start is no increase to Prometheus"
-
-
 @pytest.mark.parametrize("name", re.findall(r"KEDGE_\w+__\w+", DOCKERFILE))
 def test_the_images_variables_are_settings(name: str) -> None:
     assert name in {f"KEDGE_{one.upper().replace('.', '__')}" for one in settings(Settings)}
@@ -88,14 +81,15 @@ def test_the_units_flags_exist(name: str) -> None:
     assert name in {option for parameter in serve.params for option in parameter.opts}
 
 
-def instruction(name: str) -> list[str]:
-    """What follows each instruction of this name in the Dockerfile, continued lines joined."""
-    joined = re.sub(r"\\\n\s*", "", DOCKERFILE)
+def instruction(name: str, text: str = DOCKERFILE) -> list[str]:
+    """What follows each instruction of this name in a Dockerfile, continued lines joined."""
+    joined = re.sub(r"\\\n\s*", "", text)
     return re.findall(rf"^{name} (.*)$", joined, re.MULTILINE)
 
 
-def test_the_image_is_built_from_what_is_there() -> None:
-    copied = {name for line in instruction("COPY") if "--from" not in line for name in line.split()[:-1]}
+@pytest.mark.parametrize("text", [DOCKERFILE, PLUGIN], ids=["the server", "vLLM"])
+def test_an_image_is_built_from_what_is_there(text: str) -> None:
+    copied = {name for line in instruction("COPY", text) if "--from" not in line for name in line.split()[:-1]}
     assert all((ROOT / name).exists() for name in copied)
     told = PROJECT["project"]
     packages = {name.partition("/")[0] for name in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
@@ -118,7 +112,8 @@ def test_image_and_unit_start_the_server_and_let_it_end() -> None:
     assert "kedge" in PROJECT["project"]["scripts"]
     assert "serve" in get_command(app).commands  # type: ignore[attr-defined]
     (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
-    assert int(seconds) > Settings().server.grace
+    stop = SERVICES["kedge"]["stop_grace_period"].rstrip("s")
+    assert min(int(seconds), int(stop)) > Settings().server.grace
     assert instruction("STOPSIGNAL") == re.findall(r"^KillSignal=(\w+)$", UNIT, re.MULTILINE) == ["SIGTERM"]
 
 
@@ -170,7 +165,6 @@ def load(name: str) -> Any:
 
 
 SERVICES = load("compose/compose.yaml")["services"]
-VALUES = load("production-stack.yaml")
 
 
 def mounts(service: str) -> dict[str, str]:
@@ -206,43 +200,16 @@ def test_prometheus_reads_the_servers_under_names_that_they_answer_to() -> None:
     assert mounts("prometheus")["/etc/prometheus/prometheus.yml"] == "./prometheus.yaml"
 
 
-def test_the_grace_of_running_answers_fits_into_the_stop() -> None:
-    assert int(SERVICES["kedge"]["stop_grace_period"].rstrip("s")) > Settings().server.grace
-
-
-def test_grafana_has_the_dashboard_and_its_source() -> None:
-    (source,) = load("compose/grafana/datasources.yaml")["datasources"]
-    assert source["type"] == "prometheus" and source["isDefault"]
-    assert source["url"] == "http://prometheus:9090" and SERVICES["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
-    (provider,) = load("compose/grafana/dashboards.yaml")["providers"]
-    (place,) = (there for there, here in mounts("grafana").items() if here == "../grafana.json")
-    assert Path(place).parent == Path(provider["options"]["path"])
-    variables = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))["templating"]["list"]
-    assert any(one["type"] == "datasource" and one["query"] == source["type"] for one in variables)
-    assert {"datasources", "dashboards"} <= {Path(there).parent.name for there in mounts("grafana")}
-
-
-# Production stack -----------------------------------------------------------------------------------------------------
+# vLLM with the plug-in ------------------------------------------------------------------------------------------------
 
 
 def test_the_image_and_the_values_have_one_version_of_vllm() -> None:
-    image = (DEPLOY / "vllm.Dockerfile").read_text(encoding="utf-8")
-    assert {model["tag"] for model in VALUES["servingEngineSpec"]["modelSpec"]} == set(
-        re.findall(r"^ARG VLLM_TAG=(\S+)$", image, re.MULTILINE)
-    )
+    tags = {model["tag"] for model in load("production-stack.yaml")["servingEngineSpec"]["modelSpec"]}
+    assert tags == set(re.findall(r"^ARG VLLM_TAG=(\S+)$", PLUGIN, re.MULTILINE))
 
 
-# the image with the plug-in -------------------------------------------------------------------------------------------
-
-
-def test_the_image_copies_what_is_there_and_uses_it() -> None:
-    image = (DEPLOY / "vllm.Dockerfile").read_text(encoding="utf-8")
-    for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE):
-        assert all((DEPLOY.parent / name).exists() for name in line.split()[:-1]), line
-    assert "install_plugin.sh /wheels" in image and 'ENTRYPOINT ["vllm_serve.sh"]' in image
-
-
-@pytest.mark.parametrize("script", ["install_plugin.sh", "vllm_serve.sh"])
-def test_scripts_can_be_run(script: str) -> None:
-    assert (DEPLOY / script).stat().st_mode & 0o111
+@pytest.mark.parametrize("used", ["install_plugin.sh /wheels", 'ENTRYPOINT ["vllm_serve.sh"]'])
+def test_scripts_of_the_image_can_be_run(used: str) -> None:
+    (script,) = re.findall(r"\w+\.sh", used)
+    assert used in PLUGIN and (DEPLOY / script).stat().st_mode & 0o111
     subprocess.run(["bash", "-n", DEPLOY / script], check=True, timeout=20)

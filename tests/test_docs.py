@@ -20,6 +20,7 @@ import kedge
 from kedge.engine.local.engine import LocalEngine
 from kedge.settings import EngineSettings, GuardSettings, Settings
 from kedge.workflow.spec import load_workflow
+from scripts import matrix
 from tests.real import RealModel
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,11 @@ def test_files_of_results_that_the_pages_name_exist() -> None:
 def test_the_page_of_commands_is_what_the_commands_say() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "cli_reference.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["reference"](), "run scripts/cli_reference.py"
+
+
+def test_the_page_of_versions_is_what_the_results_say() -> None:
+    page = matrix.PAGE.read_text(encoding="utf-8")
+    assert matrix.written(page, matrix.load()) == page
 
 
 def nav(entries: object) -> Iterator[str]:

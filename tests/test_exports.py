@@ -1,8 +1,10 @@
-"""The public surface: what `kedge` offers, where it comes from, and that nothing slips in."""
+"""The public surface: what `kedge` offers, where it comes from, that nothing slips in, and its errors."""
 
 from __future__ import annotations
 
 import ast
+import copy
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import kedge
-from kedge import types
+from kedge import errors, types
+from kedge.errors import KedgeError
 from tests.source import tree
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +56,17 @@ def test_the_front_door_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "pydantic", "typer", "rich", "yaml"}
     code = f"import sys, kedge; sys.exit(bool({heavy!r} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+ERRORS = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, KedgeError)]
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_an_error_is_exported_names_key_and_value_and_its_copies_say_the_same(cls: type[KedgeError]) -> None:
+    assert getattr(kedge, cls.__name__) is cls and cls.__name__ in kedge.__all__ and len(cls.__bases__) == 1
+    error = cls("block_size", (-1, "x"), "must be positive")
+    error.add_note("in a test")
+    assert str(error) == "block_size=(-1, 'x'): must be positive"
+    assert (error.key, error.value, error.why) == ("block_size", (-1, "x"), "must be positive")
+    for same in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(same), str(same), vars(same)) == (cls, str(error), vars(error))

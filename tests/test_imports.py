@@ -45,24 +45,6 @@ STDLIB_ONLY = {
 """Rooms that need nothing but Python, with what they may import all the same."""
 MODULES = [module for module in GRAPH.files if len(module) > 1]
 
-INTERNALS = {("engine", "local"), ("anchors",), ("reuse",)}
-BENCH_MAY_IMPORT = {
-    "engine.local.build",
-    "engine.local.build.apart",
-    "engine.local.engine.LocalEngine",
-    "engine.local.model.loading.checked_runner",
-    "engine.local.model.probe.ProbedSequence",
-    "engine.local.model.runner.ModelRunner",
-    "engine.local.sampler.Draw",
-    "engine.local.sampler.ForcedAnswer",
-    "engine.local.sampler.Sampler",
-    "engine.local.sequence.Work",
-    "engine.local.sequence.flatten",
-    "engine.local.sessions.SessionCaching",
-    "reuse.guard.fidelity.FAR",
-}
-"""Names of those rooms that bench imports: what it measures, and the parts of an engine that it replaces."""
-
 
 def modules_of(room: str) -> list[Name]:
     return GRAPH.inside(("kedge", room))
@@ -118,13 +100,6 @@ def test_reuse_handles_no_tensors_itself() -> None:
 def test_integrations_share_nothing_with_the_embedded_engine() -> None:
     for module in modules_of("integrations"):
         assert not any(name[:3] == ("kedge", "engine", "local") for name in GRAPH.imported(module)), module
-
-
-def test_bench_imports_only_listed_internals() -> None:
-    """Both ways: a name that is no longer needed leaves the list."""
-    used = {name[1:] for module in modules_of("bench") for name in GRAPH.names(module) if name[0] == "kedge"}
-    internals = {".".join(name) for name in used if name[:1] in INTERNALS or name[:2] in INTERNALS}
-    assert internals == BENCH_MAY_IMPORT
 
 
 def test_the_package_never_imports_the_benchmarks_by_name() -> None:

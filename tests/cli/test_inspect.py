@@ -16,14 +16,13 @@ from transformers import (
     StableLmConfig,
     T5Config,
 )
-from typer.testing import CliRunner
 
 from kedge.cli.inspect import conflicts
-from kedge.cli.main import app
 from kedge.engine.local.model import replica
 from kedge.workflow.export import export
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_step_graph
+from tests.cli.commands import WIDTH, assert_refused, kedge
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -31,14 +30,10 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def inspect(*args: str):  # noqa: ANN201
-    return CliRunner().invoke(app, ["inspect", *args], env={"COLUMNS": "200"})
-
-
 def rows(folder: Path, config: PretrainedConfig) -> dict[str, str]:
     """The facts that are shown about a model with this config."""
     config.save_pretrained(folder)
-    result = inspect(str(folder))
+    result = kedge("inspect", str(folder))
     assert result.exit_code == 0, result.output
     cells = [line.strip("│").split("│") for line in result.output.splitlines() if line.startswith("│")]
     return {label.strip(): value.strip() for label, value in cells}
@@ -90,9 +85,7 @@ def test_a_model_of_which_no_small_copy_can_be_built_is_judged_by_its_config(
 def test_a_folder_that_is_no_model(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    result = inspect(str(tmp_path))
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: model='{tmp_path}'")
+    assert_refused(f"model='{tmp_path}'", "inspect", str(tmp_path))
 
 
 TEAM = str(Path(__file__).parents[2] / "examples" / "math_team.yaml")
@@ -100,7 +93,7 @@ TEAM = str(Path(__file__).parents[2] / "examples" / "math_team.yaml")
 
 def shares(*args: str) -> dict[str, int]:
     """The percentages that are shown, by the first words of their rows."""
-    result = inspect(TEAM, *args)
+    result = kedge("inspect", TEAM, *args)
     assert result.exit_code == 0, result.output
     return {way: int(share) for way, share in re.findall(r"^(\S.*?) +(\d+)% ", result.output, re.MULTILINE)}
 
@@ -108,7 +101,7 @@ def shares(*args: str) -> dict[str, int]:
 def test_a_workflow_says_what_its_prompts_would_save() -> None:
     as_is, role_last, translation = shares().values()
     assert as_is < role_last < translation < 100
-    assert "plain prefix caching is exact and better" in " ".join(inspect(TEAM).output.split())
+    assert "plain prefix caching is exact and better" in " ".join(kedge("inspect", TEAM).output.split())
 
 
 def test_assumed_lengths_change_the_shares() -> None:
@@ -121,28 +114,25 @@ def test_assumed_lengths_change_the_shares() -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ("nobody=3", "must be one of agent_analyst, agent_inspector, agent_programmer, agent_solver, cond"),
-        ("user_question=many", "must be NAME=N"),
-        ("user_question", "must be NAME=N"),
+        ("nobody=3", "'nobody': must be one of agent_analyst, agent_inspector, agent_programmer, agent_solver, cond"),
+        ("user_question=many", "'user_question=many': must be NAME=N"),
+        ("user_question", "'user_question': must be NAME=N"),
     ],
 )
 def test_a_length_that_cannot_be(value: str, why: str) -> None:
-    result = inspect(TEAM, "--length", value)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: --length=") and why in result.stderr
+    assert_refused(f"--length={why}", "inspect", TEAM, "--length", value)
 
 
 def test_everything_fits_80_columns_without_a_broken_word() -> None:
-    result = CliRunner().invoke(app, ["inspect", TEAM], env={"COLUMNS": "80"})
+    result = kedge("inspect", TEAM, width=WIDTH)
     assert result.exit_code == 0, result.output
-    assert max(map(len, result.output.splitlines())) <= 80
-    wide = inspect(TEAM)
+    assert max(map(len, result.output.splitlines())) <= WIDTH
+    wide = kedge("inspect", TEAM)
     assert {*result.output.split()} - {*wide.output.split()} <= {"─" * n for n in range(200)}
 
 
 def test_a_broken_workflow_is_one_line(tmp_path: Path) -> None:
-    result = inspect(str(graph_file(tmp_path, "name: [")))
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert_refused("path=", "inspect", str(graph_file(tmp_path, "name: [")))
 
 
 GRAPH = """
@@ -163,14 +153,14 @@ def graph_file(folder: Path, text: str = GRAPH) -> Path:
 
 def test_a_step_graph_is_drawn_and_may_be_had_alone(tmp_path: Path) -> None:
     file = str(graph_file(tmp_path))
-    assert "[planner] → [writer] → [reviewer] → [publisher]" in inspect(file).output
-    result = inspect(file, "--graph")
+    assert "[planner] → [writer] → [reviewer] → [publisher]" in kedge("inspect", file).output
+    result = kedge("inspect", file, "--graph")
     assert result.exit_code == 0, result.output
     assert result.stdout == export(build_step_graph(yaml.safe_load(GRAPH)))
 
 
 def test_only_a_workflow_has_a_graph() -> None:
-    assert inspect("model", "--graph").stderr == "error: --graph='model': only a workflow has a graph; name its file\n"
+    assert_refused("--graph='model': only a workflow has a graph; name its file", "inspect", "model", "--graph")
 
 
 READ = "{user_question}"

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kedge.cli import run as command
-from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
 from kedge.guard import FidelityNote
@@ -20,6 +18,7 @@ from kedge.runner.run import run
 from kedge.settings import Settings
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.spec import load_workflow
+from tests.cli.commands import assert_refused, kedge
 
 FLOW = """
 name: pair
@@ -62,12 +61,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Opened]:
     stand_in.engine.close()
 
 
-def kedge(*args: str):  # noqa: ANN201
-    return CliRunner().invoke(app, ["run", *args], env={"COLUMNS": "200"})
-
-
 def test_answers_and_receipts_are_shown(opened: Opened) -> None:
-    result = kedge("flow.yaml", *QUESTION)
+    result = kedge("run", "flow.yaml", *QUESTION)
     assert result.exit_code == 0, result.output
     told = [line for line in result.output.splitlines() if line.startswith(("›", "✓", "one", "the end"))]
     assert [line.split("  ")[0] for line in told] == [
@@ -84,7 +79,7 @@ def test_answers_and_receipts_are_shown(opened: Opened) -> None:
 
 
 def test_json_holds_answers_and_receipts_that_sum(opened: Opened) -> None:
-    assert kedge("flow.yaml", *QUESTION, "--json", "out.json").exit_code == 0
+    assert kedge("run", "flow.yaml", *QUESTION, "--json", "out.json").exit_code == 0
     data = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert (data["workflow"], data["reuse"], data["answer"]) == ("pair", "translate", "the end")
     assert [(agent["agent"], agent["text"]) for agent in data["agents"]] == list(ANSWERS.items())
@@ -119,7 +114,7 @@ def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
 
 def test_flags_win_over_the_settings_file(opened: Opened) -> None:
     Path("own.toml").write_text("[server]\nreuse = 'off'\n[engine]\nmodel = 'a'\ndevice = 'cuda'\n", encoding="utf-8")
-    assert kedge("flow.yaml", *QUESTION, "--config", "own.toml", "--model", "b").exit_code == 0
+    assert kedge("run", "flow.yaml", *QUESTION, "--config", "own.toml", "--model", "b").exit_code == 0
     engine = opened.settings[0].engine
     assert (engine.model, engine.device) == (Path("b"), "cuda")
     assert opened.engine.requests[0].reuse is ReuseMode.OFF
@@ -142,9 +137,7 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
     ],
 )
 def test_bad_input_is_one_line(opened: Opened, args: list[str], message: str) -> None:  # noqa: ARG001
-    result = kedge(*args)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: {message}")
+    assert_refused(message, "run", *args)
 
 
 # many questions -------------------------------------------------------------------------------------------------------
@@ -158,7 +151,7 @@ def many(*lines: str) -> str:
 def test_many_questions_run_on_one_engine(opened: Opened) -> None:
     asked = [f"line\u2028number {at}?" for at in range(3)]
     file = many(*(json.dumps({"user_question": one}, ensure_ascii=False) for one in asked), "")
-    result = kedge("flow.yaml", "--inputs", file, "--json", "out.json")
+    result = kedge("run", "flow.yaml", "--inputs", file, "--json", "out.json")
     assert result.exit_code == 0, result.output
     assert len(opened.settings) == 1
     shown = [line for line in result.output.splitlines() if "the end" in line]
@@ -185,9 +178,7 @@ def test_many_questions_run_on_one_engine(opened: Opened) -> None:
     ],
 )
 def test_a_bad_line_is_told_before_anything_runs(opened: Opened, lines: list[str], message: str) -> None:
-    result = kedge("flow.yaml", "--inputs", many(*lines))
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: {message}")
+    assert_refused(message, "run", "flow.yaml", "--inputs", many(*lines))
     assert not opened.settings
 
 
@@ -204,7 +195,7 @@ def test_what_was_answered_before_an_error_is_kept(opened: Opened, monkeypatch: 
     flow = FLOW.replace('"Q: {user_question}"', '"W: {user_word} Q: {user_question}"')
     Path("flow.yaml").write_text(f"inputs: [user_question, user_word]{flow}", encoding="utf-8")
     file = many('{"user_question": "a"}', '{"user_question": "b", "user_word": "other"}')
-    result = kedge("flow.yaml", "-i", "user_word=same", "--inputs", file, "--json", "out.json")
+    result = kedge("run", "flow.yaml", "-i", "user_word=same", "--inputs", file, "--json", "out.json")
     assert result.exit_code == 2
     read = [opened.engine.tokenizer.decode(one.tokens) for one in opened.engine.requests[::2]]
     assert "W: same" in read[0], "an input of all questions is given once"

@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from kedge.cli import serve as command
-from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import LimitSettings
-
-
-def kedge(*args: str, **env: str):  # noqa: ANN201
-    return CliRunner().invoke(app, ["serve", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": "", **env})
+from tests.cli.commands import assert_refused, kedge
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def listened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[t
 
 def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
     asked = "--port 9 --reuse off --max-tokens 7 --tokens-per-minute 5 --requests-in-flight 2 --tools"
-    result = kedge("some/model", *asked.split(), "--allowed-host", "kedge", "--allowed-host", "::1")
+    result = kedge("serve", "some/model", *asked.split(), "--allowed-host", "kedge", "--allowed-host", "::1")
     assert result.exit_code == 0, result.output
     _, config, keys, _ = listened[0]
     assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)
@@ -44,19 +39,19 @@ def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
 
 
 def test_an_open_address_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
-    result = kedge("--host", "0.0.0.0")
+    result = kedge("serve", "--host", "0.0.0.0")
     assert "no API keys" in result.stderr
     assert "--allowed-host" in result.stderr
     assert listened[0][1].tool_call_parser is None
     assert (listened[0][1].model_name, listened[0][1].tools) == (None, False)
     flags = ("--tool-call-parser", "hermes", "--allowed-host", "kedge")
-    assert not kedge("--host", "0.0.0.0", *flags, KEDGE_API_KEYS=f"a:{hashed('k')}").stderr
+    assert not kedge("serve", "--host", "0.0.0.0", *flags, KEDGE_API_KEYS=f"a:{hashed('k')}").stderr
     assert listened[1][1].tool_call_parser == "hermes"
     assert not listened[1][2].is_open
 
 
 def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
-    result = kedge("--new-key", "acme")
+    result = kedge("serve", "--new-key", "acme")
     key, lines = re.search(r"once: (\S+)\n\n(.*)", result.output, re.DOTALL).groups()
     file = tmp_path / "keys.toml"
     file.write_text(lines)
@@ -75,9 +70,7 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(listened: list[tuple[Any, ...]], args: list[str], message: str) -> None:
-    result = kedge(*args)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: {message}")
+    assert_refused(message, "serve", *args)
     assert not listened
 
 
@@ -88,6 +81,5 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
     monkeypatch.setattr(command, "open_engine", lambda *_: pytest.fail("the model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = kedge("--port", str(port))
-    assert result.exit_code == 2
-    assert result.stderr == f"error: server.port={port}: cannot listen on 127.0.0.1: Address already in use\n"
+        wrong = f"server.port={port}: cannot listen on 127.0.0.1: Address already in use\n"
+        assert_refused(wrong, "serve", "--port", str(port))

@@ -17,9 +17,10 @@ from kedge.cli import bench_tables, demo, run
 from kedge.cli.main import app
 from kedge.cli.output import table_of
 from kedge.runner.run import AgentResult, RunResult
-from kedge.types import AgentId, Completion, FinishReason, Receipt, RequestId, ReuseMode, RunId, Source, Span
+from kedge.types import AgentId, RunId
+from tests.cli.commands import WIDTH
+from tests.completions import completion
 
-WIDTH = 80
 ROOT = Path(__file__).parents[2]
 BORDER = "│╭╮╰╯─"
 
@@ -66,18 +67,6 @@ def stored(name: str) -> Any:
     return json.loads(next(ROOT.glob(f"*/results/{name}")).read_text(encoding="utf-8"))
 
 
-def run_result(agent: str, translated: int) -> RunResult:
-    computed = 1000 + translated
-    spans = (
-        Span(0, 1000, Source.DEVICE),
-        Span(1000, computed, Source.TRANSLATED),
-        Span(computed, 12_345, Source.COMPUTED),
-    )
-    receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
-    completion = Completion(RequestId("r"), "text", (1,), FinishReason.STOP, receipt, 12345.6, 23456.7)
-    return RunResult(RunId("run"), (AgentResult(AgentId(agent), 2, completion),), 1.0)
-
-
 DEMO = {
     "agent": "mathematician",
     **dict.fromkeys(("ttft_dense_ms", "ttft_dense_p90_ms", "ttft_translated_ms", "ttft_translated_p90_ms"), 1234.5),
@@ -92,7 +81,9 @@ SESSIONS = {
 
 def tables() -> Iterator[tuple[str, Any]]:
     """Every table that the commands make, with results that are stored or as large as any."""
-    yield "run", run.receipts(run_result("agent of long name", 10_000))
+    done = completion("text", exact=1000, translated=10_000, computed=345)
+    result = RunResult(RunId("run"), (AgentResult(AgentId("agent of long name"), 2, done),), 1.0)
+    yield "run", run.receipts(result)
     yield "demo", demo.score_table([DEMO])
     for table in bench_tables.sessions(SESSIONS):
         yield "bench sessions", table

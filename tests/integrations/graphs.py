@@ -36,9 +36,9 @@ class Team:
 
         return speak
 
-    def draw(self, *targets: str, weights: Sequence[float] | None = None) -> Callable[[State], str]:
+    def draw(self, *targets: str) -> Callable[[State], str]:
         """A conditional edge."""
-        return lambda _: self.random.choices(targets, weights)[0]
+        return lambda _: self.random.choice(targets)
 
     def graph(self, *names: str, quiet: Sequence[str] = ()) -> StateGraph[State]:
         """Nodes that call the model, and some that do not, without edges."""

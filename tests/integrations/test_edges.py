@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.integrations.edges import END, START, StepEdge, step_graph
-from kedge.workflow.step_graph import Node, StepGraph
 
 NAMES = [*"abcdef", START, END]
 edges = st.lists(st.builds(StepEdge, st.sampled_from(NAMES[:-1]), st.sampled_from(NAMES), st.booleans()), max_size=16)
@@ -56,26 +55,6 @@ def test_choices_and_the_end_are_equally_likely(found: list[StepEdge]) -> None:
     for node in step_graph("any", found).nodes:
         chosen = {edge.target for edge in found if edge.chosen and edge.source == node.id} - {START}
         assert node.then == {target: pytest.approx(1 / len(chosen)) for target in chosen - {END}}
-
-
-def test_a_loop_with_two_entries_and_a_way_around() -> None:
-    found = [
-        StepEdge(START, "a"),
-        StepEdge("a", "b"),
-        StepEdge("b", "c"),
-        StepEdge("c", "b", True),
-        StepEdge("c", END, True),
-        StepEdge("a", "c"),
-    ]
-    assert step_graph("loop", found) == StepGraph(
-        "loop",
-        (
-            Node(START),
-            Node("a", after=[START]),
-            Node("b", after=["a"], loops=["c"]),
-            Node("c", after=["b", "a"], then={"b": 0.5}),
-        ),
-    )
 
 
 def test_an_edge_against_the_order_of_discovery_is_no_loop() -> None:

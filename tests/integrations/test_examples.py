@@ -7,12 +7,16 @@ import re
 import runpy
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from kedge.engine.local.engine import LocalEngine
+from kedge.settings import DiscoveryMode, EngineSettings
+from kedge.workloads.miniature import questions
 from tests.integrations.conftest import ReceivedHints
-from tests.server.conftest import wait_until
+from tests.server.conftest import serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -42,16 +46,46 @@ def test_every_call_is_received(
     wait_until(lambda: sum(hints.final for hints in received.all) == runs)
 
 
-def test_the_langgraph_example_differs_from_a_plain_one_in_two_lines(
-    received: ReceivedHints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def unchanged(folder: Path) -> Path:
+    """The example for LangGraph without Kedge, in which two lines are others."""
     source = (EXAMPLES / "langgraph_team.py").read_text(encoding="utf-8")
     plain = re.sub(r"^.*# Kedge: was `(.*)`$", r"\1", source, flags=re.MULTILINE)
     changes = [line for line in difflib.ndiff(plain.splitlines(), source.splitlines()) if line.startswith("+ ")]
     assert len(changes) == 2
-    (tmp_path / "plain.py").write_text(plain, encoding="utf-8")
-    run(tmp_path / "plain.py", received, monkeypatch)
+    (folder / "plain.py").write_text(plain, encoding="utf-8")
+    return folder / "plain.py"
+
+
+def test_the_langgraph_example_without_kedge_sends_no_hints(
+    received: ReceivedHints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(unchanged(tmp_path), received, monkeypatch)
     assert len(received.all) >= 9 and not received.calls
+
+
+def answered(file: Path, mode: DiscoveryMode) -> dict[str, float]:
+    """Let the example's team answer questions rightly with the bundled model; its prompt tokens by their source."""
+    config = EngineSettings(planner={"by_cost": False}, guard={"mode": "off"}, discovery={"mode": mode})
+    with LocalEngine(config=config) as engine, serving(engine) as server, server.http() as http:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", [file.name, server.url])
+            graph = runpy.run_path(str(file))["graph"]
+        for question in islice(questions(0), 9):
+            engine.wait_idle()
+            answers = graph.invoke({"question": question.text, "answers": []})["answers"]
+            assert answers[-1] == ("FinalRefer", f"The answer is {question.answer}.")
+        lines = http.get("/metrics").text
+    counted = re.findall(r'^kedge:prompt_tokens_by_source_total{.*source="(\w+)".*} (\S+)$', lines, re.MULTILINE)
+    return {source: float(count) for source, count in counted}
+
+
+def test_an_unchanged_graph_is_translated_and_answers_as_without(tmp_path: Path) -> None:
+    """And with the adapter's hints no less."""
+    plain, own = unchanged(tmp_path), EXAMPLES / "langgraph_team.py"
+    stock, found = answered(plain, DiscoveryMode.OFF), answered(plain, DiscoveryMode.TRANSLATE)
+    hinted = answered(own, DiscoveryMode.TRANSLATE)
+    assert hinted["translated"] >= found["translated"] > 0 == stock.get("translated", 0)
+    assert hinted["computed"] <= found["computed"] < stock["computed"]
 
 
 @pytest.mark.parametrize(("module", "package"), PACKAGES.items())

@@ -37,20 +37,6 @@ def test_unknown_agents_change_nothing() -> None:
     assert steps(follower) == before
 
 
-def test_without_a_graph_hints_have_no_forecast() -> None:
-    follower = Follower("flow", run="r", client="c")
-    assert follower.hints("a") == {"workflow": "flow", "run": "r", "client": "c", "agent": "a"}
-    assert follower.final_hints() is None
-
-
-def test_only_a_run_with_an_id_of_its_own_is_ended() -> None:
-    own, given = Follower("loop", LOOP), Follower("loop", LOOP, "r")
-    assert own.final_hints() == {"workflow": "loop", "run": own.run, "final": True}
-    assert own.run != Follower("loop", LOOP).run
-    over = given.final_hints()
-    assert over is not None and (over["run"], over["steps"]) == ("r", {}) and "final" not in over
-
-
 def test_numbers_grow_over_threads_and_followers() -> None:
     first, second = Follower("loop", LOOP, "r"), Follower("loop", LOOP, "r")
     with ThreadPoolExecutor(4) as pool:

@@ -37,15 +37,6 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
     )
 
 
-@pytest.fixture
-def asynchronous(received: ReceivedHints) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=received.url, api_key="none", max_retries=0)
-
-
-async def ask_later(client: openai.AsyncOpenAI) -> None:
-    await client.chat.completions.create(model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
-
-
 def test_every_call_has_its_run_its_agent_and_a_forecast(client: openai.OpenAI, received: ReceivedHints) -> None:
     with workflow(client, TEAM, client_id="me") as run:
         for agent in ("planner", "writer", "critic"):
@@ -152,16 +143,15 @@ def test_the_end_of_a_run_with_no_server_is_no_error() -> None:
     asyncio.run(later())
 
 
-def test_asynchronous_runs_at_once(asynchronous: openai.AsyncOpenAI, received: ReceivedHints) -> None:
+def test_asynchronous_runs_at_once(received: ReceivedHints) -> None:
+    client: Any = openai.AsyncOpenAI(base_url=received.url, api_key="none", max_retries=0)
+
     async def team() -> str:
-        async with workflow(asynchronous, TEAM) as run:
+        async with workflow(client, TEAM) as run:
             with acting("planner"):
-                await ask_later(run.client)
-            await asyncio.gather(ask_later(run.agent("writer")), ask_later(run.agent("writer")))
-            stream = await run.agent("critic").chat.completions.create(
-                model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=1, stream=True
-            )
-            assert [chunk async for chunk in stream]
+                await ask(run.client)
+            await asyncio.gather(ask(run.agent("writer")), ask(run.agent("writer")))
+            assert [chunk async for chunk in await ask(run.agent("critic"), stream=True)]
         return run.id
 
     async def main() -> list[str]:

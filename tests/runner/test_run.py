@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
-from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
 from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import (
     ClientId,
@@ -20,13 +19,11 @@ from kedge.types import (
     RunKey,
     SampleId,
     TenantId,
-    Tokens,
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey
-from kedge.workflow.graph import Agent, Step, Workflow
+from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import UNKNOWN
-from kedge.workflow.template import Value
 
 ASK = {"user_question": "why?"}
 
@@ -99,9 +96,12 @@ def test_requests_say_whose_they_are(engine: Engine) -> None:
     assert (first.produces, second.produces) == (SampleId(ValueKind.AGENT, "a"), None)
 
 
-def test_a_mode_may_be_given_as_its_value(engine: Engine) -> None:
+def test_a_mode_may_be_given_as_its_value_and_is_translate_in_a_run_of_its_own_without(engine: Engine) -> None:
     run(engine, flow(agent("a")), ASK, reuse="exact")
     assert engine.requests[0].reuse is ReuseMode.EXACT
+    ids = {run(engine, CHAIN, ASK).run_id for _ in range(3)}
+    assert len(ids) == 3 and {request.run for request in engine.requests[1:]} == ids
+    assert all(request.reuse is ReuseMode.TRANSLATE for request in engine.requests[1:])
     with pytest.raises(RequestError, match="reuse='often': must be one of off, exact, translate"):
         run(engine, flow(agent("a")), ASK, reuse="often")
 
@@ -128,13 +128,6 @@ def test_the_engine_is_told_what_every_prompt_begins_with(engine: Engine) -> Non
         assert prompts[request.agent_key] == first.tokens
         assert request.fixed == len(first.tokens)
     assert all(not more for _, more in others)
-
-
-def test_translation_is_the_default_and_run_ids_are_unique(engine: Engine) -> None:
-    runs = {run(engine, CHAIN, ASK).run_id for _ in range(3)}
-    assert len(runs) == 3
-    assert {request.run for request in engine.requests} == runs
-    assert all(request.reuse is ReuseMode.TRANSLATE for request in engine.requests)
 
 
 def test_generated_tokens_are_never_tokenized_again_and_special_ones_not_read() -> None:
@@ -326,63 +319,3 @@ def test_who_waits_for_several_is_told_more_with_every_answer() -> None:
         run(engine, workflow, ASK)
         known = [[text for _, text, _ in filled(engine, request)] for request in engine.prepared]
     assert known == [["why?", "", ""], ["why?", "f", ""]]
-
-
-# the requests of steps -----------------------------------------------------------------------------------------------
-
-TOKENIZER = ByteTokenizer()
-FLOW = Workflow(
-    "flow",
-    (
-        Agent("a", "sys", "Q {user_question} B {agent_b_current}", tool=lambda answer, inputs: answer),  # noqa: ARG005
-        Agent("b", "sys", "Q {user_question} A {agent_a_current} T {condition_a_current}", max_tokens=7),
-    ),
-    turns=2,
-    loops=(("b", "a"),),
-)
-RUN = RunKey(Namespace(TenantId("t")), "c", RunId("r"))
-QUESTION = SampleId(ValueKind.INPUT, "user_question")
-A0, B0, T0 = Step("a", 0).sample(), Step("b", 0).sample(), Step("a", 0).sample(ValueKind.CONDITION)
-
-
-def memory(**values: str) -> dict[SampleId, Remembered]:
-    samples = {"question": QUESTION, "a": A0, "b": B0, "tool": T0}
-    tokens = {samples[name]: TOKENIZER.encode(text) if text else () for name, text in values.items()}
-    return {sample: Remembered.of(Value(found, sample)) for sample, found in tokens.items()}
-
-
-def values(step: Step, *memories: dict[SampleId, Remembered]) -> list[tuple[str, str, Tokens]]:
-    request = RunPrompts(RUN, FLOW, compiled(FLOW, TOKENIZER), memories).request(step, ReuseMode.EXACT)
-    return [(str(one.sample), TOKENIZER.decode(one.tokens)) for one in request.segments if one.is_placeholder]
-
-
-def test_what_is_not_known_yet_waits_for_its_sample() -> None:
-    step = Step("b", 0)
-    assert values(step, memory(question="why?")) == [
-        ("input_user_question@0", "why?"),
-        ("agent_a@0", ""),
-        ("condition_a@0", ""),
-    ]
-    assert values(step, memory(question="why?", a="so", tool="")) == [
-        ("input_user_question@0", "why?"),
-        ("agent_a@0", "so"),
-    ], "a value that is known to be empty has no segment"
-
-
-def test_before_the_first_turn_there_is_nothing_and_later_the_turn_before_is_read() -> None:
-    assert values(Step("a", 0), memory(question="why?")) == [("input_user_question@0", "why?")]
-    assert values(Step("a", 1), memory(question="why?")) == [("input_user_question@0", "why?"), ("agent_b@0", "")]
-
-
-def test_the_first_memory_that_knows_a_sample_gives_its_value() -> None:
-    found = values(Step("b", 0), memory(a="bound", tool=""), memory(question="why?", a="answer"))
-    assert found == [("input_user_question@0", "why?"), ("agent_a@0", "bound")]
-
-
-def test_fixed_prompts_are_those_of_agents_that_have_one() -> None:
-    prompts = compiled(FLOW, TOKENIZER)
-    fixed = fixed_prompts(RUN, prompts)
-    assert fixed == {AgentKey(*RUN, agent): prompt.prefixes[0] for agent, prompt in prompts.items()}
-    bare = Workflow("bare", (Agent("a", "", "{user_question}"),))
-    alone = compiled(bare, ByteTokenizer())
-    assert set(fixed_prompts(RUN, alone)) == ({AgentKey(*RUN, "a")} if alone["a"].prefixes[0] else set())

@@ -47,22 +47,15 @@ def saved(out: Path, name: str) -> dict[str, Any]:
     return json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        summary = called(tmp_path, step("a"), step("b"))
-    assert ran(tmp_path) == "ab"
-    assert (summary["failed"], summary["left"]) == ([], [])
-    assert saved(tmp_path, "a")["steps"]["a"]["results"] == {"figure": 7}
-
-
-def test_a_failed_step_is_reported_and_the_others_run(tmp_path: Path) -> None:
+def test_what_is_done_or_has_failed_is_not_run_again(tmp_path: Path) -> None:
     steps = step("a", "raise SystemExit('no such kernel')"), step("b")
     for _ in range(2):
         summary = called(tmp_path, *steps)
     assert ran(tmp_path) == "ab"
     assert (summary["failed"], summary["left"]) == (["a"], [])
-    failed = saved(tmp_path, "a")["steps"]["a"]
+    failed, done = (saved(tmp_path, name)["steps"][name] for name in "ab")
     assert (failed["state"], failed["rc"], failed["log_tail"]) == ("failed", 1, ["no such kernel"])
+    assert done["results"] == {"figure": 7}
     called(tmp_path, *steps, retry=True)
     assert ran(tmp_path) == "aba"
 

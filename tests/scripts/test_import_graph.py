@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.import_graph import ImportGraph, circular, floors
-from scripts.rooms import BEGIN, END, drawing, drawn
+from scripts.rooms import BEGIN, END, drawn
 
 FILES = {
     "__init__.py": "",
@@ -54,27 +54,6 @@ def test_a_circle_is_found_and_shares_a_floor(graph: ImportGraph) -> None:
 
 
 # the drawing of the rooms ---------------------------------------------------------------------------------------------
-
-ROOMS = {
-    "__init__.py": "",
-    "cli/__init__.py": '"""The command. It has\nmany options."""\nfrom house import anchors, cache\n',
-    "cli/run.py": "",
-    "cache.py": '"""Where KV lives: blocks,\nand a tree."""\n',
-    "anchors.py": "",
-}
-DRAWN = """\
- 2  cli/        The command
- 1  anchors.py
-    cache.py    Where KV lives: blocks, and a tree
-"""
-
-
-def test_a_drawing(tmp_path: Path) -> None:
-    for name, text in ROOMS.items():
-        file = tmp_path / "house" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    assert drawing(ImportGraph(tmp_path / "house"), ("house",)) == DRAWN
 
 
 def test_only_what_is_between_the_markers_changes() -> None:

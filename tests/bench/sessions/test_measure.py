@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, Traffic, load_traces
+from kedge.bench.sessions.arrivals import QUICK, Arrival, Traffic, load_traces
 from kedge.bench.sessions.measure import (
-    COLUMNS,
     SPACE,
     CacheReplay,
     NoCopier,
@@ -119,20 +117,6 @@ def test_sessions_are_kept_by_when_they_return() -> None:
     ]
     paces = sorted(found, key=lambda one: one.at)
     assert kedge_hit_rate(paces, 60) > lru_hit_rate(paces, 60)
-
-
-def test_every_cell_has_every_column() -> None:
-    said: list[str] = []
-    result = measure(replace(SETTINGS, live=(2, 4)), load_traces([SLICE]), progress=said.append)
-    (trace,) = result.values()
-    assert json.loads(json.dumps(trace)) == trace
-    assert list(trace["open"]) == ["2", "4"]
-    for live in ("2", "4"):
-        cell = trace["open"][live]["0.25"]
-        assert list(cell) == list(COLUMNS)
-        assert all(rate <= trace["ceiling"][live] for rate in cell.values())
-        assert trace["working_set_blocks"][live] > 0
-    assert said[0] == "claude_code_slice, 2 live, 0.25 of the working set"
 
 
 def test_prompts_without_a_full_block_are_replayed_too(tmp_path: Path) -> None:

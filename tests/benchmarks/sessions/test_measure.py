@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from benchmarks.sessions.closed import Leaves
 from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure, measure_cost
 from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, Traffic, load_traces
 from kedge.bench.sessions.measure import ceiling
 from kedge.cli.bench_tables import SESSION_COLUMNS
-from kedge.cli.main import app
 from tests.bench.sessions.builders import shipped_traffic, traffic
 from tests.bench.sessions.test_measure import naive_hits, total
+from tests.cli.commands import measured
 
 SETTINGS = replace(QUICK, capacities=(0.25,), requests=120)
 CAPACITIES = st.integers(1, 25)
@@ -97,13 +96,8 @@ def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
     assert said[0] == "claude_code_slice, 2 live, 0.25 of the working set" and said[-1] == "cost"
 
 
-def test_the_command_prints_and_writes_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    file = tmp_path / "sessions.json"
+def test_the_command_prints_and_writes_all_of_it(tmp_path: Path) -> None:
     asked = ["--live", "2", "--capacity", "0.5", "--requests", "60"]
-    done = CliRunner().invoke(app, ["bench", "sessions", "--full", *asked, "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    assert "claude_code_slice, closed loop" in done.stdout and "cost: " in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    cells = json.loads(file.read_text())["traces"]["claude_code_slice"]["open"]["2"]
-    assert list(cells["0.5"]) == list(COLUMNS)
+    saved, shown = measured(tmp_path, "bench", "sessions", "--full", *asked)
+    assert "claude_code_slice, closed loop" in shown and "cost: " in shown
+    assert list(saved["traces"]["claude_code_slice"]["open"]["2"]["0.5"]) == list(COLUMNS)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks import tables
 from benchmarks.vllm import cases as bench
 from benchmarks.vllm.cases import (
     FIGURES,
@@ -25,18 +21,13 @@ from benchmarks.vllm.cases import (
     figures,
     medians,
     random_words,
-    read_words,
-    sessions_figures,
 )
 from benchmarks.vllm.team import DENSE, TeamSettings, agent_figures
 from benchmarks.workflow.measure import QUICK, cases, peer
 from kedge.bench.vllm import BLOCK, KEDGE, STOCK, VllmCall, VllmClients, VllmTrial, longest_call
-from kedge.cli.main import app
-from kedge.engine.common.model_folder import model_path
-from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.types import Tokens
-from kedge.workloads import real
 from tests.bench.test_vllm import FakeLane, call
+from tests.cli.commands import measured
 
 
 def encode(text: str) -> tuple[int, ...]:
@@ -65,11 +56,7 @@ def test_small_runs_on_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "QUICK_LOAD", load)
     small = TeamSettings(question=96, prefix=64, output=32, agents=3, samples=4, repeats=1)
     monkeypatch.setattr("benchmarks.vllm.team.QUICK_TEAM", small)
-    file = tmp_path / "vllm.json"
-    asked = ["bench", "vllm", "--quick", "--case", "sessions", "--case", "team", "--json", str(file)]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
-    said = json.loads(file.read_text())
+    said, _ = measured(tmp_path, "bench", "vllm", "--quick", "--case", "sessions", "--case", "team")
     lanes = said["sessions"]["live"]["2"]
     assert all(lanes[name]["turns"] > 0 for name in (bench.STOCK, bench.KEDGE, bench.KEDGE_HOST))
     first, *others = said["team"]["agents"]
@@ -144,14 +131,6 @@ def test_turns_outside_of_the_measured_time_do_not_count() -> None:
     assert turns and all(0.05 <= one.ended < 0.25 for one in turns)
 
 
-def test_an_engine_that_vllm_cannot_run_has_no_figures() -> None:
-    lanes = {bench.STOCK: [[turn(1.0)]], bench.NATIVE: None}
-    data = sessions_figures(LOAD, {4: lanes})
-    assert data["live"]["4"][bench.NATIVE] is None and data["live"]["4"][bench.STOCK]["turns"] == 1
-    assert json.loads(json.dumps(data))["room_tokens"] == LOAD.kv.tokens
-    assert len(next(tables.vllm_sessions(data)).renderables[-1].rows) == 2
-
-
 def test_the_host_tiers_of_both_have_the_same_room(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(
@@ -164,12 +143,3 @@ def test_the_host_tiers_of_both_have_the_same_room(tmp_path: Path) -> None:
     assert settings[bench.KEDGE_HOST][0]["tiers"]["host_memory"] == f"{blocks} blocks"
     assert settings[bench.NATIVE][1]["kv_offloading_size"] * 2**30 == blocks * 2 * 2 * 2 * 16 * BLOCK * 2
     assert all(settings[name][1] == {"scheduler_cls": bench.SCHEDULER} for name in (bench.KEDGE, bench.KEDGE_HOST))
-
-
-def test_real_words_are_text_from_any_place_and_enough_of_it() -> None:
-    words, tokenizer = read_words(model_path(None)), HFTokenizer.load(model_path(None))
-    some, other = words(Random(1), 500), words(Random(2), 500)
-    assert len(some) == len(other) == 500 and some != other and words(Random(1), 500) == some
-    whole = " ".join(one.text for one in real.load("reading")[1])
-    assert tokenizer.decode(some[100:140]).strip()[:40] in whole
-    assert len(words(Random(3), 100_000)) == 100_000

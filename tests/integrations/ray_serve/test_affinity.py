@@ -48,14 +48,6 @@ def test_the_margin_is_where_a_run_moves_and_it_stays_there() -> None:
     assert send(affinity, caller()) == away
 
 
-def test_a_busy_home_is_still_the_best_of_the_busy() -> None:
-    affinity = Affinity(spill=0)
-    home = send(affinity, caller())
-    loads = {**dict.fromkeys(IDLE, 7), home: 9}
-    order = affinity.order(caller(), {**loads, "new": 1})
-    assert order[0] == "new" and order[1] == home
-
-
 def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> None:
     affinity = Affinity(spill=1)
     home = send(affinity, caller("r1"))
@@ -63,12 +55,6 @@ def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> N
     third = next(name for name in IDLE if name not in (home, other))
     assert affinity.order(caller("r3"), {home: 1, other: 0, third: 0}) == [other, home, third]
     assert affinity.order(caller("r3"), {home: 0, other: 1, third: 0}) == [home, other, third]
-
-
-def test_fixed_prompts_are_spread_evenly_while_nobody_is_busy() -> None:
-    affinity = Affinity()
-    homes = Counter(send(affinity, Caller(workflow=f"w{number}", run=f"r{number}")) for number in range(30))  # type: ignore[arg-type]
-    assert homes == dict.fromkeys(IDLE, 10)
 
 
 @pytest.mark.parametrize("other", [{"namespace": Namespace(TenantId("t2"))}, {"client": "c2"}])

@@ -128,19 +128,19 @@ def test_a_call_is_retried_before_its_first_part(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "tries", [[["a", ActorDiedError()], ["never asked"]], [[ActorDiedError()]] * ATTEMPTS + [["never asked"]]]
+    ("tries", "error"),
+    [
+        ([["a", ActorDiedError()], ["never asked"]], ActorDiedError),
+        ([[ActorDiedError()]] * ATTEMPTS + [["never asked"]], ActorDiedError),
+        ([[ValueError("no such model")], ["never asked"]], ValueError),
+    ],
 )
-def test_a_call_that_began_or_failed_too_often_is_not_retried(
-    monkeypatch: pytest.MonkeyPatch, tries: list[Any]
+def test_a_call_that_began_or_failed_too_often_or_otherwise_is_not_retried(
+    monkeypatch: pytest.MonkeyPatch, tries: list[Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(error):
         responses(monkeypatch, tries)
     assert tries == [["never asked"]]
-
-
-def test_other_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no such model"):
-        responses(monkeypatch, [[ValueError("no such model")], ["never asked"]])
 
 
 def test_the_application_is_ray_serves_own_with_three_parts_replaced() -> None:

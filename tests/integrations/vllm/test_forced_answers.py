@@ -11,8 +11,8 @@ import pytest
 
 from kedge.integrations.vllm.entry_point import FORCED
 from kedge.integrations.vllm.forced_answers import ForcedAnswers
-from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt, save_tiny_llama
-from tests.integrations.vllm.model_runner_v2 import call
+from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt
+from tests.integrations.vllm.lane_prompts import asynchronously
 
 PROMPTS = [prompt(40, 1), prompt(55, 2), prompt(24, 3)]
 FORCED_TO = [prompt(6, 4), prompt(9, 5)]
@@ -20,11 +20,20 @@ TOP, CLOSE = 5, 1e-3
 """Likeliest tokens that are compared, and how far their log-probabilities may lie apart"""
 
 
-@pytest.fixture(scope="module")
-def built(tiny_llama: Path) -> Iterator[Driver]:
-    """An engine that is given the processor, also where it has it from the entry point by itself."""
-    with driver(tiny_llama, logits_processors=[ForcedAnswers]) as one:
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def built(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """An engine that is given the processor twice, also where it has it from the entry point by itself."""
+    twice = [ForcedAnswers, ForcedAnswers]
+    with (
+        asynchronously(request.param),
+        driver(tiny_llama, logits_processors=twice, async_scheduling=request.param) as one,
+    ):
+        assert one.engine.vllm_config.scheduler_config.async_scheduling is request.param
         yield one
+
+
+def by_token(positions: Any) -> list[dict[int, float]]:
+    return [{token: one.logprob for token, one in ranked.items()} for ranked in positions]
 
 
 def answers(built: Driver) -> list[Any]:
@@ -36,10 +45,7 @@ def answers(built: Driver) -> list[Any]:
     ]
     built.run()
     found = [built.finished[name].outputs[0] for name in names]
-    return [
-        [list(one.token_ids), [{str(t): seen.logprob for t, seen in at.items()} for at in one.logprobs]]
-        for one in found
-    ]
+    return [(list(one.token_ids), by_token(one.logprobs)) for one in found]
 
 
 def as_prompts(built: Driver) -> list[Any]:
@@ -47,23 +53,19 @@ def as_prompts(built: Driver) -> list[Any]:
     found = []
     for tokens, forced in zip(PROMPTS, FORCED_TO, strict=False):
         done = built.ask(tokens + forced, count=1, prompt_logprobs=TOP)
-        found.append([{str(t): one.logprob for t, one in at.items()} for at in done.prompt_logprobs[len(tokens) :]])
+        found.append(by_token(done.prompt_logprobs[len(tokens) :]))
     return found
 
 
-def require_forced(found: list[Any], texts: list[Any], free: list[int]) -> None:
-    first, other, second = found
+def test_answers_are_forced_beside_free_ones(built: Driver) -> None:
+    first, other, second = answers(built)
     assert [first[0], second[0]] == FORCED_TO
-    assert other[0] == free, "a free request beside them is answered as by stock vLLM"
-    for (tokens, positions), text in zip((first, second), texts, strict=True):
+    assert other[0] == built.answer(PROMPTS[2], count=8), "a free request beside them is answered as by stock vLLM"
+    for (tokens, positions), text in zip((first, second), as_prompts(built), strict=True):
         for token, ranked, expected in zip(tokens, positions, text, strict=True):
             both = ranked.keys() & expected.keys()
-            assert str(token) in both
+            assert token in both
             assert [ranked[one] for one in both] == pytest.approx([expected[one] for one in both], abs=CLOSE)
-
-
-def test_answers_are_forced_beside_free_ones(built: Driver) -> None:
-    require_forced(answers(built), as_prompts(built), built.answer(PROMPTS[2], count=8))
 
 
 HOSTILE = [
@@ -83,17 +85,6 @@ def test_what_is_no_answer_is_ignored(built: Driver, value: Any) -> None:
 def test_where_nothing_could_be_compared_nothing_is_forced(tiny_llama: Path, more: dict[str, Any]) -> None:
     with driver(tiny_llama, logits_processors=[ForcedAnswers], **more) as other:
         assert answers(other)[0][0] == other.answer(PROMPTS[0], count=6) != FORCED_TO[0]
-
-
-def in_process(folder: str, is_async: bool) -> list[Any]:
-    with driver(save_tiny_llama(Path(folder)), logits_processors=[ForcedAnswers, ForcedAnswers]) as other:
-        assert other.engine.vllm_config.scheduler_config.async_scheduling is is_async
-        return [answers(other), as_prompts(other), other.answer(PROMPTS[2], count=8)]
-
-
-@pytest.mark.parametrize(("v2", "is_async"), [(False, True), (True, False), (True, True)], ids=["v1", "v2", "v2 async"])
-def test_on_both_runners_in_both_schedulings(tmp_path: Path, v2: bool, is_async: bool) -> None:
-    require_forced(*call(in_process, str(tmp_path), is_async, v2=v2, is_async=is_async))
 
 
 def test_vllm_finds_the_processor() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +65,7 @@ def asked(number: int, agent: str, **more: Any) -> dict[str, Any]:
 
 def answered(server: Server, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text of an answer and its receipt."""
-    data = server.post("/v1/completions", body, {})
+    data = server.post("/v1/completions", body)
     assert data["choices"][0]["logprobs"] is None, "what the guard asks for is no client's"
     return data["choices"][0]["text"], data["kv_transfer_params"]["kedge"]
 
@@ -98,7 +97,7 @@ def stock(server: Server) -> Callable[[int, str], str]:
     def answer(number: int, agent: str) -> str:
         body = asked(number, agent)
         body["kv_transfer_params"] = {}
-        data = server.post("/v1/completions", body, {})
+        data = server.post("/v1/completions", body)
         assert data["kv_transfer_params"] is None
         return str(data["choices"][0]["text"])
 
@@ -157,10 +156,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def read(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What a client reads of a stream, by choice: how tokens are dealt out to its events is a matter of time."""
-    sent = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    request = urllib.request.Request(f"{server.url}/v1/completions", sent, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
+    sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    answer = server.http.post("/v1/completions", json=sent).raise_for_status()
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
     found: dict[int, dict[str, Any]] = {}
     for choice in (one for line in lines for one in json.loads(line)["choices"]):
@@ -177,7 +175,7 @@ def read(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_client_gets_what_it_asks_for_and_nothing_else(server: Server, options: dict[str, Any]) -> None:
     guarded = asked(50, "reader", kedge={"fidelity": NONE}, **options)
     plain = {**guarded, "kv_transfer_params": {}, "kedge": {}}
-    whole, expected = (server.post("/v1/completions", body, {})["choices"] for body in (guarded, plain))
+    whole, expected = (server.post("/v1/completions", body)["choices"] for body in (guarded, plain))
     assert whole == expected
     streamed = [read(server, body) for body in (guarded, plain)]
     assert streamed[0] == streamed[1]
@@ -187,17 +185,14 @@ def test_a_client_gets_what_it_asks_for_and_nothing_else(server: Server, options
 def test_clients_that_go_away_leave_the_guard_at_work(server: Server) -> None:
     for number in range(3):
         body = {**asked(number, "leaver", kedge={"fidelity": NONE}), "max_tokens": 700, "stream": True}
-        sent = urllib.request.Request(
-            f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(sent, timeout=60) as answer:
-            assert answer.readline()
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            assert next(answer.iter_lines())
     after_checks(server, asked(5, "leaver", kedge={"fidelity": NONE}))  # in idle time: none counts as in flight
 
 
 def test_the_end_of_a_run_without_a_prompt_waits_for_checks(server: Server) -> None:
     run = asked(60, "first")["kv_transfer_params"]["kedge"]["run"]
-    data = server.post("/v1/hints", {"kedge": {"run": run, "final": True}}, {})
+    data = server.post("/v1/hints", {"kedge": {"run": run, "final": True}})
     assert [(one["action_id"], one["outcome"]) for one in data["actions"]] == [("final", "applied")]
 
 

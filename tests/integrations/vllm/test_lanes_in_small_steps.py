@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, prompt, receipt
+from tests.integrations.vllm.conftest import BLOCK, Answers, Driver, prompt, receipt
 from tests.integrations.vllm.lane_prompts import (
     LENGTH,
     ONE,
@@ -18,11 +18,11 @@ from tests.integrations.vllm.lane_prompts import (
     add,
     answers,
     ask,
-    computed_by_torch,
     difference,
     lane_engine,
     more_holes,
     recorded,
+    reference,
     tokens,
 )
 
@@ -49,11 +49,11 @@ def test_holes_that_never_fit_are_merged_and_cut(narrow: Driver, tiny_llama: Pat
     assert recorder.admission() == [(41, 39), (101, 2), (150, 1), (171, 6)], "three lanes, and dense from 171 on"
     assert receipt(output)["tokens"]["translated"] == 41 + 21 + 47 + 20
     holes = range(41, 80), range(101, 103), range(150, 151), range(171, LENGTH)
-    expected, _ = computed_by_torch(tiny_llama, tokens(ONE), found, holes)
+    expected, _ = reference(tiny_llama).compute(tokens(ONE), found, holes)
     assert difference(found, expected) < 1e-4
 
 
-def test_crowds_of_both_kinds_come_through(narrow: Driver, stock_answers: dict[Any, list[int]]) -> None:
+def test_crowds_of_both_kinds_come_through(narrow: Driver, stock_answers: Answers) -> None:
     narrow.reset()
     with recorded(narrow) as recorder:
         holed = [add(narrow, ONE, 12) for _ in range(6)]

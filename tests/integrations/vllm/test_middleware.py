@@ -112,10 +112,6 @@ def refused(body: bytes) -> str:
     return str(fields[0])
 
 
-def hints_of(upstream: Upstream) -> Any:
-    return json.loads(upstream.body)["kv_transfer_params"]["kedge"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "headers", "expected"),
     [
@@ -140,15 +136,6 @@ def test_the_plugin_reads_what_clients_send(
     call = read_hints("r", [1, 2], None, json.loads(upstream.body)["kv_transfer_params"], ReuseMode.EXACT)
     assert call and not call.ignored and call.request.turn == expected
     assert {key: value for key, value in json.loads(upstream.body).items() if key != "kv_transfer_params"} == body
-
-
-def test_all_hints_of_the_kedge_field_are_passed_on() -> None:
-    kedge = {
-        "workflow": "w", "run": "r", "agent": "a", "client": "c", "seq": 4, "steps": {"a": 0, "b": None},
-        "fixed_tokens": 3, "reuse": "exact", "session": "s", "parent": "p", "returns_in": 2, "final": True,
-        "keep_for": 60, "expects": {"next": 0, "done": None},
-    }  # fmt: skip
-    assert hints_of(passed(json.dumps({"kedge": kedge}).encode())) == kedge
 
 
 def test_actions_are_passed_on_with_what_becomes_of_them() -> None:

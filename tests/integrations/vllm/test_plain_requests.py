@@ -73,28 +73,10 @@ def test_an_answer_of_a_found_team_is_kept(translating: Driver) -> None:
     assert receipt(judged)["tokens"]["translated"] >= 60 + ANSWER
 
 
-def test_what_was_saved_is_counted(translating: Driver) -> None:
-    before = translating.side.plain.totals
-    one, other = (receipt(asked)["tokens"] for asked in team(translating, 36))
-    totals = translating.side.plain.totals
-    assert (
-        totals.exact_tokens - before.exact_tokens == one["device"] + other["device"] + one["host"] + other["host"] > 0
-    )
-    assert totals.translated_tokens - before.translated_tokens == one["translated"] + other["translated"] > 0
-
-
 def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:
     for number in range(2):
         judged = team(translating, number, salt="other")[1]
         assert judged.kv_transfer_params is None
-
-
-def test_what_a_client_says_itself_stays(translating: Driver) -> None:
-    for number in range(20, 24):
-        exact = team(translating, number, kedge={"reuse": "exact"})[1]
-        assert receipt(exact)["tokens"]["translated"] == 0
-    named = team(translating, 30, kedge={"agent": "mine", "workflow": "own"})[1]
-    assert receipt(named)["mode"] == "translate"
 
 
 def test_aborts_leave_nothing_behind(translating: Driver) -> None:

@@ -1,4 +1,6 @@
-"""Clients that cannot be changed, on vLLM's own server by its flag: a team is found, translated and shown."""
+"""Clients that cannot be changed, on vLLM's own server: with the one flag and the middleware they get what stock vLLM
+answers, and the page says what was found; where it is set so, a team is translated.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ import pytest
 
 from kedge.workflow.template import parse
 from kedge.workloads.miniature import MATH, questions
+from tests.coding_clients import CLAUDE_CODE, CODEX, claude_code, codex, events
 from tests.integrations.vllm.test_server import MODEL, Server, serving
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
+handoffs = pytest.importorskip("tests.handoffs")
 
 TRANSFER = {
     "kv_connector": "KedgeConnector",
@@ -39,16 +43,41 @@ def server() -> Iterator[Server]:
         yield built
 
 
+def clients(server: Server) -> dict[str, Callable[..., str]]:
+    """Return how each client asks for a few tokens, by its protocol."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    other = anthropic.Anthropic(base_url=server.url, api_key="none")
+    greedy: Any = {"model": MODEL, "temperature": 0}
+
+    def chat(system: str, user: str, count: int = 8) -> str:
+        said = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return client.chat.completions.create(**greedy, messages=said, max_tokens=count).choices[0].message.content
+
+    def completions(system: str, user: str, count: int = 8) -> str:
+        return client.completions.create(**greedy, prompt=f"{system}\n{user}", max_tokens=count).choices[0].text
+
+    def responses(system: str, user: str, count: int = 8) -> str:
+        done = client.responses.create(**greedy, instructions=system, input=user, max_output_tokens=count)
+        return str(done.output_text)
+
+    def messages(system: str, user: str, count: int = 8) -> str:
+        said: Any = [{"role": "user", "content": user}]
+        body = {"temperature": 0}
+        done = other.messages.create(model=MODEL, system=system, messages=said, max_tokens=count, extra_body=body)
+        return "".join(block.text for block in done.content if block.type == "text")
+
+    return {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
+
+
 def reported(server: Server, expected: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """What the page shows, once it shows what is expected: it is made once a second at most."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    found: dict[str, Any] = {}
+    ask, found = clients(server)["responses"], dict[str, Any]()
     for _ in range(60):
         found = json.loads(server.get("/kedge/report"))
         if found and expected(found):
             return found
         time.sleep(1)
-        client.responses.create(model=MODEL, input="Hello", max_output_tokens=4, temperature=0)
+        ask("You answer.", "Hello", 4)
     raise AssertionError(f"the page still shows {found}")
 
 
@@ -71,14 +100,7 @@ def team(ask: Any, number: int) -> bool:
 @pytest.fixture(scope="module")
 def known_team(server: Server) -> dict[str, Any]:
     """The page, once the team has been found in what OpenAI's client has asked."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-
-    def ask(system: str, user: str, count: int) -> str:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        done = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=count, temperature=0)
-        return done.choices[0].message.content or ""
-
-    assert all(team(ask, number) for number in range(12))
+    assert all(team(clients(server)["chat"], number) for number in range(12))
     return reported(server, lambda page: page["requests"] >= 60 and len(page["agents"]) == 5)
 
 
@@ -92,7 +114,7 @@ def test_a_team_of_openais_client_is_translated(server: Server, known_team: dict
 
 def test_what_is_said_of_sessions_between_requests_is_answered_by_the_scheduler(server: Server) -> None:
     def advised(**kedge: Any) -> dict[tuple[str, str], str]:
-        actions = server.post("/v1/hints", {"kedge": kedge}, {})["actions"]
+        actions = server.post("/v1/hints", {"kedge": kedge})["actions"]
         return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
 
     said: dict[str, Any] = {"session": "mine", "keep_for": 7200, "expects": {"nobody": 3}, "mood": 1}
@@ -112,35 +134,91 @@ def test_what_is_said_of_sessions_between_requests_is_answered_by_the_scheduler(
 
 @pytest.mark.usefixtures("known_team")
 def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) -> None:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none")
     known = reported(server, lambda _: True)["known_agents"]
-
-    def ask(system: str, user: str, count: int) -> str:
-        messages: Any = [{"role": "user", "content": user}]
-        done = client.messages.create(
-            model=MODEL, system=system, messages=messages, max_tokens=count, extra_body={"temperature": 0}
-        )
-        return "".join(block.text for block in done.content if block.type == "text")
-
-    assert all(team(ask, number) for number in range(20, 23))
+    assert all(team(clients(server)["messages"], number) for number in range(20, 23))
     assert reported(server, lambda page: page["known_agents"] >= known + 15)["failures"] == 0
 
 
-@pytest.mark.usefixtures("known_team")
-def test_agents_of_the_agents_sdk_are_found_by_its_default_model_and_protocol(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    agents.set_tracing_disabled(True)
-    known = reported(server, lambda _: True)["known_agents"]
+# the bare flag --------------------------------------------------------------------------------------------------------
 
-    def ask(system: str, user: str, count: int) -> str:
-        settings = agents.ModelSettings(temperature=0, max_tokens=count)
-        agent = agents.Agent("member", instructions=system, model_settings=settings)
-        return str(agents.Runner.run_sync(agent, user).final_output)
+FLAG = {"kv_connector": "KedgeConnector", "kv_role": "kv_both"}
+TOOLS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "xlam"),
+    *("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})),
+)
+"""Calls that must be made are written by vLLM's grammar of JSON. By its other parsers, such as `hermes`, or with white
+space, the grammar allows blanks without end, and the bundled model writes them."""
+ROOM = ("--num-gpu-blocks-override", "512", "--max-model-len", "4096")
+CHECK = "You check an answer. Read it with care, compare it with the question, and say what is wrong. " * 4
+ROLES = ("Solve it. ", "Check it. ", "Judge it. ")
 
-    assert agents.Agent("any").model is None, "the SDK's default"
-    assert all(team(ask, number) for number in range(30, 35))
-    found = reported(server, lambda page: page["known_agents"] >= known + 10)
-    assert len(found["agents"]) == 5 and found["failures"] == 0
+
+@pytest.fixture(scope="module")
+def stock() -> dict[str, list[str]]:
+    """What clients get of vLLM as it is."""
+    with serving(*TOOLS, *NAMES, *ROOM, transfer=None) as plain:
+        return {**answers(plain), "handoffs": handoffs.answers(plain.url)}
+
+
+@pytest.fixture(scope="module")
+def bare(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
+    with serving(*MIDDLEWARE, *TOOLS, *NAMES, *ROOM, transfer=FLAG) as built:
+        yield built
+
+
+def answers(bare: Server) -> dict[str, list[str]]:
+    """Greedy answers to three agents by every client, who asks questions of its own."""
+    return {
+        name: [ask(role + CHECK, question(first + number)) for number in range(5) for role in ROLES]
+        for first, (name, ask) in zip((0, 5, 10, 15), clients(bare).items(), strict=True)
+    }
+
+
+def question(number: int) -> str:
+    return f"Tom has {number} apples and buys {number + 3} more. How many apples does Tom have then? " * 3
+
+
+def asked(bare: Server) -> dict[str, Any]:
+    """What was found, once the engine has reported a request more."""
+    before = json.loads(bare.get("/kedge/report")) or {"requests": 0}
+    return reported(bare, lambda page: page["requests"] > before["requests"])
+
+
+@pytest.mark.slow
+def test_claude_code_is_served_as_it_asks(bare: Server) -> None:
+    for _ in range(2):
+        seen = events(f"{bare.url}/v1/messages?beta=true", claude_code(MODEL, 16, thinks=False), CLAUDE_CODE)
+        kinds = [one["type"] for one in seen if one["type"] != "ping"]
+        assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    found = asked(bare)
+    assert found["mode"] == "observe" and found["failures"] == 0 and found["translated_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_codex_is_served_as_it_asks(bare: Server) -> None:
+    body = {**codex(MODEL, encrypted=None), "max_output_tokens": 16}
+    kinds = [one["type"] for one in events(f"{bare.url}/v1/responses", body, CODEX)]
+    assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
+    assert asked(bare)["failures"] == 0
+
+
+@pytest.mark.slow
+def test_nothing_is_changed_until_it_is_said_so(bare: Server, stock: dict[str, list[str]]) -> None:
+    before = asked(bare)["known_agents"]
+    for _ in range(2):
+        assert answers(bare) == {name: stock[name] for name in clients(bare)}, "also from the cache"
+    found = asked(bare)
+    assert found["mode"] == "observe" and found["translated_tokens"] == 0 and found["failures"] == 0
+    assert found["known_agents"] >= before + 100, "agents are known from their third prompt on, by whatever protocol"
+    assert len(found["agents"]) >= 3 and found["shared_tokens"] > 500, "what could have been saved is counted"
+
+
+@pytest.mark.slow
+def test_an_unchanged_team_hands_over_and_its_agents_are_linked(bare: Server, stock: dict[str, list[str]]) -> None:
+    before = {one["id"] for one in asked(bare)["agents"]}
+    assert handoffs.answers(bare.url) == stock["handoffs"]
+    found = asked(bare)
+    handoffs.assert_linked(found, [one for one in found["agents"] if one["id"] not in before])
+    for by_chat, is_streamed in ((False, True), (True, False), (True, True)):
+        again = handoffs.answers(bare.url, by_chat=by_chat, is_streamed=is_streamed)
+        assert again == stock["handoffs"], "whatever it speaks"

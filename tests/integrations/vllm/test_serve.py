@@ -20,7 +20,7 @@ from kedge.settings import EngineSettings, ServerSettings
 from kedge.types import GenerateRequest, SamplingParams, Segment
 from tests.server.conftest import Served, serving
 from tests.server.talking import TEMPLATE
-from tests.server.test_structured_output import ASK, NAMES, TOOLS, Order, Part
+from tests.server.test_structured_output import ASK, Order, Part
 
 MODEL = "kedge-nano"
 TEAM = Path(__file__).parents[3] / "examples" / "math_team.yaml"
@@ -55,36 +55,6 @@ def client(served: Served) -> openai.OpenAI:
 def http(served: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=PATIENCE) as opened:
         yield opened
-
-
-def test_a_chat_and_its_stream_have_the_same_text(client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "Tom has 3 apples. Tom finds 5 more. How many apples has Tom?"}]
-    asked: Any = {"model": MODEL, "messages": messages, "max_tokens": 48, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert whole.choices[0].message.content == text != ""
-    [receipt] = whole.model_extra["kedge"]["receipts"]
-    assert receipt["tokens"]["computed"] == whole.usage.prompt_tokens
-
-
-def test_what_is_said_of_sessions_between_requests_is_answered(http: httpx.Client) -> None:
-    def advised(**kedge: Any) -> dict[tuple[str, str], str]:
-        actions = http.post("/v1/hints", json={"kedge": kedge}).json()["actions"]
-        return {(one["action_id"], one.get("session", "")): one["outcome"] for one in actions}
-
-    assert advised(session="mine", keep_for=60) == {("keep_for", ""): "deferred"}
-    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "kedge": {"session": "mine"}}
-    assert http.post("/v1/completions", json=body).status_code == 200
-    assert advised(session="mine", keep_for=7200, returns_in=2) == {
-        ("keep_for", ""): "clipped",
-        ("returns_in", ""): "applied",
-    }
-    assert advised(expects={"mine": 1, "nobody": 1}) == {
-        ("expects", "mine"): "applied",
-        ("expects", "nobody"): "rejected",
-    }
-    assert advised(session="mine", final=True) == {("final", ""): "applied"}
 
 
 def test_a_team_is_translated_from_its_first_questions_on(http: httpx.Client, served: Served) -> None:
@@ -143,14 +113,6 @@ def test_answers_conform_also_many_at_once_and_beside_free_ones(client: openai.O
     for number, answer in enumerate(answers):
         if number % 3:
             (Part, Order)[number % 2].model_validate_json(answer)
-
-
-@pytest.mark.usefixtures("templated")
-def test_a_forced_call_is_one(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
-    for call in client.chat.completions.create(**asked).choices[0].message.tool_calls or pytest.fail("no call"):
-        assert call.function.name in NAMES  # type: ignore[union-attr]
-        json.loads(call.function.arguments)  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("templated")

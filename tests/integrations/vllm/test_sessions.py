@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
+from tests.integrations.vllm.conftest import BLOCK, Answers, Driver, driver, prompt
 
 BLOCKS = 49
 """Blocks on the device; vLLM keeps one of them for itself."""
@@ -50,7 +50,7 @@ class Chat:
 
 
 @pytest.fixture(scope="module")
-def stock(tiny_llama: Path) -> dict[int, list[int]]:
+def stock(tiny_llama: Path) -> Answers:
     """Histories of sessions on vLLM without the plug-in and with room for all, by their number."""
     with driver(tiny_llama, plugged=False, num_gpu_blocks_override=1500) as plain:
         chats = [Chat(plain, number) for number in range(32)]
@@ -91,16 +91,6 @@ def clock(hosted: Driver, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def check(driver: Driver) -> None:
-    """Every block is free, and both queues are sound."""
-    assert driver.pool.get_num_free_blocks() == driver.pool.num_gpu_blocks - 1
-    driver.side.queue.check_integrity()
-    assert not driver.side.requests
-    if loads := driver.side.loads:
-        loads.tier.queue.check_integrity()
-        assert loads.tier.host.get_num_free_blocks() == loads.tier.host.num_gpu_blocks - 1
-
-
 def on_device(driver: Driver, session: str) -> int:
     """Return how many leading blocks of the history of a session with an id are on the device."""
     from kedge.integrations.vllm.plugin.block_pools import cached_prefix
@@ -120,31 +110,22 @@ def test_a_session_that_returns_soon_outlives_later_ones(alone: Driver, clock: l
     for number in range(200, 208):
         alone.ask(prompt(HEAD, number), ANSWER)  # many times the room of the device
         clock[0] += 0.2
-        check(alone)
+        alone.check_rest()
     whole = chat.whole
     assert chat.turn() == whole, "least recently used, it would have gone"
 
 
-def test_histories_come_back_from_the_host_with_the_same_answers(hosted: Driver, stock: dict[int, list[int]]) -> None:
+def test_histories_come_back_from_the_host_with_the_same_answers(hosted: Driver, stock: Answers) -> None:
     chats = [Chat(hosted, number) for number in range(12)]
     for _ in range(4):
         for chat in chats:
             whole = chat.whole if chat.turns else 0
             assert chat.turn() == whole, hosted.side.totals()
-            check(hosted)
+            hosted.check_rest()
     assert [chat.history for chat in chats] == [stock[chat.number] for chat in chats]
     totals = hosted.side.totals()
     needed, on_device = 12 * (9 + 10 + 12), 3 * (BLOCKS - 1)
     assert totals["blocks_loaded"] >= needed - on_device and not totals.get("skipped_backups", 0)
-
-
-def test_a_turn_backs_up_only_what_it_added(hosted: Driver) -> None:
-    chat = Chat(hosted, 2)
-    chat.turn()
-    before = hosted.side.totals()["blocks_offloaded"]
-    held = chat.whole
-    chat.turn()
-    assert hosted.side.totals()["blocks_offloaded"] - before == (chat.whole - held) // BLOCK
 
 
 def test_what_a_compacted_session_leaves_behind_is_not_its_own(hosted: Driver, clock: list[float]) -> None:
@@ -157,17 +138,17 @@ def test_what_a_compacted_session_leaves_behind_is_not_its_own(hosted: Driver, c
     assert key.name == "s" and not others
     for queue in (hosted.side.queue, hosted.side.loads.tier.queue):
         assert queue.members_of(key) == chat.whole // BLOCK
-    check(hosted)
+    hosted.check_rest()
 
 
-def test_32_sessions_in_a_pool_of_three_answer_the_same(hosted: Driver, stock: dict[int, list[int]]) -> None:
+def test_32_sessions_in_a_pool_of_three_answer_the_same(hosted: Driver, stock: Answers) -> None:
     chats = {number: Chat(hosted, number) for number in range(32)}
     for _ in range(4):
         names = {number: hosted.add(chat.grow(), ANSWER) for number, chat in chats.items()}
         hosted.run()
         for number, name in names.items():
             chats[number].took(hosted.finished[name])
-        check(hosted)
+        hosted.check_rest()
     assert {number: chat.history for number, chat in chats.items()} == stock
     hits = sum(sum(chat.cached[2:]) for chat in chats.values()) / sum(2 * (HEAD + TURN) for _ in chats)
     assert hits > 0.7, "stock vLLM: 0"
@@ -187,17 +168,17 @@ def test_aborts_and_resets_leak_nothing(hosted: Driver) -> None:
         for name, chat in names.items():
             if name in hosted.finished:
                 chat.took(hosted.finished[name])
-        check(hosted)
+        hosted.check_rest()
         if turn == 3:
             hosted.reset()
-            check(hosted)
+            hosted.check_rest()
 
 
 @pytest.mark.parametrize("empties_host", [False, True])
 @pytest.mark.parametrize("direction", ["load", "offload"])
 def test_a_reset_abandons_the_copies_under_way(
     hosted: Driver,
-    stock: dict[int, list[int]],
+    stock: Answers,
     direction: str,
     empties_host: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -218,60 +199,46 @@ def test_a_reset_abandons_the_copies_under_way(
             hosted.side.queue.check_integrity()
             tier.queue.check_integrity()
     hosted.run()
-    check(hosted)
+    hosted.check_rest()
     answer = list(hosted.finished[name].outputs[0].token_ids)
     assert answer == stock[chat.number][len(chat.history) :][: len(answer)]
     assert not tier.busy and all(one in hosted.finished for one in others)
 
 
-def test_a_session_that_is_to_be_kept_outlives_one_that_need_not_be(alone: Driver, clock: list[float]) -> None:
-    kept, left = (Chat(alone, 5 + at, head=12 * BLOCK) for at in range(2))
-    kept.asked, left.asked = {"kedge": {"session": "k", "keep_for": 30}}, {"kedge": {"session": "l", "keep_for": 0}}
-    for chat in (kept, left):
-        chat.turn()
-        clock[0] += 0.1
-    for number in range(300, 304):
-        alone.ask(prompt(2 * HEAD, number), ANSWER)  # with these nothing else has room
-        clock[0] += 0.1
-    assert kept.turn() > HEAD and left.turn() == 0, "least recently used, both would have gone"
-    check(alone)
+RUN = {"client": "c", "workflow": "w", "run": "r"}
+EXPECTED: dict[str, list[dict[str, Any]]] = {
+    "a client": [
+        {"session": "s", "keep_for": 0},
+        {"expects": {"no one": 0, "s": 500}},
+        {"session": "coordinator", "expects": {"s": 0}},
+    ],
+    "a forecast": [
+        {**RUN, "agent": "writer", "session": "s", "steps": {"writer": 50}},
+        {},
+        {**RUN, "agent": "reader", "steps": {"writer": 0, "reader": 1}},
+    ],
+}
+"""Hints: of the session, of a call while it is far away, and of one that expects it soon"""
 
 
-def test_a_prefetch_loads_a_session_before_its_request(
-    hosted: Driver, stock: dict[int, list[int]], clock: list[float]
+@pytest.mark.parametrize("who", EXPECTED)
+def test_a_session_that_is_expected_is_on_the_device_before_its_request(
+    hosted: Driver, stock: Answers, clock: list[float], who: str
 ) -> None:
-    chat = Chat(hosted, 7, kedge={"session": "s", "keep_for": 0})
-    for _ in range(3):
-        chat.turn()
-        clock[0] += 1.0
-    assert hosted.scheduler.reset_prefix_cache(), "the host keeps the history"
-    hosted.ask(prompt(HEAD, 970), ANSWER, kedge={"expects": {"no one": 0, "s": 500}})
-    assert on_device(hosted, "s") == 0, "it is far away"
-    whole = chat.whole
-    hosted.ask(prompt(HEAD, 971), ANSWER, kedge={"session": "coordinator", "expects": {"s": 0}})
-    assert on_device(hosted, "s") == whole // BLOCK
-    assert chat.turn() == whole and chat.history == stock[chat.number]
-    check(hosted)
-
-
-def test_a_session_that_a_forecast_expects_is_on_the_device_before_its_request(
-    hosted: Driver, stock: dict[int, list[int]], clock: list[float]
-) -> None:
-    run = {"client": "c", "workflow": "w", "run": "r"}
-    chat = Chat(hosted, 4, kedge={**run, "agent": "writer", "session": "s", "steps": {"writer": 50}})
+    own, far, soon = EXPECTED[who]
+    chat = Chat(hosted, 7, kedge=own)
     for _ in range(3):
         chat.turn()
         clock[0] += 1.0
     assert hosted.scheduler.reset_prefix_cache(), "the host keeps the history"
     before, whole = hosted.side.totals(), chat.whole
-    clock[0] += 1.0
-    hosted.ask(prompt(HEAD, 960), ANSWER)
-    assert on_device(hosted, "s") == 0, "it is far away"
-    hosted.ask(prompt(HEAD, 961), ANSWER, kedge={**run, "agent": "reader", "steps": {"writer": 0, "reader": 1}})
+    hosted.ask(prompt(HEAD, 970), ANSWER, kedge=far)
+    assert on_device(hosted, "s") == 0
+    hosted.ask(prompt(HEAD, 971), ANSWER, kedge=soon)
     assert on_device(hosted, "s") == whole // BLOCK
-    check(hosted)
+    hosted.check_rest()
     assert chat.turn() == whole and chat.history == stock[chat.number]
     after = hosted.side.totals()
     assert after["prefetches_completed"] == before.get("prefetches_completed", 0) + 1
     assert after.get("prefetches_late", 0) == before.get("prefetches_late", 0)
-    check(hosted)
+    hosted.check_rest()

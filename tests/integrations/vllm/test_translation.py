@@ -41,6 +41,13 @@ def teach(engine: Driver, value: list[int]) -> Any:
     return engine.ask(tokens(value), kedge=hints(value))
 
 
+def teach_base_only(engine: Driver, value: list[int]) -> Any:
+    """The base KV of a value is computed, and the prefix cache emptied; then a call with it."""
+    engine.ask(tokens(value), kedge=hints(value, agent="nobody-knows-it"))
+    engine.reset()
+    return engine.ask(tokens(value), count=12, kedge=hints(value))
+
+
 @pytest.fixture(scope="module")
 def dense(tiny_llama: Path) -> list[list[int]]:
     """Answers of stock vLLM."""
@@ -80,39 +87,7 @@ def test_a_prompt_is_read_after_its_first_token(taught: Driver, monkeypatch: pyt
     request = next(iter(taught.scheduler.requests.values()))
     taught.run()
     assert drawn == [1]
-    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
-
-
-def test_an_unseen_value_is_translated_and_pollutes_nothing(taught: Driver, dense: list[list[int]]) -> None:
-    taught.reset()
-    value = VALUES[-1]
-    first = teach_base_only(taught, value)
-    assert receipt(first)["tokens"]["translated"] == 170
-    hashed = len(taught.pool.cached_block_hash_to_block)
-    later = taught.ask(tokens(value), count=12)
-    assert later.num_cached_tokens == 0, "translated blocks must not be found"
-    assert list(later.outputs[0].token_ids) == dense[-1]
-    assert len(taught.pool.cached_block_hash_to_block) == hashed + 171 // BLOCK
-
-
-def teach_base_only(engine: Driver, value: list[int]) -> Any:
-    """The base KV of a value is computed, and the prefix cache emptied; then a call with it."""
-    engine.ask(tokens(value), kedge=hints(value, agent="nobody-knows-it"))
-    engine.reset()
-    return engine.ask(tokens(value), count=12, kedge=hints(value))
-
-
-def test_a_preempted_translation_is_written_again(taught: Driver, dense: list[list[int]]) -> None:
-    taught.reset()
-    name = taught.add(tokens(VALUES[0]), count=12, kedge=hints(VALUES[0]))
-    request = next(iter(taught.scheduler.requests.values()))
-    taught.run(until=lambda: len(request.output_token_ids) > 3)
-    taught.scheduler.reset_prefix_cache(reset_running_requests=True)
-    taught.run()
-    assert request.num_preemptions == 1
-    assert list(taught.finished[name].outputs[0].token_ids) == dense[0]
-    assert receipt(taught.finished[name])["tokens"]["translated"] == 170
-    assert taught.pool.get_num_free_blocks() == taught.pool.num_gpu_blocks - 1
+    taught.check_rest()
 
 
 @pytest.mark.parametrize(

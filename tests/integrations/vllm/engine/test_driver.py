@@ -17,13 +17,14 @@ from kedge.types import (
     Namespace,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     SamplingParams,
     Segment,
     TenantId,
     WorkflowId,
 )
-from kedge.workflow.forecast import AgentKey, RunKey
+from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 TENANT, RUN = TenantId("t"), RunId("r")

@@ -23,7 +23,7 @@ from kedge.integrations.vllm.engine.options import (
     vllm_arguments,
 )
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.settings import EngineSettings, QuotaSettings, Settings, TierSettings
+from kedge.settings import EngineSettings, QuotaSettings, TierSettings
 from kedge.types import TenantId
 
 TYPES = {
@@ -80,13 +80,6 @@ def test_settings_without_a_meaning_are_refused_unless_left_at_their_defaults() 
             key = f"engine.{section}.{name}" if section else f"engine.{name}"
             with pytest.raises(ConfigError, match=f"^{key}="):
                 refuse_foreign(EngineSettings(backend="vllm", **given))
-
-
-def test_a_variable_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KEDGE_ENGINE__VLLM__MAX_MODEL_LEN", "512")
-    engine = Settings.load(engine={"backend": "vllm"}).engine
-    assert vllm_arguments(engine, Path("m"), Arguments, is_cpu=True)["max_model_len"] == 512
 
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

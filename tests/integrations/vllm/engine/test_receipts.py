@@ -145,16 +145,6 @@ def test_tokens_beyond_the_answer_are_dropped(tokenizer: HFTokenizer) -> None:
     assert done.tokens == tokens[:4] and [len(delta.tokens) for delta in deltas] == [4, 0]
 
 
-def test_a_stop_string_ends_the_answer_in_the_middle_of_an_output(tokenizer: HFTokenizer) -> None:
-    tokens = tokenizer.encode("one two three")
-    response = StreamedResponse(ask(stop=("two",), max_tokens=50), tokenizer, None, 100)
-    response.take(output(tokens))
-    assert response.stopped and response.finish is FinishReason.STOP
-    response.end(None)
-    done = response.stream.result(1)
-    assert done.text == "one " and tokenizer.decode(done.tokens).endswith("two")
-
-
 def test_answers_that_vllm_gives_up_or_nobody_wanted(tokenizer: HFTokenizer) -> None:
     with pytest.raises(ForwardFailed, match="error"):
         StreamedResponse(ask(), tokenizer, None, 100).take(output((), "error"))

@@ -1,4 +1,4 @@
-"""Lanes on Model Runner V2, and on two tensor-parallel ranks with holes of their own."""
+"""Model Runner V2, and lanes on two tensor-parallel ranks with holes of their own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from typing import Any
 import pytest
 
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from tests.integrations.vllm.conftest import driver, receipt
+from tests.integrations.vllm.conftest import Answers, driver, receipt
 from tests.integrations.vllm.lane_prompts import HOLES, SETTINGS, ask, teach
+from tests.marks import on_push
 
 HERE = Path(__file__).parent
-CHOSEN = "planner or busy or (abort and 2) or preempted or crowds"
+ON_V2 = {
+    "forced answers": ("forced_answers", "beside", 2),
+    "lanes over KV": ("lanes_over_kv", "llama and (planner or busy)", 6),
+    "lanes": ("lanes lanes_in_small_steps", "(abort and 2) or preempted or failed or crowds", 8),
+}
+"""Files, which of their tests are run, and how many these are: each of them in both schedulings"""
 
 
-@pytest.mark.slow
-def test_model_runner_v2_does_the_same() -> None:
+@pytest.mark.parametrize("case", on_push(ON_V2, ["forced answers"]))
+def test_model_runner_v2_does_the_same(case: str) -> None:
     """Its kernels run on Triton's interpreter, which has to be chosen before vLLM is imported."""
-    files = [HERE / f"test_lanes{name}.py" for name in ("", "_in_small_steps")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:logging", *map(str, files), "-k", CHOSEN]
+    names, chosen, count = ON_V2[case]
+    files = [str(HERE / f"test_{name}.py") for name in names.split()]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:logging", *files, "-k", chosen],
         env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"},
         cwd=HERE.parents[2],
         stdout=subprocess.PIPE,
@@ -34,10 +40,10 @@ def test_model_runner_v2_does_the_same() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "12 passed" in done.stdout
+    assert f"{count} passed" in done.stdout
 
 
-def test_two_ranks_compute_the_same_holes(tiny_llama: Path, stock_answers: dict[Any, list[int]]) -> None:
+def test_two_ranks_compute_the_same_holes(tiny_llama: Path, stock_answers: Answers) -> None:
     """The lanes reach the workers in other processes, and each fills the holes of its own heads."""
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with driver(tiny_llama, extra=SETTINGS, scheduler_cls=SCHEDULER, **parallel) as engine:
