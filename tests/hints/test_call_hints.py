@@ -127,6 +127,7 @@ def test_a_value_that_cannot_be_meant_is_ignored_and_counted(rule: Any) -> None:
         ({"kedge": {"run": "x" * 257}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
         ({"kedge": {"run": "\ud800"}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
         ({"kedge": {"steps": {"a": float("nan")}}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
+        ({"kedge": {"steps": {"a": 1}}}, {("kedge", IgnoredReason.UNSUPPORTED): 1}),  # of no run
         ({"kedge": {"fixed_tokens": True}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
     ],
 )
@@ -170,8 +171,10 @@ def test_no_other_budget_is_accepted(said: Any) -> None:
 
 
 def test_what_was_understood_is_told_but_no_secret() -> None:
-    told = hints({"cache_salt": "secret", "kedge": {"steps": {"a": None}, "seq": 0, "bindings": {"q": "x"}}}).to_dict()
-    assert told == {"steps": {"a": None}, "seq": 0}
+    told = hints(
+        {"cache_salt": "secret", "kedge": {"run": "r", "steps": {"a": None}, "bindings": {"q": "x"}}}
+    ).to_dict()
+    assert told == {"run": "r", "steps": {"a": None}}
 
 
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}

@@ -280,6 +280,9 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
     _complete(given, headers, ends_run=body["kedge"].get("final") is True)
+    if "steps" in given and not given["run"]:  # those of several callers would count as one run's
+        del given["steps"]
+        ignored["kedge", IgnoredReason.UNSUPPORTED] += 1
     unknown = _count_unknown(body, ignored)
     kedge = body["kedge"]
     reuse, guard = _mode(kedge, "reuse", ReuseMode), _mode(kedge, "guard", GuardMode)

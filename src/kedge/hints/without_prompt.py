@@ -26,10 +26,8 @@ ACCEPTED = {
 """What is accepted of a field; of all others a name"""
 
 
-def took_forecast(run: str, is_newer: bool) -> ActionOutcome:
-    """Return what became of a forecast; `is_newer` is whether it replaced the one before."""
-    if not run:
-        return ActionOutcome("steps", "needs the run that it is said of")
+def took_forecast(is_newer: bool) -> ActionOutcome:
+    """Return what became of a run's forecast; `is_newer` is whether it replaced the one before."""
     if not is_newer:
         return ActionOutcome("steps", "the run has ended, or has a forecast with this number or a higher one")
     return ActionOutcome("steps", "the run's agents are kept by it", ActionResult.APPLIED)
@@ -54,7 +52,7 @@ def outcomes(body: Mapping[str, Any], hints: Hints, engine: Sequence[ActionOutco
     kedge = kedge_field(body, Counter())
     settled = [_settled(one, taken) for one in hints.actions]
     clipped = [_clipped(one, kedge) for one in engine]
-    return [one.to_dict() for one in (*settled, *clipped, *_refused(kedge))]
+    return [one.to_dict() for one in (*settled, *clipped, *_refused(kedge, hints))]
 
 
 def _settled(action: ActionOutcome, taken: Mapping[tuple[str, str], ActionOutcome]) -> ActionOutcome:
@@ -78,8 +76,10 @@ def _clipped(one: ActionOutcome, kedge: Mapping[str, Any]) -> ActionOutcome:
     return one._replace(reason=reason, outcome=ActionResult.CLIPPED if is_applied else one.outcome)
 
 
-def _refused(kedge: Mapping[str, Any]) -> Iterator[ActionOutcome]:
-    """Yield the outcomes of fields whose values are not accepted, that are unknown, or mean nothing without a call."""
+def _refused(kedge: Mapping[str, Any], hints: Hints) -> Iterator[ActionOutcome]:
+    """Yield the outcomes of fields whose values are not accepted, that are unknown, or mean nothing without a call or
+    a run.
+    """
     rules = {rule.path[1]: rule for rule in KEDGE}
     for name, value in list(kedge.items())[: len(rules) + len(STRICT)]:
         if name in OF_A_CALL:
@@ -91,3 +91,6 @@ def _refused(kedge: Mapping[str, Any]) -> Iterator[ActionOutcome]:
                 rules[name].read(value)
             except ValueError:
                 yield ActionOutcome(name, ACCEPTED.get(name, NAME))
+            else:
+                if name == "steps" and not hints.run:
+                    yield ActionOutcome(name, "needs the run that it is said of")

@@ -81,7 +81,7 @@ class ClientRuns:
         run, outcomes = self.touch(namespace, hints, registered), list[ActionOutcome]()
         if hints.steps is not None:
             is_newer = run is not None and self.board.forecast(run.key) is not before
-            outcomes.append(took_forecast(hints.run, is_newer))
+            outcomes.append(took_forecast(is_newer))
         if run and hints.final:
             self.end(run)
         elif run:

@@ -100,7 +100,8 @@ def test_no_hints_are_none_and_no_mapping_is_one_ignored_hint() -> None:
     "bad",
     [
         {"agent": 7}, {"run": "x" * 257}, {"agent": "a\n"}, {"seq": 1.5}, {"seq": True},
-        {"steps": {"a": math.nan}}, {"steps": {"a": "1"}}, {"steps": []}, {"fixed_tokens": 1.0}, {"final": "yes"},
+        {"steps": {"a": math.nan}}, {"steps": {"a": "1"}}, {"steps": []}, {"steps": {"a": 1}}, {"final": "yes"},
+        {"fixed_tokens": 1.0},
         {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
         {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},
         {"segments": [{"name": "q", "length": 5, "sample": "s", "base_context": ["x"]}]},

@@ -92,6 +92,9 @@ def read_hints(
                 given[name] = read(value)
         except ValueError:
             ignored += 1
+    if "steps" in given and not given.get("run"):  # those of several callers would count as one run's
+        del given["steps"]
+        ignored += 1
     get, is_ahead = given.get, given.get("ahead", False)
     # one that is run is plain if its client says nothing of its prompt and of reuse
     is_plain = not is_ahead and not given.keys() & {"reuse", "segments"}

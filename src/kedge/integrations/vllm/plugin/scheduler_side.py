@@ -191,8 +191,7 @@ class SchedulerSide:
         """Take what a client says of its sessions and runs between requests. Returns what becomes of it."""
         request, outcomes = hinted.request, list[ActionOutcome]()
         if hinted.steps is not None:
-            is_newer = bool(request.run) and self.prompts.forecast(hinted, hinted.steps)
-            outcomes.append(took_forecast(request.run, is_newer))
+            outcomes.append(took_forecast(self.prompts.forecast(hinted, hinted.steps)))
         if hinted.ends_run:
             self._end_run(request.run_key)
             outcomes.append(run_ended())
