@@ -1,19 +1,24 @@
-"""Plans keep what the cache says of the exact tokens' sources."""
+"""What is translated of a prompt, and what is computed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kedge.errors import PlanError
 from kedge.guard import EVERYTHING, GuardOrders
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.reuse.plan import ReusePlan, Sentinel
+from kedge.reuse.layout import plan_key
+from kedge.reuse.plan import ReusePlan, Sentinel, spans_of
 from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, WITHHELD, Planner
 from kedge.settings import PlannerConstants
-from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span, ValueKind, WorkflowId
 
 UNWATCHED = GuardOrders()
 ALWAYS = EngineCosts(by_cost=False)
@@ -177,18 +182,18 @@ def test_a_prompt_of_which_an_answer_is_too_little_is_dense_and_teaches() -> Non
 
 
 class Cost(EngineCosts):
-    """Translating a segment costs as much as computing so many tokens."""
+    """Translating a segment costs as much as computing so many tokens, and base KV pays from so many readers on."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int = 0, readers: float = 0) -> None:
         super().__init__()
-        self._tokens = tokens
+        self._tokens, self._readers = tokens, readers
 
     def translation_pays(self, tokens: int, spared: float) -> bool:
         assert spared <= tokens
         return spared > self._tokens
 
-    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
-        return readers * (tokens - self._tokens) > base_tokens and self.translation_pays(tokens, tokens)
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:  # noqa: ARG002
+        return readers >= self._readers
 
 
 def plan_with(
@@ -245,3 +250,46 @@ def test_exact_tokens_keep_their_source_and_all_others_are_computed(reuse: Reuse
     request = GenerateRequest((Segment((1,) * 5, "p0"), Segment((2,) * 4, "x", SampleId.parse("x@0"))), reuse=reuse)
     assert planner.plan(request, LEASED).spans == (*LEASED, Span(6, 9, Source.COMPUTED))
     assert planner.plan(request, ()).spans == (Span(0, 9, Source.COMPUTED),)
+
+
+# plans, and prompts that share none ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(list(Source)), min_size=1))
+def test_spans_are_the_sources_joined(sources: list[Source]) -> None:
+    spans = spans_of(sources)
+    assert [span.source for span in spans for _ in range(len(span))] == sources
+    assert all(a.source is not b.source for a, b in zip(spans, spans[1:], strict=False))
+    plan = ReusePlan(spans)
+    assert plan.computed == [i for i, source in enumerate(sources) if source is Source.COMPUTED]
+    exact = sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources)
+    assert plan.exact_tokens == exact
+
+
+@pytest.mark.parametrize("edges", [[(1, 4)], [(0, 3), (4, 6)], [(0, 3), (2, 6)], [(0, 3), (3, 3)]])
+def test_gaps_and_overlaps_are_refused(edges: list[tuple[int, int]]) -> None:
+    with pytest.raises(PlanError):
+        ReusePlan(tuple(Span(a, b, Source.COMPUTED) for a, b in edges))
+
+
+def value(*tokens: int) -> Segment:
+    return Segment(tokens, "q", SampleId(ValueKind.INPUT, "q"), base_context=(8,), placeholder_text=(7, 7))
+
+
+PROMPT = GenerateRequest((Segment((1, 2), "p0"), value(50, 51), Segment((3, 4, 5), "p1")))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PROMPT, reuse=ReuseMode.TRANSLATE),
+        replace(PROMPT, guard=GuardOrders(withheld=frozenset("q"))),
+        replace(PROMPT, workflow=WorkflowId("other")),
+        replace(PROMPT, segments=(Segment((1, 9), "p0"), *PROMPT.segments[1:])),
+        replace(PROMPT, segments=(PROMPT.segments[0], replace(value(50, 51), base_context=(9,)), PROMPT.segments[2])),
+    ],
+)
+def test_other_modes_orders_and_templates_have_plans_of_their_own(other: GenerateRequest) -> None:
+    """Offsets that were measured against other base KV are not used either."""
+    assert plan_key(other) != plan_key(PROMPT)
+    assert plan_key(replace(PROMPT, segments=(PROMPT.segments[0], value(60), PROMPT.segments[2]))) == plan_key(PROMPT)

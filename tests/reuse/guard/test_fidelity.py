@@ -258,19 +258,6 @@ def test_every_budget_has_a_rung_of_its_own() -> None:
     assert len(proof.serving) < 10, "a client could else fill the memory"
 
 
-def test_an_agent_above_the_budget_is_rarely_served() -> None:
-    """By 20 % in the mean, with the spread of real divergences."""
-    rng, agents, served = numpy.random.default_rng(4), 100, 0
-    for _ in range(agents):
-        proof = Proof()
-        for divergence in rng.exponential(1.2 * BUDGET, 60):
-            observe(proof, RungFinding(0, float(divergence), 0.0))
-            if proof.choose(BUDGET, ALPHA) is not None:
-                served += 1
-                break
-    assert served <= 0.1 * agents
-
-
 def test_discarded_anchors_prove_nothing() -> None:
     proof = found(found(Proof(), 0, BUDGET / 5, computed=0.5), 1, BUDGET / 5)
     assert serving(proof) == 1
@@ -279,13 +266,6 @@ def test_discarded_anchors_prove_nothing() -> None:
     assert serving(proof) == 0, "moving needs none"
     proof.forget_anchors()
     assert serving(proof) == 0
-
-
-def test_how_near_the_budget_it_is() -> None:
-    proof = found(Proof(), 1, BUDGET / 10)
-    seen = proof.rungs[1].divergence
-    assert proof.nearness(BUDGET, ALPHA) == pytest.approx(seen.upper(ALPHA) / BUDGET)
-    assert proof.nearness(BUDGET / 100, ALPHA) == 1.0 and Proof().nearness(BUDGET, ALPHA) == 1.0
 
 
 def test_a_note_has_the_rung_that_serves_with_its_bound_and_all_that_was_tried() -> None:
