@@ -91,7 +91,7 @@ def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("scptfe"), st.integers(0, 3), st.integers(1, 5)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("sccptffe"), st.integers(0, 1), st.integers(1, 4)), max_size=60))
 def test_it_is_a_dict_of_what_was_used_last_within_its_bytes(steps: list[tuple[str, int, int]]) -> None:
     store, twin = BaseStore(9 * ONE), dict[tuple[str, int, int], int]()
 

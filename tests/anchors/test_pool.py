@@ -44,13 +44,6 @@ def test_slots_are_bounded_and_take_their_orphans_along() -> None:
     assert list(pool.anchors) == [1, 2]
 
 
-def test_hits_of_an_anchor_that_has_gone_are_passed_over() -> None:
-    pool = AnchorPool(2, 2)
-    add(pool, 0)
-    pool.hit([AnchorId(0), AnchorId(77)])
-    assert [a.hits for a in pool.anchors.values()] == [1]
-
-
 def test_nbytes_counts_tables_and_keys() -> None:
     pool = AnchorPool(2, 2)
     add(pool, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,6 +177,9 @@ def test_hits_count_only_anchors_that_are_used() -> None:
     assert store.stats().used == 2
     store.use(store.estimate(PlaceholderSite("nobody", 0), sample(2)))
     assert store.stats().used == 2
+    pool.drop(pool.victim())
+    store.use(replace(repeat, used=(0, 3)))
+    assert [a.hits for a in pool.anchors.values()] == [0, 2, 1], "what has gone is passed over"
 
 
 @each_estimator

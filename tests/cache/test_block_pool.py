@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,24 +20,23 @@ def test_a_bad_free_changes_nothing(blocks: list[int]) -> None:
     pool.check_integrity()
 
 
-@given(st.sets(st.integers(0, 19)), st.integers(1, 20), st.integers(-1, 19))
-def test_the_run_that_continues_else_the_best_fit_else_the_fewest(free: set[int], n: int, after: int) -> None:
-    pool = BlockPool(20)
-    pool.allocate(20)
-    pool.free(free)
-    if n > len(free):
-        return
-    runs = {at: next(size for size in range(1, 21) if at + size not in free) for at in free if at - 1 not in free}
-    fitting = {at: size for at, size in runs.items() if size >= n}
-    blocks = pool.allocate(n, after)
-    taken = [at for at in blocks if at - 1 not in blocks]
-    if after + 1 in fitting:
-        assert blocks == list(range(after + 1, after + 1 + n))
-    elif fitting:
-        assert len(taken) == 1 and fitting[taken[0]] == min(fitting.values())
-    else:
-        longest = sorted(runs.values(), reverse=True)
-        assert sum(longest[: len(taken) - 1]) < n, "with one run less there were too few"
+@given(st.lists(st.booleans(), min_size=16, max_size=16))
+def test_the_run_that_continues_else_the_best_fit_else_the_fewest(is_free: list[bool]) -> None:
+    free = {at for at, one in enumerate(is_free) if one}
+    runs = {at: next(size for size in range(1, 17) if at + size not in free) for at in free if at - 1 not in free}
+    for n, after in itertools.product(range(1, len(free) + 1), (None, *(at - 1 for at in runs))):
+        pool = BlockPool(16)
+        pool.allocate(16)
+        pool.free(free)
+        blocks = pool.allocate(n, after)
+        taken = [at for at in blocks if at - 1 not in blocks]
+        if after is not None and runs[after + 1] >= n:
+            assert blocks == list(range(after + 1, after + 1 + n))
+        elif fitting := [size for size in runs.values() if size >= n]:
+            assert len(taken) == 1 and runs[taken[0]] == min(fitting)
+        else:
+            longest = sorted(runs.values(), reverse=True)
+            assert sum(longest[: len(taken) - 1]) < n, "with one run less there were too few"
 
 
 def test_bad_sizes() -> None:
