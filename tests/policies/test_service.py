@@ -128,9 +128,7 @@ def test_no_look_up_without_overload() -> None:
 
 
 def test_a_prompt_beyond_the_budget_is_looked_up_all_the_same() -> None:
-    order: ServiceOrder[str] = ServiceOrder({"a": 1.0, "b": 0.0}.__getitem__)
-    order.push("a", 10 * LOOK_UP_TOKENS)
-    order.push("b", 10 * LOOK_UP_TOKENS)
+    order = order_of({"a": 1.0, "b": 0.0}, 10 * LOOK_UP_TOKENS)
     for _ in range(2):
         order.order(0, overloaded=True)
     assert order.order(0, overloaded=True) == ["b", "a"]

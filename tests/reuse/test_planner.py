@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,16 +68,22 @@ class Unknown(Known):
         )  # fmt: skip
 
 
+def planned(
+    known: Any, *segments: Segment, guard: GuardOrders = UNWATCHED, cost: EngineCosts = ALWAYS, **policy: Any
+) -> ReusePlan:
+    """The plan of these segments behind 5 exact tokens."""
+    planner = Planner(known, known, PlannerConstants(**policy), None, cost)
+    request = GenerateRequest((Segment((1,) * 5, "p0"), *segments), reuse=ReuseMode.TRANSLATE, guard=guard)
+    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
+
+
+ANSWER = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
+
+
 def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, **policy: Any) -> ReusePlan:
     """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8), p2 (4)."""
-    segments = (
-        Segment((1,) * 5, "p0"), Segment((2,) * 8, "question", SampleId.parse("input_question@0")),
-        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0")),
-        Segment((5,) * 4, "p2"),
-    )  # fmt: skip
-    planner = Planner(cast(Any, known), cast(Any, known), PlannerConstants(**policy), None, ALWAYS)
-    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
-    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
+    question = Segment((2,) * 8, "question", SampleId.parse("input_question@0"))
+    return planned(known, question, Segment((3,) * 6, "p1"), ANSWER, Segment((5,) * 4, "p2"), guard=guard, **policy)
 
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
@@ -107,12 +113,7 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
 
     known.without_offsets = without_offsets  # type: ignore[attr-defined]
     for size, is_looked_up in ((SHORT_TEMPLATE, False), (SHORT_TEMPLATE + 1, True)):
-        answer = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
-        segments = (Segment((1,) * 5, "p0"), answer, Segment((5,) * size, "p1"))
-        planner = Planner(
-            cast(Any, known), cast(Any, known), PlannerConstants(move=move, min_translated=0), None, ALWAYS
-        )
-        plan = planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
+        plan = planned(known, ANSWER, Segment((5,) * size, "p1"), move=move, min_translated=0)
         template = [*range(13, 13 + size)]
         if from_anchors or is_looked_up:
             assert [at for at in plan.computed if at >= 13] == [14, 12 + size]
@@ -203,13 +204,8 @@ def plan_with(
 
 
 def plan_of_x(known: Known, guard: GuardOrders, cost: EngineCosts = ALWAYS, **policy: int) -> ReusePlan:
-    segments = (
-        Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")
-    )  # fmt: skip
-    known = cast(Any, known)
-    planner = Planner(known, known, PlannerConstants(**policy), None, cost)
-    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
-    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
+    value = Segment((2,) * 8, "x", SampleId.parse("x@0"))
+    return planned(known, value, Segment((3,) * 6, "p1"), guard=guard, cost=cost, **policy)
 
 
 def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -> None:

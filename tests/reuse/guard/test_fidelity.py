@@ -268,6 +268,13 @@ def test_discarded_anchors_prove_nothing() -> None:
     assert serving(proof) == 0
 
 
+def test_how_near_the_budget_it_is() -> None:
+    proof = found(Proof(), 1, BUDGET / 10)
+    seen = proof.rungs[1].divergence
+    assert proof.nearness(BUDGET, ALPHA) == pytest.approx(seen.upper(ALPHA) / BUDGET)
+    assert proof.nearness(BUDGET / 100, ALPHA) == 1.0 and Proof().nearness(BUDGET, ALPHA) == 1.0
+
+
 def test_a_note_has_the_rung_that_serves_with_its_bound_and_all_that_was_tried() -> None:
     empty = Proof().note(BUDGET, ALPHA)
     assert (empty.rung, empty.mean, empty.bound, empty.checks, empty.curve) == ("", None, None, 0, ())

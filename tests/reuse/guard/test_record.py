@@ -117,6 +117,13 @@ def test_what_is_withheld_is_never_on(story: list[DecisionComparison | None]) ->
         assert record.evidence.changed <= record.evidence.checks
 
 
+@given(st.lists(st.floats(0, 20), max_size=300))
+def test_without_a_change_there_is_no_breach_whatever_the_divergence(story: list[float]) -> None:
+    """Divergences are bounded by their mean; here they are only reported."""
+    record = observed(canary(), *[DecisionComparison({DecisionKind.FAR: False}, kl) for kl in story])
+    assert (record.epoch, record.suspicions, record.kl) == (0, 0, max(story, default=0.0))
+
+
 @pytest.mark.parametrize("share", [0.002, 0.019])
 def test_an_agent_below_the_limit_is_rarely_breached(share: float) -> None:
     """With all restarts of its evidence together, at most `alpha` of such agents, however long they are watched."""
