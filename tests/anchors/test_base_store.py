@@ -38,7 +38,7 @@ def test_a_response_is_found_in_its_run_only() -> None:
     assert store.find(RUN, SAMPLE, (9, 9), ()) is None
 
 
-def test_the_start_of_a_response_is_found_and_named_apart() -> None:
+def test_the_start_of_a_response_is_found_as_far_as_it_was_run_and_named_apart() -> None:
     store = BaseStore(100 * ONE)
     tokens = kept(store)
     whole, part = (store.find(RUN, SAMPLE, tokens[:n], ()) for n in (4, 3))
@@ -46,22 +46,8 @@ def test_the_start_of_a_response_is_found_and_named_apart() -> None:
     assert part.key != whole.key
     kept(store)
     assert store.find(RUN, SAMPLE, tokens, ()).key != whole.key  # new base KV, new name
-
-
-def test_a_last_token_that_nobody_ran_has_no_base_kv() -> None:
-    store = BaseStore(100 * ONE)
     store.put_sample(RUN, SAMPLE, (1, 2, 3), random_kv(2, 1))
-    assert store.find(RUN, SAMPLE, (1, 2, 3), ()) is None
-    assert store.find(RUN, SAMPLE, (1, 2), ()) is not None
-
-
-def test_inputs_are_found_by_content_in_every_run() -> None:
-    store = BaseStore(100 * ONE)
-    store.put_content(SPACE, (1, 2), (0,), random_kv(2, 1))
-    found = [store.find(run_key(run), SampleId.parse("q"), (1, 2), (0,)) for run in "ab"]
-    assert found[0].key == found[1].key
-    assert store.find(RUN, SampleId.parse("q"), (1, 2), (5,)) is None
-    assert store.find(RUN, SampleId.parse("q"), (1,), (0,)) is None
+    assert [store.find(RUN, SAMPLE, (1, 2, 3)[:n], ()) is None for n in (2, 3)] == [False, True]
 
 
 def test_prefix_segments_of_a_template() -> None:
@@ -104,29 +90,46 @@ def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
     assert store.stats().nbytes == 0 and store.shared_text(RUN, text, "four") is None
 
 
-def test_the_end_of_a_run_frees_what_it_produced() -> None:
-    store = BaseStore(100 * ONE)
-    kept(store)
-    kept(store, run=run_key("other"))
-    store.put_content(SPACE, (1, 2), (), random_kv(2, 1))
-    store.end_run(RUN)
-    assert store.stats().nbytes == (4 + 2) * ONE
-    store.end_run(RUN)
-    assert store.stats().values == 2
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("sccptffe"), st.integers(0, 1), st.integers(1, 4)), max_size=60))
+def test_it_is_a_dict_of_what_was_used_last_within_its_bytes(steps: list[tuple[str, int, int]]) -> None:
+    store, twin = BaseStore(9 * ONE), dict[tuple[str, int, int], int]()
+
+    def use(key: tuple[str, int, int], size: int) -> None:
+        twin.pop(key, None)
+        twin[key] = size
+        while sum(twin.values()) > 9:
+            del twin[next(iter(twin))]
+
+    for step, name, size in steps:
+        run, content = run_key(str(name)), (name,) * size
+        if step == "s":
+            kept(store, size, run)
+            use(("s", name, 0), size)
+        elif step == "c":
+            store.put_content(SPACE, content, (5,), random_kv(size, 1))
+            use(("c", name, size), size)
+        elif step == "p":
+            store.put_prefix(SPACE, str(name), 1, random_kv(size, 1))
+            use(("p", name, 0), size)
+        elif step == "t":
+            store.put_shared_text(run, (7, *range(size)), random_kv(size, 1), "reader")
+            if ("t", name, size) not in twin:
+                use(("t", name, size), size)
+        elif step == "f":
+            assert store.find(run, SampleId.parse("q"), content, ()) is None, "behind other tokens"
+            found = store.find(run, SampleId.parse("q"), content, (5,))
+            assert (found is not None) == (("c", name, size) in twin)
+            if found:
+                use(("c", name, size), size)
+        else:
+            store.end_run(run)
+            twin = {key: held for key, held in twin.items() if key[0] not in "st" or key[1] != name}
+        store.check_integrity()
+        stats = store.stats()
+        assert (stats.values + stats.templates, stats.nbytes) == (len(twin), sum(twin.values()) * ONE)
     store.clear()
     assert store.stats().nbytes == 0
-
-
-def test_what_was_used_longest_ago_goes_first() -> None:
-    store = BaseStore(3 * ONE)
-    for token in range(3):
-        store.put_content(SPACE, (token,), (), random_kv(1, token))
-    assert store.find(RUN, SAMPLE, (0,), ()) is not None
-    store.put_content(SPACE, (3,), (), random_kv(1, 3))
-    there = [store.find(RUN, SAMPLE, (token,), ()) is not None for token in range(4)]
-    assert there == [True, False, True, True]
-    store.put_content(SPACE, (9,) * 4, (), random_kv(4, 9))
-    assert store.stats().nbytes == 0  # more than there is room for: nothing stays
 
 
 def test_a_view_does_not_keep_the_whole_alive() -> None:
@@ -134,24 +137,6 @@ def test_a_view_does_not_keep_the_whole_alive() -> None:
     store.put_content(SPACE, (1,), (), random_kv(64, 1).slice(3, 4))
     entry = store.find(RUN, SAMPLE, (1,), ())
     assert entry.kv.keys.untyped_storage().nbytes() * 2 == ONE
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("scpte"), st.integers(0, 3), st.integers(1, 5)), max_size=40))
-def test_never_more_than_its_bytes(steps: list[tuple[str, int, int]]) -> None:
-    store = BaseStore(9 * ONE)
-    for step, name, size in steps:
-        if step == "s":
-            kept(store, size, run_key(str(name)))
-        elif step == "c":
-            store.put_content(SPACE, (name,) * size, (), random_kv(size, 1))
-        elif step == "p":
-            store.put_prefix(SPACE, str(name // 2), name, random_kv(size, 1))
-        elif step == "t":
-            store.put_shared_text(run_key(str(name)), (7, *range(size)), random_kv(size, 1), str(size))
-        else:
-            store.end_run(run_key(str(name)))
-        store.check_integrity()
 
 
 def test_no_room_at_all_is_refused() -> None:

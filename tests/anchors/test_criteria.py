@@ -55,13 +55,6 @@ def test_entropy_never_shares_from_one_anchor_or_from_shorter_ones() -> None:
     assert criterion.lacks(1, at_distances(0.0, 1.0).block, NONE) == ""
 
 
-def test_error_needs_anchors_and_a_calibration() -> None:
-    criterion, block = Error(3, 0.3, 0.6), at_distances(1, 2, 3).block
-    assert criterion.lacks(1, at_distances(1, 2).block, NONE) == "2 anchors of 3"
-    assert criterion.lacks(1, block, NONE) == "not calibrated yet"
-    assert criterion.lacks(1, block, learned(torch.ones(1), torch.ones(1))) == ""
-
-
 def test_error_marks_weak_tokens_and_refuses_a_bad_mean() -> None:
     known = torch.cat([torch.full((50,), d) for d in (0.02, 0.9)])
     calibration = learned(known, known)

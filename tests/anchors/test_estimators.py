@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, KeyReader, Query
@@ -10,19 +10,17 @@ from kedge.anchors.estimators import Interpolate, Token
 from tests.anchors.helpers import DIM, HEADS, generator, random_kv
 
 
-def block(lengths: list[int], dim: int = 6) -> KeyBlock:
-    noise = generator(0)
-    return KeyBlock(
-        [Anchor(AnchorId(i), (i,) * n, torch.randn(n, dim, generator=noise)) for i, n in enumerate(lengths)]
-    )
+def anchors(lengths: list[int], dim: int = 6, seed: int = 0) -> list[Anchor]:
+    noise = generator(seed)
+    return [Anchor(AnchorId(i), (i,) * n, torch.randn(n, dim, generator=noise)) for i, n in enumerate(lengths)]
+
+
+def block(lengths: list[int]) -> KeyBlock:
+    return KeyBlock(anchors(lengths))
 
 
 def query(tokens: int, seed: int = 1, dim: int = 6) -> Query:
     return Query((0,) * tokens, torch.randn(tokens, dim, generator=generator(seed)), 1e-3)
-
-
-def column_keys(stored: KeyBlock, columns: torch.Tensor) -> torch.Tensor:
-    return stored._matrix[columns, :-1]
 
 
 def test_interpolate_takes_the_same_place_of_every_anchor_that_is_long_enough() -> None:
@@ -37,22 +35,15 @@ def test_interpolate_takes_the_same_place_of_every_anchor_that_is_long_enough() 
     assert torch.equal(proposal.after, proposal.mass)
 
 
-def test_token_takes_the_most_similar_tokens_at_any_place() -> None:
-    stored, asked = block([30, 20]), query(9)
-    proposal = Token(4, 0.05, 10.0).propose(asked, stored, None)
-    keys = column_keys(stored, torch.arange(50))
-    squared = torch.cdist(asked.keys, keys).square()
-    best = squared.topk(4, dim=1, largest=False)
-    assert torch.equal(proposal.columns, best.indices)
-    torch.testing.assert_close(proposal.distance, (best.values[:, 0] / squared.mean()).sqrt())
-    assert float(proposal.mass.sum()) == pytest.approx(1)
-
-
-def test_token_weighs_by_ordinary_kriging() -> None:
+def test_token_takes_the_most_similar_tokens_at_any_place_and_weighs_them_by_ordinary_kriging() -> None:
     stored, asked = block([30, 20]), query(9)
     found = Token(4, 0.2, 10.0).propose(asked, stored, None)
-    keys = column_keys(stored, torch.arange(50)).double()
-    scale = (torch.cdist(asked.keys.double(), keys).square().mean() / 2).sqrt()
+    keys, squared = stored.keys.double(), torch.cdist(asked.keys.double(), stored.keys.double()).square()
+    best, scale = squared.topk(4, dim=1, largest=False), (squared.mean() / 2).sqrt()
+    assert torch.equal(found.columns, best.indices)
+    torch.testing.assert_close(
+        found.distance.double(), (best.values[:, 0] / squared.mean()).sqrt(), atol=1e-4, rtol=1e-4
+    )
     for columns, weights, key in zip(found.columns, found.weights, asked.keys.double(), strict=True):
         system = torch.ones(5, 5, dtype=torch.float64)
         system[:4, :4] = (-torch.cdist(keys[columns], keys[columns]) / scale).exp() + 0.2 * torch.eye(4)
@@ -60,6 +51,7 @@ def test_token_weighs_by_ordinary_kriging() -> None:
         to = torch.cat([(-(keys[columns] - key).norm(dim=1) / scale).exp(), torch.ones(1)])
         torch.testing.assert_close(weights.double(), torch.linalg.solve(system, to)[:4], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.weights.sum(1), torch.ones(9))
+    assert float(found.mass.sum()) == pytest.approx(1)
 
 
 def test_token_serves_values_longer_than_every_anchor() -> None:
@@ -68,8 +60,8 @@ def test_token_serves_values_longer_than_every_anchor() -> None:
 
 def test_token_weights_the_prefix_by_the_last_tokens() -> None:
     stored = block([40, 30])
-    ends = column_keys(stored, torch.arange(54, 70))  # the last 16 tokens of the second
-    asked = Query((0,) * 20, torch.cat([column_keys(stored, torch.arange(4)), ends]), 1e-3)
+    ends = stored.keys[54:70]  # the last 16 tokens of the second
+    asked = Query((0,) * 20, torch.cat([stored.keys[:4], ends]), 1e-3)
     proposal = Token(1, 0.05, 10.0).propose(asked, stored, None)
     assert proposal.mass.tolist() == pytest.approx([0.2, 0.8])
     assert float(proposal.after[1]) > 0.99
@@ -78,7 +70,7 @@ def test_token_weights_the_prefix_by_the_last_tokens() -> None:
 @pytest.mark.parametrize("estimator", [Token(8, 0.05, 10.0), Interpolate(10.0)])
 def test_a_repeat_takes_one_anchor_alone(estimator: Token | Interpolate) -> None:
     stored = block([6, 8, 6])
-    asked = Query((2,) * 6, column_keys(stored, torch.arange(14, 20)), 1e-3)
+    asked = Query((2,) * 6, stored.keys[14:20], 1e-3)
     proposal = estimator.propose(asked, stored, 2)
     assert proposal.columns.tolist() == [[14 + t] for t in range(6)]
     assert torch.equal(proposal.weights, torch.ones(6, 1))
@@ -98,54 +90,37 @@ def test_one_token_that_equals_all_there_is(estimator: Token | Interpolate) -> N
 # key vectors, and the tokens whose are nearest ------------------------------------------------------------------------
 
 
-def anchors(lengths: list[int], dim: int, seed: int) -> list[Anchor]:
-    noise = generator(seed)
-    keys = [torch.randn(n, dim, generator=noise) for n in lengths]
-    return [Anchor(AnchorId(i), tuple(range(len(k))), k) for i, k in enumerate(keys)]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 30), st.integers(1, 9), st.integers(0, 99))
+@example([1500, 700, 2301], 600, 8, 3)  # a large block, and many chunks
 def test_nearest_is_exact(lengths: list[int], tokens: int, k: int, seed: int) -> None:
-    stored = anchors(lengths, 6, seed)
-    query = Query((0,) * tokens, torch.randn(tokens, 6, generator=generator(seed + 1)), 1e-3)
-    found = KeyBlock(stored).nearest(query, k)
-    distances = torch.cdist(query.keys.double(), torch.cat([a.keys for a in stored]).double()).square()
+    stored, asked = anchors(lengths, 6, seed), query(tokens, seed + 1)
+    found = KeyBlock(stored).nearest(asked, k)
+    distances = torch.cdist(asked.keys.double(), torch.cat([a.keys for a in stored]).double()).square()
     wanted = distances.topk(min(k, sum(lengths)), dim=1, largest=False)
     torch.testing.assert_close(found.squared.double(), wanted.values, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(distances.gather(1, found.columns), wanted.values, atol=1e-4, rtol=1e-4)
     assert found.mean_squared == pytest.approx(float(distances.mean()), rel=1e-4)
 
 
-def test_nearest_is_exact_in_a_large_block_and_over_many_chunks() -> None:
-    stored = anchors([1500, 700, 2301], 8, 3)
-    query = Query((0,) * 600, torch.randn(600, 8, generator=generator(4)), 1e-3)
-    found = KeyBlock(stored).nearest(query, 8)
-    wanted = torch.cdist(query.keys, torch.cat([a.keys for a in stored])).topk(8, dim=1, largest=False)
-    torch.testing.assert_close(found.squared.sqrt(), wanted.values, atol=1e-3, rtol=1e-3)
-    assert (found.columns == wanted.indices).float().mean() > 0.999
-
-
 def test_aligned_compares_token_by_token() -> None:
-    stored = anchors([3, 7, 9], 4, 0)
-    query = Query((0,) * 5, torch.randn(5, 4, generator=generator(1)), 1e-3)
-    block = KeyBlock(stored)
-    long = block.long_enough(5)
+    stored = anchors([3, 7, 9], 4)
+    asked, kept = query(5, dim=4), KeyBlock(stored)
+    long = kept.long_enough(5)
     assert long.tolist() == [1, 2]
-    wanted = torch.stack([(a.keys[:5] - query.keys).square().sum(1) for a in stored[1:]])
-    torch.testing.assert_close(block.aligned(query, long), wanted)
-    assert block.owner.tolist() == [0] * 3 + [1] * 7 + [2] * 9
+    wanted = torch.stack([(a.keys[:5] - asked.keys).square().sum(1) for a in stored[1:]])
+    torch.testing.assert_close(kept.aligned(asked, long), wanted)
+    assert kept.owner.tolist() == [0] * 3 + [1] * 7 + [2] * 9
 
 
 def test_ends_compare_as_many_last_tokens_as_both_have() -> None:
-    stored = anchors([3, 7, 9], 4, 0)
+    stored = anchors([3, 7, 9], 4)
     for tokens in (1, 5, 20):
-        query = Query((0,) * tokens, torch.randn(tokens, 4, generator=generator(1)), 1e-3)
-        wanted = []
+        asked, wanted = query(tokens, dim=4), []
         for anchor in stored:
             n = min(6, tokens, anchor.length)
-            wanted.append((anchor.keys[-n:] - query.keys[-n:]).square().sum(1).mean())
-        torch.testing.assert_close(KeyBlock(stored).ends(query, 6), torch.stack(wanted))
+            wanted.append((anchor.keys[-n:] - asked.keys[-n:]).square().sum(1).mean())
+        torch.testing.assert_close(KeyBlock(stored).ends(asked, 6), torch.stack(wanted))
 
 
 def test_projection_is_orthonormal_seeded_and_only_where_needed() -> None:

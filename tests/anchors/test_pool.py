@@ -33,13 +33,6 @@ def test_prunes_the_least_used_among_the_five_earliest() -> None:
     assert list(pool.anchors) == [0, 2, 3, 4, 6, 7, 8]
 
 
-def test_another_agent_adds_to_the_same_anchor() -> None:
-    pool, other = AnchorPool(3, 8), PlaceholderSite("critic", 3)
-    assert add(pool, 0) == add(pool, 0, other) == add(pool, 0, other)
-    assert len(pool.anchors) == 1
-    assert [s.holders for s in pool.sites.values()] == [[0], [0]]
-
-
 def test_slots_are_bounded_and_take_their_orphans_along() -> None:
     pool = AnchorPool(9, 2)
     first, second, third = (PlaceholderSite(name, 1) for name in "abc")
@@ -49,13 +42,6 @@ def test_slots_are_bounded_and_take_their_orphans_along() -> None:
     add(pool, 2, third)
     assert list(pool.sites) == [second, third]
     assert list(pool.anchors) == [1, 2]
-
-
-def test_hits_of_an_anchor_that_has_gone_are_passed_over() -> None:
-    pool = AnchorPool(2, 2)
-    add(pool, 0)
-    pool.hit([AnchorId(0), AnchorId(77)])
-    assert [a.hits for a in pool.anchors.values()] == [1]
 
 
 def test_nbytes_counts_tables_and_keys() -> None:
@@ -85,11 +71,6 @@ def observation(tokens: int = 4) -> Observation:
 def test_base_and_real_must_be_of_the_same_tokens() -> None:
     with pytest.raises(PlanError, match="tokens=4"):
         Observation.measure(random_kv(4, 1), random_kv(5, 1), None, None)
-
-
-def test_a_value_at_the_end_of_a_prompt_has_no_prefix_after_it() -> None:
-    base = random_kv(4, 1)
-    assert Observation.measure(base, in_context(base, 2), None, None).prefix.shape[0] == 0
 
 
 def test_both_parts_or_none() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from kedge.anchors.anchor import PlaceholderSite
 from kedge.anchors.base_store import BaseStore, KnownBase, PrefixKey
-from kedge.anchors.saving import Record, Restored, keys, name_of, record_of, signature_of
+from kedge.anchors.saving import Record, Restored, keys, record_of, signature_of
 from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
@@ -98,13 +98,6 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
     assert brought_back(store, **OPEN, capacity=3)[0].stats().anchors == 3
     bounded, _ = brought_back(store, **OPEN, max_bytes=store.nbytes() // 2)
     assert 0 < bounded.nbytes() <= store.nbytes() // 2
-
-
-def test_a_tenants_pool_stays_its_own() -> None:
-    new, _ = brought_back(filled(range(6), **OPEN), **OPEN)
-    assert new.estimate(SLOT, sample(3)).shareable
-    foreign = replace(sample(3), pool=POOL._replace(namespace=Namespace(TenantId("other"))))
-    assert new.estimate(SLOT, foreign).reason == "no anchor of this agent yet"
 
 
 def test_base_kv_of_templates() -> None:
@@ -227,12 +220,3 @@ def test_a_value_comes_back_for_its_namespace_and_context_alone() -> None:
     assert torch.equal(restored.kv.keys, random_kv(5, 1).keys)
     assert torch.equal(restored.kv.values, random_kv(5, 1).values)
     assert known(Namespace(TenantId("a")), (7, 8)) is None and known(SPACE, ()) is None
-
-
-def test_values_are_saved_only_where_that_is_asked_for() -> None:
-    bases = BaseStore(1 << 20)
-    bases.put_content(SPACE, VALUE, (), random_kv(5, 1))
-    bases.put_prefix(SPACE, "t", 1, random_kv(2, 1))
-    anchors = AnchorStore(AnchorSettings())
-    assert [name_of(key)[0] for key in keys(anchors, bases)] == ["template"]
-    assert [name_of(key)[0] for key in keys(anchors, bases, values=True)] == ["value", "template"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ from tests.anchors.helpers import (
     translated,
     translated_prefix,
 )
+
+
+def near(center: KVSegment, seed: int, spread: float) -> SampleView:
+    """A value whose base KV differs little from that of the others around this center."""
+    noise = random_kv(center.tokens, seed)
+    base = KVSegment(center.keys + spread * noise.keys, center.values + spread * noise.values)
+    return SampleView(POOL, (seed,) * center.tokens, base, seed)
 
 
 def test_the_papers_estimator_has_the_papers_criterion_and_each_its_own_limit() -> None:
@@ -100,16 +108,11 @@ def test_similar_values_are_estimated_from_similar_ones(settings: dict[str, Any]
         keys[1:], values[1:] = keys[1:] * 1.5, values[1:] * 0.5
         return KVSegment(keys, values)
 
-    def near(seed: int, spread: float) -> SampleView:
-        center, noise = random_kv(12, 0), random_kv(12, seed)
-        base = KVSegment(center.keys + spread * noise.keys, center.values + spread * noise.values)
-        return SampleView(POOL, (seed,) * 12, base, seed)
-
-    store = AnchorStore(AnchorSettings(**settings))
+    store, center = AnchorStore(AnchorSettings(**settings)), random_kv(12, 0)
     for seed in range(1, 9):
-        value = near(seed, 0.2)
+        value = near(center, seed, 0.2)
         store.observe(SLOT, value, real(value.base))
-    value = near(50, 0.2)
+    value = near(center, 50, 0.2)
     estimate = store.estimate(SLOT, value)
     assert relative_error(translated(estimate, value), real(value.base)) < 0.3 * relative_error(
         value.base, real(value.base)
@@ -139,17 +142,11 @@ def test_weak_tokens_are_those_that_resemble_nothing() -> None:
     store = AnchorStore(AnchorSettings(max_error=1e9, weak_error=0.5))
     known = random_kv(30, 0)
     shift = in_context(known, 5)
-
-    def jittered(seed: int) -> SampleView:
-        noise = random_kv(30, seed)
-        base = KVSegment(known.keys + 0.05 * noise.keys, known.values + 0.05 * noise.values)
-        return SampleView(POOL, (seed,) * 30, base, seed)
-
     for seed in range(1, 8):
-        value = jittered(seed)
+        value = near(known, seed, 0.05)
         real = KVSegment(value.base.keys + shift.keys - known.keys, value.base.values + shift.values - known.values)
         store.observe(SLOT, value, real)
-    value = jittered(50)
+    value = near(known, 50, 0.05)
     value.base.keys[:, 11:13] = 3 * random_kv(2, 77).keys
     estimate = store.estimate(SLOT, value)
     assert estimate.weak_positions() == [11, 12]
@@ -180,6 +177,9 @@ def test_hits_count_only_anchors_that_are_used() -> None:
     assert store.stats().used == 2
     store.use(store.estimate(PlaceholderSite("nobody", 0), sample(2)))
     assert store.stats().used == 2
+    pool.drop(pool.victim())
+    store.use(replace(repeat, used=(0, 3)))
+    assert [a.hits for a in pool.anchors.values()] == [0, 2, 1], "what has gone is passed over"
 
 
 @each_estimator
@@ -332,9 +332,6 @@ def test_a_value_that_was_prepared_is_not_searched_again(monkeypatch: pytest.Mon
 # bounds of all pools together -----------------------------------------------------------------------------------------
 
 
-SOME_POOL = PoolKey(Namespace(TenantId("t")), WorkflowId("w"), "p")
-
-
 @each_estimator
 def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
     store = AnchorStore(AnchorSettings(**{**settings, "capacity": 6}))
@@ -382,7 +379,7 @@ def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
 def test_pools_are_dropped_in_order_of_use() -> None:
     store = AnchorStore(AnchorSettings(**TOKEN))
     store.pools._limit = 2
-    pools = [SOME_POOL._replace(placeholder=name) for name in "abc"]
+    pools = [POOL._replace(placeholder=name) for name in "abc"]
     for seed in range(3):
         observe(store, sample(seed, pool=pools[0]))
     observe(store, sample(9, pool=pools[1]))

@@ -1,38 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.cache import BlockPool
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-
-
-def test_best_fit_takes_the_smallest_run_that_is_long_enough() -> None:
-    pool = BlockPool(20)
-    pool.allocate(20)
-    pool.free([0, 1, 2, 3, 4, 8, 9, 10, 15, 16])
-    assert pool.allocate(3) == [8, 9, 10]
-    assert pool.allocate(2) == [15, 16]
-    assert pool.allocate(2) == [0, 1]
-    pool.check_integrity()
-
-
-def test_several_runs_when_no_single_one_is_long_enough() -> None:
-    pool = BlockPool(12)
-    pool.allocate(12)
-    pool.free([1, 2, 5, 6, 7, 10])
-    assert pool.allocate(4) == [5, 6, 7, 10], "the longest run, then the best fit for the rest"
-    assert pool.allocate(2) == [1, 2]
-    pool.check_integrity()
-
-
-def test_a_run_that_continues_is_preferred() -> None:
-    pool = BlockPool(20)
-    pool.allocate(20)
-    pool.free([3, 4, 10, 11, 12])
-    assert pool.allocate(2, after=9) == [10, 11]
-    assert pool.allocate(2, after=11) == [3, 4], "only one block follows 11"
 
 
 @pytest.mark.parametrize("blocks", [[3], [0, 3], [0, 0], [-1], [4], [1, 2, 3]])
@@ -43,6 +18,25 @@ def test_a_bad_free_changes_nothing(blocks: list[int]) -> None:
         pool.free(blocks)
     assert [pool.is_free(block) for block in range(4)] == [False, False, False, True]
     pool.check_integrity()
+
+
+@given(st.lists(st.booleans(), min_size=16, max_size=16))
+def test_the_run_that_continues_else_the_best_fit_else_the_fewest(is_free: list[bool]) -> None:
+    free = {at for at, one in enumerate(is_free) if one}
+    runs = {at: next(size for size in range(1, 17) if at + size not in free) for at in free if at - 1 not in free}
+    for n, after in itertools.product(range(1, len(free) + 1), (None, *(at - 1 for at in runs))):
+        pool = BlockPool(16)
+        pool.allocate(16)
+        pool.free(free)
+        blocks = pool.allocate(n, after)
+        taken = [at for at in blocks if at - 1 not in blocks]
+        if after is not None and runs[after + 1] >= n:
+            assert blocks == list(range(after + 1, after + 1 + n))
+        elif fitting := [size for size in runs.values() if size >= n]:
+            assert len(taken) == 1 and runs[taken[0]] == min(fitting)
+        else:
+            longest = sorted(runs.values(), reverse=True)
+            assert sum(longest[: len(taken) - 1]) < n, "with one run less there were too few"
 
 
 def test_bad_sizes() -> None:
@@ -77,15 +71,3 @@ def test_any_sequence_keeps_the_pool_whole(steps: list) -> None:
             taken.difference_update(back)
         assert {block for block in range(24) if not pool.is_free(block)} == taken
         pool.check_integrity()
-
-
-@given(st.sets(st.integers(0, 19)), st.integers(1, 20))
-def test_one_run_whenever_there_is_one(free: set[int], n: int) -> None:
-    pool = BlockPool(20)
-    pool.allocate(20)
-    pool.free(free)
-    if n > len(free):
-        return
-    starts = [start for start in range(21 - n) if set(range(start, start + n)) <= free]
-    blocks = pool.allocate(n)
-    assert (blocks[-1] - blocks[0] == n - 1) == bool(starts)

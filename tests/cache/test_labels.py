@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.cache.radix_tree import RadixTree
-from kedge.errors import OutOfBlocks, PlanError
+from kedge.errors import PlanError
 from tests.cache.helpers import NS, World
 
 TEXTS = st.text("ab", min_size=1, max_size=6)
@@ -157,28 +156,3 @@ def test_the_rest_of_a_shortened_history_is_not_worth_less_than_before() -> None
     world.serve("zzzzzz", "other", 6)
     assert [len(world.tree.match(NS, text)) for text in (b"TTTTnn", b"ffff")] == [6, 0]
     world.check()
-
-
-@pytest.mark.parametrize("host_blocks", [0, 30])
-@pytest.mark.parametrize("seed", range(6))
-def test_histories_that_grow_fork_and_end_keep_the_books(seed: int, host_blocks: int) -> None:
-    rng, world = random.Random(seed), World(24, host_blocks=host_blocks)
-    texts = {name: "S" * rng.randrange(4) + name for name in "abcdef"}
-    for _ in range(250):
-        name = rng.choice("abcdef")
-        world.forecast(**{name: rng.choice((0, 1, 5, 50, float("inf")))})
-        if rng.random() < 0.1:
-            texts[name] = texts[name][: rng.randrange(1, len(texts[name]) + 1)] + name.upper()
-        texts[name] = (texts[name] + name * rng.randrange(4))[:20]
-        try:
-            world.serve(texts[name], name, len(texts[name]))
-        except OutOfBlocks:
-            assert world.copier.submitted, "only copies that have started hold blocks"
-            world.settle()
-            world.serve(texts[name], name, len(texts[name]))
-        if rng.random() < 0.1:
-            world.cache.on_forecast({rng.choice("abcdef"): None})
-        if host_blocks and rng.random() < 0.7:
-            world.copier.end_all(ok=rng.random() < 0.9)
-            world.cache.pump()
-        world.check()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kedge.cache import CacheManager, lru, steps_to_execution
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -146,15 +146,12 @@ class Twin:
 
 
 class CacheComparison(RuleBasedStateMachine):
-    """Without a host tier and without hints: least recently used first, to the letter."""
+    """Without a host tier and without hints: least recently used first, to the letter, by steps too."""
 
-    size = 1
-    policy: EvictionPolicy = staticmethod(lru)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache, self.twin, self.count = CacheManager(14, self.size, self.policy), Twin(14, self.size), 0
-        self.seen: set[Prefix] = set()
+    @initialize(size=st.sampled_from([1, 3]), policy=st.sampled_from([lru, steps_to_execution()]))
+    def begin(self, size: int, policy: EvictionPolicy) -> None:
+        self.size, self.seen, self.count = size, set[Prefix](), 0
+        self.cache, self.twin = CacheManager(14, size, policy), Twin(14, size)
 
     @rule(name=NAMES, tokens=TEXTS, limit=st.integers(0, 12), more=st.integers(0, 4))
     def admit(self, name: Namespace, tokens: bytes, limit: int, more: int) -> None:
@@ -227,17 +224,5 @@ class CacheComparison(RuleBasedStateMachine):
         assert stats.leased_blocks == sum(lease["own"] for lease in self.twin.leases.values())
 
 
-class CacheComparison3(CacheComparison):
-    size = 3
-
-
-class CacheComparisonNoHints(CacheComparison):
-    policy = staticmethod(steps_to_execution())
-
-
-CacheComparison.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-CacheComparison3.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-CacheComparisonNoHints.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestBlocksOfOne = CacheComparison.TestCase
-TestBlocksOfThree = CacheComparison3.TestCase
-TestWorkflowPolicyWithoutHints = CacheComparisonNoHints.TestCase
+CacheComparison.TestCase.settings = settings(max_examples=140, stateful_step_count=30, deadline=None)
+TestAgainstTheTwin = CacheComparison.TestCase

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.cache import CacheManager, Lease, lru
-from kedge.errors import OutOfBlocks
-from kedge.types import Namespace, RequestId, Source, Span, TenantId
+from kedge.types import RequestId, Source, Span
 from tests.cache.helpers import NS, World
 
 SIZE = 4
-OTHER = Namespace(TenantId("other"))
 FIRST = "HEADerone"
 """A head of six tokens, `HEADer`, which fills one block and half of another, and a value"""
 
@@ -86,15 +81,6 @@ def test_the_longest_beginning_is_taken_and_of_equal_ones_the_one_used_last() ->
     ):  # fmt: skip
         memory.cache.abort(memory.admit(text).request_id)
         assert (memory.made[-1][0], memory.made[-1][2]) == (blocks[source], tokens)
-
-
-def test_the_longest_of_thousands_is_found() -> None:
-    memory = Memory(3000)
-    for at in range(2000):
-        text = f"HEAD{at:04}"
-        memory.cache.finish(memory.admit(text, limit=0).request_id, text.encode())
-    assert memory.admit("HEAD1234more", limit=7).exact_tokens == 7
-    assert memory.made == [(memory.cache.match(NS, b"HEAD1239")[1], memory.made[0][1], 3)], "the last of ten"
 
 
 def test_a_block_that_is_not_on_the_device_is_passed_over() -> None:
@@ -211,75 +197,3 @@ def test_a_copy_that_raises_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     memory.check()
     assert (memory.cache.stats().leased_blocks, memory.cached(FIRST)) == (0, 8)
     assert memory.admit("HEADertwo").exact_tokens == 6
-
-
-# at random ------------------------------------------------------------------------------------------------------------
-
-TEXTS = st.sampled_from([head + value for head in ("HEADer", "HEAD", "he") for value in ("one", "only", "two", "")])
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Requests in any order over two small tiers: what a lease says it holds is there, and the books are right."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Memory(9, host_blocks=6, backup_hits=1)
-        self.leases: dict[RequestId, str] = {}
-
-    @rule(text=TEXTS, tail=st.text("xy", max_size=6), limit=st.integers(0, 14), ns=st.sampled_from([NS, OTHER]))
-    def begin(self, text: str, tail: str, limit: int, ns: Namespace) -> None:
-        text += tail
-        whole = SIZE * len(self.memory.cache.match(ns, text[:limit].encode()))
-        try:
-            lease = self.memory.admit(text, limit=limit, ns=ns)
-        except OutOfBlocks:
-            return
-        assert whole <= lease.exact_tokens < whole + SIZE
-        self.leases[lease.request_id] = text
-
-    @precondition(lambda self: self.leases)
-    @rule(
-        data=st.data(),
-        how=st.sampled_from(["finish", "commit_prefix", "abort"]),
-        exact=st.integers(0, 14),
-        fixed=st.integers(0, 8),
-    )
-    def end(self, data: st.DataObject, how: str, exact: int, fixed: int) -> None:
-        request = data.draw(st.sampled_from(sorted(self.leases)))
-        text = self.leases[request][:exact].encode()
-        if how != "commit_prefix":
-            del self.leases[request]
-        if how == "abort":
-            self.memory.cache.abort(request)
-        elif how == "finish":
-            self.memory.cache.finish(request, text, fixed)
-        else:
-            self.memory.cache.commit_prefix(request, text)
-
-    @rule(ok=st.booleans())
-    def copy(self, ok: bool) -> None:
-        if self.memory.copier.submitted:
-            self.memory.copier.end(ok=ok)
-        self.memory.cache.pump()
-
-    @rule(text=TEXTS, ns=st.sampled_from([NS, OTHER]))
-    def load(self, text: str, ns: Namespace) -> None:
-        self.memory.cache.demand(RequestId("waiting"), ns, text.encode())
-        self.memory.cache.withdraw(RequestId("waiting"))
-
-    @rule(step=st.sampled_from([None, 0.0, 2.0, 9.0]))
-    def label(self, step: float | None) -> None:
-        self.memory.cache.on_forecast({"agent": None if step is None else (step, 1.0)})
-        self.memory.cache.on_label(NS, "agent", b"HEADer")
-
-    @rule()
-    def clear(self) -> None:
-        self.memory.cache.clear()
-
-    @invariant()
-    def sound(self) -> None:
-        self.memory.check()
-
-
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestAnyOrder = AnyOrder.TestCase

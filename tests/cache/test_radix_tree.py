@@ -4,16 +4,7 @@ import pytest
 
 from kedge.cache.radix_tree import RadixTree
 from kedge.errors import InvalidToken, PlanError
-from kedge.types import Namespace, TenantId
-
-NS, OTHER = Namespace(TenantId("tenant")), Namespace(TenantId("other"))
-
-
-def tree_of(block_size: int, *entries: tuple[str, list[int]]) -> RadixTree:
-    tree = RadixTree(block_size)
-    for text, blocks in entries:
-        tree.insert(NS, text.encode(), blocks)
-    return tree
+from tests.cache.helpers import NS
 
 
 def test_a_partial_block_takes_no_block() -> None:
@@ -27,7 +18,8 @@ def test_a_partial_block_takes_no_block() -> None:
 
 
 def test_unlock_without_lock() -> None:
-    tree = tree_of(1, ("a", [0]))
+    tree = RadixTree(1)
+    tree.insert(NS, b"a", [0])
     node, _ = tree.lock(NS, b"a")
     tree.unlock(node)
     with pytest.raises(PlanError, match="unlocked more often"):
@@ -43,7 +35,8 @@ def test_wide_tokens() -> None:
 
 
 def test_integrity_check_can_fail() -> None:
-    tree = tree_of(1, ("ab", [0, 1]))
+    tree = RadixTree(1)
+    tree.insert(NS, b"ab", [0, 1])
     node, _ = tree.lock(NS, b"a")
     with pytest.raises(PlanError, match="locks=1"):
         tree.check_integrity([])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
+from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -42,61 +43,49 @@ def text(*seed: object, size: int = 30) -> Tokens:
 class Traffic:
     """Tasks of several clients at once, each of which begins its next task when one is over."""
 
-    def __init__(self, found: Discovery, seed: int = 0) -> None:
-        self.found, self.rng, self.now = found, Random(seed), 0.0
+    def __init__(self, seed: int = 0) -> None:
+        self.found, self.rng, self.now = Discovery(), Random(seed), 0.0
         self.counts: Counter[str] = Counter()
         """Calls by what they were given to. `right`: a run of their task, or a new one where it has none; `missing`: a
         new one though there is one; `wrong`: the run of another task; `unknown`: none."""
         self._runs: dict[int, set[RunId]] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._ids, self._order = count(), count()
+        self._ids = count()
 
-    def serve(self, task: Callable[[int], Script], numbers: Iterable[int], clients: int) -> Counter[str]:
-        """Let clients work on tasks until all are done, and return the counts."""
-        left = iter(numbers)
-
-        def begin() -> None:
-            if (number := next(left, None)) is not None:
-                self._go_on(number, task(number), begin)
-
-        for _ in range(clients):
-            self._after(self.rng.uniform(0, 1), begin)
-        while self._events:
-            self.now, _, act = heappop(self._events)
-            act()
+    def serve(
+        self, task: Callable[[int], Script], numbers: Iterable[int], clients: int, forgets_at: float = inf
+    ) -> Counter[str]:
+        """Let clients work on tasks until all are done, and return the counts. At a time, in seconds, everything may be
+        forgotten, as by a restart of the server.
+        """
+        tasks = ((number, task(number)) for number in numbers)
+        events = [(self.rng.uniform(0, 1), client, self._work(tasks)) for client in range(clients)]
+        heapify(events)
+        while events:
+            self.now, client, work = heappop(events)
+            if self.now > forgets_at:
+                self.found, forgets_at = Discovery(), inf
+                self._runs.clear()
+            if (pause := next(work, None)) is not None:
+                heappush(events, (self.now + pause, client, work))
         return self.counts
 
-    def forgets_at(self, seconds: float) -> None:
-        """Let everything be forgotten at this time, as by a restart of the server."""
+    def _work(self, tasks: Iterator[tuple[int, Script]]) -> Iterator[float]:
+        """Do what a client does; yields the seconds until it goes on."""
+        for number, script in tasks:
+            for batch in script:
+                asked = [(self.rng.uniform(0.3, 1.5), self._ask(number, call), call.answer) for call in batch]
+                waited = 0.0
+                for seconds, request_id, answer in sorted(asked):
+                    yield seconds - waited
+                    waited = seconds
+                    self.found.ended(request_id, answer, self.now)
+                yield self.rng.uniform(0, PAUSE)
 
-        def forget() -> None:
-            self.found = Discovery()
-            self._runs.clear()
-
-        self._after(seconds, forget)
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        heappush(self._events, (self.now + seconds, next(self._order), act))
-
-    def _go_on(self, number: int, script: Script, end: Callable[[], None]) -> None:
-        batch = next(script, None)
-        if batch is None:
-            self._after(self.rng.uniform(0, PAUSE), end)
-            return
-        waits = [*batch]
-        for call in batch:
-            self._ask(number, call, lambda: waits.pop() and not waits and self._go_on(number, script, end))
-
-    def _ask(self, number: int, call: Call, go_on: Callable[[], object]) -> None:
+    def _ask(self, number: int, call: Call) -> RequestId:
         request_id = RequestId(str(next(self._ids)))
         found = self.found.arrive(request_id, call.prompt, self.now)
         self.counts[self._judged(number, found.run.id) if found else "unknown"] += 1
-
-        def answered() -> None:
-            self.found.ended(request_id, call.answer, self.now)
-            self._after(self.rng.uniform(0, PAUSE), go_on)
-
-        self._after(self.rng.uniform(0.3, 1.5), answered)
+        return request_id
 
     def _judged(self, number: int, run: RunId) -> str:
         known = self._runs.setdefault(number, set())
@@ -211,20 +200,17 @@ def silent(number: int) -> Script:
     ],
 )
 def test_no_call_is_given_to_the_run_of_another_task(task: Callable[[int], Script], right: float, clients: int) -> None:
-    counts = Traffic(Discovery()).serve(task, range(TASKS), clients)
+    counts = Traffic().serve(task, range(TASKS), clients)
     assert counts["wrong"] == 0
     assert counts["right"] >= right * (counts["right"] + counts["missing"]) > 0
 
 
 def test_tasks_of_all_kinds_at_once() -> None:
     kinds = [writer, equal_openings, equal_answers, restarts, failures, notes, session, fan_out, team, silent]
-    counts = Traffic(Discovery()).serve(lambda number: kinds[number % len(kinds)](number), range(10 * TASKS), 32)
+    counts = Traffic().serve(lambda number: kinds[number % len(kinds)](number), range(10 * TASKS), 32)
     assert counts["wrong"] == 0 and counts["right"] >= 0.7 * (counts["right"] + counts["missing"])
 
 
 def test_what_is_forgotten_in_the_middle_links_nothing() -> None:
-    """As when the server starts again while its clients go on."""
-    traffic = Traffic(Discovery())
-    traffic.forgets_at(20.0)
-    counts = traffic.serve(writer, range(TASKS), 32)
+    counts = Traffic().serve(writer, range(TASKS), 32, forgets_at=20.0)
     assert counts["wrong"] == 0 and counts["right"] >= 0.95 * (counts["right"] + counts["missing"])

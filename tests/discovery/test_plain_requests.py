@@ -114,14 +114,6 @@ def test_what_was_saved_and_why_other_text_was_not_is_reported() -> None:
     assert report["prompt_tokens"] == 1600
 
 
-def test_a_tenant_learns_nothing_from_another() -> None:
-    requests = learned(DiscoveryMode.TRANSLATE)
-    for number in range(2):
-        theirs = run(requests, number, tenant="other")
-        assert not any(one.agent or one.produces for one in theirs)
-    assert run(requests, 5)[1].agent
-
-
 def test_an_error_costs_a_request_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     requests = learned(DiscoveryMode.TRANSLATE)
 

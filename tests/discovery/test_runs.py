@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from random import Random
 
 from hypothesis import given, settings
@@ -18,16 +19,11 @@ def agent(name: object) -> AgentId:
     return AgentId(str(name))
 
 
-def circle(found: FoundRuns, size: int, rounds: int, now: float = 0.0, prefix: str = "a") -> FoundRun:
-    for call in range(size * rounds):
-        run = found.arrive(agent(f"{prefix}{call % size}"), now + call)
-        found.ended(run, now + call + 0.9)
-    return run
-
-
 def test_a_circle_is_one_flow_with_known_steps() -> None:
     found = FoundRuns()
-    run = circle(found, 5, 4)
+    for call in range(20):
+        run = found.arrive(agent(f"a{call % 5}"), call)
+        found.ended(run, call + 0.9)
     assert run.flow == "found-1"
     assert found.forecast(run) == {agent(f"a{step}"): NextRun(float(step), 1.0) for step in range(5)}
     found.arrive(agent("a0"), 21.0)
@@ -37,21 +33,18 @@ def test_a_circle_is_one_flow_with_known_steps() -> None:
 
 def test_interleaved_flows_are_told_apart_by_who_follows_whom() -> None:
     found, rng, flows = FoundRuns(), Random(0), 16
-    turns, last, now, right = [0] * flows, [RunId("")] * flows, 0.0, 0
-    open_calls: list[tuple[float, int, FoundRun]] = []
-    starts = [(rng.random(), flow) for flow in range(flows)]
-    for call in range(flows * 60):
-        now, flow = min(starts)
-        for ended, _, run in sorted(one for one in open_calls if one[0] <= now):
-            found.ended(run, ended)
-        open_calls = [one for one in open_calls if one[0] > now]
+    turns, last, right = [0] * flows, [RunId("")] * flows, 0
+    events: list[tuple[float, int, FoundRun | None]] = [(rng.random(), flow, None) for flow in range(flows)]
+    for event in range(2 * flows * 60):
+        now, flow, run = events.pop(events.index(min(events, key=itemgetter(0))))
+        if run:
+            found.ended(run, now)
+            events.append((now + 0.01, flow, None))
+            continue
         run = found.arrive(agent(f"{flow}/{turns[flow] % 5}"), now)
-        if call >= flows * 30:
-            right += run.flow == last[flow]
+        right += event >= flows * 60 and run.flow == last[flow]
         last[flow], turns[flow] = run.flow, turns[flow] + 1
-        seconds = rng.uniform(0.5, 1.5)
-        open_calls.append((now + seconds, flow, run))
-        starts[starts.index((now, flow))] = (now + seconds + 0.01, flow)
+        events.append((now + rng.uniform(0.5, 1.5), flow, run))
     assert right >= 0.95 * flows * 30
     expected = [found.successors.likely(agent(f"{flow}/{at}")) for flow in range(flows) for at in range(5)]
     true = [agent(f"{flow}/{(at + 1) % 5}") for flow in range(flows) for at in range(5)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,17 @@ SHAPES = {
 }
 LENGTHS = [1, 17, 64, 383]
 SCALE = 0.3
+
+
+def attended(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, owners: Tensor, lengths: Tensor, *how: Any
+) -> Tensor:
+    """[rows, heads, dim] in float64, row by row."""
+    rows = []
+    for one, blocks, length in zip(query, table[owners].long(), lengths.tolist(), strict=True):
+        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
+        rows.append(expected(one, keys, values, slots, *how))
+    return torch.stack(rows)
 
 
 def expected(
@@ -64,16 +76,13 @@ def test_every_row_sees_its_own_context(
     blocks = torch.stack([torch.randperm(BLOCKS) for _ in lengths]).to(torch.int32).to(DEVICE)
 
     sinks = torch.randn(heads, device=DEVICE).to(dtype) if beside_sinks else None
-    owners = torch.arange(len(lengths), device=DEVICE).int()
-    contexts = (blocks, owners, torch.tensor(lengths, device=DEVICE).int(), BLOCK)
+    where = (blocks, torch.arange(len(lengths), device=DEVICE).int(), torch.tensor(lengths, device=DEVICE).int())
 
-    out = attend(query, keys, values, *contexts, SCALE, window, cap, sinks)
+    out = attend(query, keys, values, *where, BLOCK, SCALE, window, cap, sinks)
 
     assert out.dtype == dtype
-    for row, length in enumerate(lengths):
-        slots = (blocks[row, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
-        wanted = expected(query[row], keys, values, slots, window, cap, sinks)
-        torch.testing.assert_close(out[row].double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    wanted = attended(query, keys, values, *where, window, cap, sinks)
+    torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 PIECES = {
@@ -97,28 +106,20 @@ def test_rows_of_a_sequence_share_its_context(
     blocks = torch.stack([torch.randperm(BLOCKS) for _ in range(17)]).to(torch.int32).to(DEVICE)
     sinks = torch.randn(heads, device=DEVICE) if beside_sinks else None
     owners, positions = torch.tensor(rows, device=DEVICE).int().T.contiguous()
+    where = blocks, owners, positions + 1
 
-    out = attend(query, keys, values, blocks, owners, positions + 1, BLOCK, SCALE, window, cap, sinks, together=True)
+    out = attend(query, keys, values, *where, BLOCK, SCALE, window, cap, sinks, together=True)
 
-    for row, (owner, position) in enumerate(rows):
-        slots = (blocks[owner, :, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[: position + 1]
-        wanted = expected(query[row], keys, values, slots, window, cap, sinks)
-        torch.testing.assert_close(out[row].double(), wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.fixture
-def nothing_known() -> Iterator[None]:
-    attention_kernel.can_build.cache_clear()
-    yield
-    attention_kernel.can_build.cache_clear()
+    wanted = attended(query, keys, values, *where, window, cap, sinks)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("nothing_known")
 def test_where_no_kernel_can_be_built_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert attention_kernel.can_build(DEVICE)
-    attention_kernel.can_build.cache_clear()
+    can_build = attention_kernel.can_build.__wrapped__
+    assert can_build(DEVICE)
+    monkeypatch.setattr(attention_kernel, "can_build", cache(can_build))
     tries: list[object] = []
 
     class Failing:
@@ -147,17 +148,6 @@ def contexts(rows: int, sequences: int, longest: int, blocks: int) -> tuple[Tens
     lengths = torch.randint(1, longest + 1, (rows,), device=DEVICE).int()
     lengths[0], lengths[-1] = longest, 1 if rows > 1 else longest
     return table, (torch.arange(rows, device=DEVICE) * sequences // rows).int(), lengths
-
-
-def attended(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, owners: Tensor, lengths: Tensor, window: int | None
-) -> Tensor:
-    """[rows, heads, dim] in float64, row by row."""
-    rows = []
-    for one, blocks, length in zip(query, table[owners].long(), lengths.tolist(), strict=True):
-        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
-        rows.append(expected(one, keys, values, slots, window))
-    return torch.stack(rows)
 
 
 @on_gpu

@@ -57,31 +57,11 @@ class Hurrying(VirtualTime):
         return super().wait(timeout)
 
 
-class Reports:
-    """Counts the copies that end. Closed, it keeps the copier's thread in its report of the next one."""
-
-    def __init__(self, *, closed: bool = False) -> None:
-        self.gate, self._ended = threading.Event(), threading.Semaphore(0)
-        if not closed:
-            self.gate.set()
-
-    def __call__(self) -> None:
-        self._ended.release()
-        assert self.gate.wait(60)
-
-    def wait(self, count: int) -> None:
-        assert all(self._ended.acquire(timeout=60) for _ in range(count))
-
-
-def copied(copy: Copy, pools: Pools) -> Copied:
-    """How a copy ends on a copier of its own."""
-    reports = Reports()
-    copier = PoolCopier(pools, SIZE, on_copied=reports)
-    copier.submit(copy)
-    reports.wait(1)
+def drained(copier: PoolCopier, ended: threading.Semaphore, count: int) -> list[Copied]:
+    """Wait until so many copies have ended, and close the copier."""
+    assert all(ended.acquire(timeout=60) for _ in range(count))
     copier.close()
-    [one] = copier.drain()
-    return one
+    return copier.drain()
 
 
 def naive(source: torch.Tensor, target: torch.Tensor, copy: Copy) -> torch.Tensor:
@@ -107,7 +87,10 @@ def test_exactly_the_blocks_of_the_order_move(
     copy = Copy(7, direction, tuple(sources[:count]), tuple(targets[:count]))
     expected = [naive(pair[here], pair[1 - here], copy) for pair in pools]
     untouched = pools[0][here].clone()
-    one = copied(copy, pools)
+    ended = threading.Semaphore(0)
+    copier = PoolCopier(pools, SIZE, on_copied=ended.release)
+    copier.submit(copy)
+    [one] = drained(copier, ended, 1)
     assert (one.copy_id, one.ok) == (7, True)
     assert all(torch.equal(pair[1 - here], one) for pair, one in zip(pools, expected, strict=True))
     assert torch.equal(pools[0][here], untouched)
@@ -122,17 +105,15 @@ def test_runs_are_the_pairs_joined(sources: list[int], targets: list[int]) -> No
 
 
 def test_submit_does_not_wait_and_loads_go_before_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = Reports(closed=True)
-    copier = PoolCopier(filled(), SIZE, throttle=0.05, on_copied=reports)
+    ended, gate = threading.Semaphore(0), threading.Event()
+    copier = PoolCopier(filled(), SIZE, throttle=0.05, on_copied=lambda: (ended.release(), gate.wait(60)))
     VirtualTime(monkeypatch, copier)
     copier.submit(Copy(0, Direction.OFFLOAD, (1, 2), (3, 4)))
-    reports.wait(1)  # from now on its thread does nothing
+    assert ended.acquire(timeout=60), "from now on its thread does nothing"
     copier.submit(Copy(1, Direction.OFFLOAD, (1, 2), (3, 4)))
     copier.submit(Copy(2, Direction.LOAD, (1, 2), (3, 4)))
-    reports.gate.set()
-    reports.wait(2)
-    done = copier.drain()
-    copier.close()
+    gate.set()
+    done = drained(copier, ended, 2)
     assert [one.copy_id for one in done] == [0, 2, 1]
     assert [one.seconds for one in done] == pytest.approx([0.1] * 3), "the throttle is in a copy's time, the queue not"
 
@@ -141,32 +122,28 @@ def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: py
     monkeypatch.setattr("kedge.kv.copy.PIECE", 1)
     pools = filled()
     expected = naive(*pools[0], Copy(0, Direction.LOAD, tuple(range(6)), tuple(range(6))))
-    reports = Reports()
-    copier = PoolCopier(pools, SIZE, throttle=0.03, on_copied=reports)
+    ended = threading.Semaphore(0)
+    copier = PoolCopier(pools, SIZE, throttle=0.03, on_copied=ended.release)
     clock = Hurrying(monkeypatch, copier)
     for number, blocks in enumerate([(0, 1, 2), (3, 4), (5,)]):
         copier.submit(Copy(number, Direction.LOAD, blocks, blocks))
     clock.gate.set()
-    reports.wait(3)
-    done = copier.drain()
-    copier.close()
+    done = drained(copier, ended, 3)
     assert [one.copy_id for one in done] == [2, 0, 1]
     assert [one.seconds for one in done] == pytest.approx([0.03, 0.09, 0.06]), "each without what went before it"
     assert torch.equal(pools[0][1], expected)
 
 
 def test_a_copy_that_raises_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = Reports()
-    copier = PoolCopier(filled(), SIZE, on_copied=reports)
+    ended = threading.Semaphore(0)
+    copier = PoolCopier(filled(), SIZE, on_copied=ended.release)
     with monkeypatch.context() as patch:
         patch.setattr("kedge.kv.copy.block_runs", raising)
         copier.submit(Copy(0, Direction.LOAD, (0,), (1,)))
-        reports.wait(1)
+        assert ended.acquire(timeout=60)
     copier.submit(Copy(1, Direction.LOAD, (0,), (1,)))
-    reports.wait(1)
-    failed, good = copier.drain()
+    failed, good = drained(copier, ended, 1)
     assert (failed, good.ok) == (Copied(0, ok=False), True)
-    copier.close()
 
 
 def raising(*_: object) -> None:
@@ -174,17 +151,11 @@ def raising(*_: object) -> None:
 
 
 def test_close_does_not_wait_for_what_has_not_begun() -> None:
-    before = copiers()
     copier = PoolCopier(filled(), SIZE, throttle=1000)
     for number in range(10):
         copier.submit(Copy(number, Direction.LOAD, (0,), (1,)))
-    assert copiers() > before
+    assert copier._thread.is_alive()
     closing = threading.Thread(target=lambda: [copier.close() for _ in range(2)])
     closing.start()
     closing.join(60)
-    assert not closing.is_alive()
-    assert copiers() == before
-
-
-def copiers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "kedge-copier"}
+    assert not closing.is_alive() and not copier._thread.is_alive()

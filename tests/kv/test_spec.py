@@ -27,16 +27,26 @@ from transformers import (
 from kedge.errors import UnsupportedModel
 from kedge.kv.spec import KVSpec, keeps_latent, mixed_layers, translation_refusal
 
-
-def test_shape_of_llama_3_1_8b() -> None:
-    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    spec = KVSpec.from_config(config, torch.bfloat16)
-    assert spec == KVSpec(layers=32, kv_heads=8, head_dim=128, rotary_dim=128, dtype=torch.bfloat16)
-    assert spec.bytes_per_token == 128 * 1024
+LLAMA_8B = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+QWEN = Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+GEMMA = Gemma4TextConfig(head_dim=256, global_head_dim=512)
 
 
-def test_head_dim_of_its_own_is_used() -> None:
-    assert KVSpec.from_config(Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32)).head_dim == 32
+@pytest.mark.parametrize(
+    ("config", "latent", "shape", "numbers"),
+    [
+        (LLAMA_8B, True, (32, 8, 128, 128), 32 * 2 * 8 * 128),
+        (QWEN, True, (2, 2, 32, 32), 2 * 2 * 2 * 32),
+        (GEMMA, True, (30, 4, 512, 512), 30 * 2 * 4 * 512),
+        (DeepseekV3Config(), True, (61, 1, 288, 64), 61 * (512 + 64)),
+        (DeepseekV3Config(), False, (61, 128, 192, 64), 61 * 2 * 128 * 192),
+    ],
+    ids=["Llama 3.1 8B", "a head_dim of its own", "the layer with the largest keys", "a latent", "all heads"],
+)
+def test_the_shape_of_a_model(config: Any, latent: bool, shape: tuple[int, ...], numbers: int) -> None:
+    spec = KVSpec.from_config(config, torch.bfloat16, latent=latent)
+    assert spec == KVSpec(*shape, torch.bfloat16, latent=512 if shape[1] == 1 else 0)
+    assert spec.bytes_per_token == 2 * numbers
 
 
 @pytest.mark.parametrize("config", [T5Config(), BertConfig()])
@@ -86,19 +96,6 @@ def test_layers_that_differ_are_translated_here_and_named_for_engines_that_canno
     assert (why is None and mixed_layers(config) is None) or str(why) in str(mixed_layers(config))
 
 
-def test_latent_attention_keeps_a_latent_and_a_rotated_part_for_all_heads() -> None:
-    spec = KVSpec.from_config(DeepseekV3Config(), torch.bfloat16)
-    assert spec == KVSpec(61, 1, 288, 64, torch.bfloat16, latent=512)
-    assert spec.bytes_per_token == 61 * (512 + 64) * 2
-
-
-def test_keys_and_values_of_all_heads_take_over_four_times_as_much() -> None:
-    heads = KVSpec.from_config(DeepseekV3Config(), torch.bfloat16, latent=False)
-    assert (heads.layers, heads.kv_heads, heads.head_dim, heads.rotary_dim, heads.latent) == (61, 128, 192, 64, 0)
-    assert heads.bytes_per_token == 61 * 2 * 128 * 192 * 2
-    assert heads.bytes_per_token > 4 * KVSpec.from_config(DeepseekV3Config(), torch.bfloat16).bytes_per_token
-
-
 @pytest.mark.parametrize(
     ("expanded", "latent", "rotated", "kept"),
     [
@@ -116,11 +113,6 @@ def test_a_latent_is_kept_where_it_is_four_times_smaller_and_has_halves(
     expanded: int, latent: int, rotated: int, kept: bool
 ) -> None:
     assert keeps_latent(expanded, latent, rotated) is kept
-
-
-def test_the_pool_holds_the_layer_with_the_largest_keys() -> None:
-    spec = KVSpec.from_config(Gemma4TextConfig(head_dim=256, global_head_dim=512))
-    assert (spec.layers, spec.kv_heads, spec.head_dim) == (30, 4, 512)
 
 
 def test_every_kind_of_layer_may_have_rope_that_changes_with_the_length() -> None:

@@ -5,7 +5,6 @@ and that cold prompts are held back only under all conditions together, and neve
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -36,16 +35,6 @@ def order_of(missing: dict[str, float], tokens: int = 1) -> ServiceOrder[str]:
     return order
 
 
-@dataclass
-class Hostile:
-    """Answers look-ups as it is told, whatever it answered before."""
-
-    answers: dict[int, float] = field(default_factory=dict)
-
-    def __call__(self, item: int) -> float:
-        return self.answers.get(item, 1.0)
-
-
 EVENTS = st.lists(st.one_of(st.just("arrive"), st.just("serve"), st.just("withdraw"), SHARES), max_size=120)
 
 
@@ -54,8 +43,9 @@ EVENTS = st.lists(st.one_of(st.just("arrive"), st.just("serve"), st.just("withdr
 def test_nobody_is_passed_by_more_than_the_bound(
     events: list[str | float], overloaded: bool, data: st.DataObject
 ) -> None:
-    hostile = Hostile()
-    order: ServiceOrder[int] = ServiceOrder(hostile)
+    """However look-ups are answered, whatever was answered before."""
+    answers: dict[int, float] = {}
+    order: ServiceOrder[int] = ServiceOrder(lambda item: answers.get(item, 1.0))
     passed: Counter[int] = Counter()
     together: dict[int, int] = {}
     arrivals = 0
@@ -76,7 +66,7 @@ def test_nobody_is_passed_by_more_than_the_bound(
             order.remove(item)
             del together[item]
         elif isinstance(event, float) and together:
-            hostile.answers[data.draw(st.sampled_from(sorted(together)))] = event
+            answers[data.draw(st.sampled_from(sorted(together)))] = event
 
 
 @settings(max_examples=100)
@@ -138,9 +128,7 @@ def test_no_look_up_without_overload() -> None:
 
 
 def test_a_prompt_beyond_the_budget_is_looked_up_all_the_same() -> None:
-    order: ServiceOrder[str] = ServiceOrder({"a": 1.0, "b": 0.0}.__getitem__)
-    order.push("a", 10 * LOOK_UP_TOKENS)
-    order.push("b", 10 * LOOK_UP_TOKENS)
+    order = order_of({"a": 1.0, "b": 0.0}, 10 * LOOK_UP_TOKENS)
     for _ in range(2):
         order.order(0, overloaded=True)
     assert order.order(0, overloaded=True) == ["b", "a"]

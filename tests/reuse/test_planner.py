@@ -1,19 +1,24 @@
-"""Plans keep what the cache says of the exact tokens' sources."""
+"""What is translated of a prompt, and what is computed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kedge.errors import PlanError
 from kedge.guard import EVERYTHING, GuardOrders
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.reuse.plan import ReusePlan, Sentinel
+from kedge.reuse.layout import plan_key
+from kedge.reuse.plan import ReusePlan, Sentinel, spans_of
 from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, WITHHELD, Planner
 from kedge.settings import PlannerConstants
-from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span
+from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span, ValueKind, WorkflowId
 
 UNWATCHED = GuardOrders()
 ALWAYS = EngineCosts(by_cost=False)
@@ -63,16 +68,22 @@ class Unknown(Known):
         )  # fmt: skip
 
 
+def planned(
+    known: Any, *segments: Segment, guard: GuardOrders = UNWATCHED, cost: EngineCosts = ALWAYS, **policy: Any
+) -> ReusePlan:
+    """The plan of these segments behind 5 exact tokens."""
+    planner = Planner(known, known, PlannerConstants(**policy), None, cost)
+    request = GenerateRequest((Segment((1,) * 5, "p0"), *segments), reuse=ReuseMode.TRANSLATE, guard=guard)
+    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
+
+
+ANSWER = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
+
+
 def plan_unknown(known: Unknown, guard: GuardOrders = UNWATCHED, **policy: Any) -> ReusePlan:
     """The plan of p0 (5 tokens), a question (8), p1 (6), an answer (8), p2 (4)."""
-    segments = (
-        Segment((1,) * 5, "p0"), Segment((2,) * 8, "question", SampleId.parse("input_question@0")),
-        Segment((3,) * 6, "p1"), Segment((4,) * 8, "answer", SampleId.parse("agent_a@0")),
-        Segment((5,) * 4, "p2"),
-    )  # fmt: skip
-    planner = Planner(cast(Any, known), cast(Any, known), PlannerConstants(**policy), None, ALWAYS)
-    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
-    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
+    question = Segment((2,) * 8, "question", SampleId.parse("input_question@0"))
+    return planned(known, question, Segment((3,) * 6, "p1"), ANSWER, Segment((5,) * 4, "p2"), guard=guard, **policy)
 
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
@@ -102,12 +113,7 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
 
     known.without_offsets = without_offsets  # type: ignore[attr-defined]
     for size, is_looked_up in ((SHORT_TEMPLATE, False), (SHORT_TEMPLATE + 1, True)):
-        answer = Segment((4,) * 8, "answer", SampleId.parse("agent_a@0"))
-        segments = (Segment((1,) * 5, "p0"), answer, Segment((5,) * size, "p1"))
-        planner = Planner(
-            cast(Any, known), cast(Any, known), PlannerConstants(move=move, min_translated=0), None, ALWAYS
-        )
-        plan = planner.plan(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE), (Span(0, 5, Source.DEVICE),))
+        plan = planned(known, ANSWER, Segment((5,) * size, "p1"), move=move, min_translated=0)
         template = [*range(13, 13 + size)]
         if from_anchors or is_looked_up:
             assert [at for at in plan.computed if at >= 13] == [14, 12 + size]
@@ -177,18 +183,18 @@ def test_a_prompt_of_which_an_answer_is_too_little_is_dense_and_teaches() -> Non
 
 
 class Cost(EngineCosts):
-    """Translating a segment costs as much as computing so many tokens."""
+    """Translating a segment costs as much as computing so many tokens, and base KV pays from so many readers on."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int = 0, readers: float = 0) -> None:
         super().__init__()
-        self._tokens = tokens
+        self._tokens, self._readers = tokens, readers
 
     def translation_pays(self, tokens: int, spared: float) -> bool:
         assert spared <= tokens
         return spared > self._tokens
 
-    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
-        return readers * (tokens - self._tokens) > base_tokens and self.translation_pays(tokens, tokens)
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:  # noqa: ARG002
+        return readers >= self._readers
 
 
 def plan_with(
@@ -198,13 +204,8 @@ def plan_with(
 
 
 def plan_of_x(known: Known, guard: GuardOrders, cost: EngineCosts = ALWAYS, **policy: int) -> ReusePlan:
-    segments = (
-        Segment((1,) * 5, "p0"), Segment((2,) * 8, "x", SampleId.parse("x@0")), Segment((3,) * 6, "p1")
-    )  # fmt: skip
-    known = cast(Any, known)
-    planner = Planner(known, known, PlannerConstants(**policy), None, cost)
-    request = GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, guard=guard)
-    return planner.plan(request, (Span(0, 5, Source.DEVICE),))
+    value = Segment((2,) * 8, "x", SampleId.parse("x@0"))
+    return planned(known, value, Segment((3,) * 6, "p1"), guard=guard, cost=cost, **policy)
 
 
 def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -> None:
@@ -245,3 +246,46 @@ def test_exact_tokens_keep_their_source_and_all_others_are_computed(reuse: Reuse
     request = GenerateRequest((Segment((1,) * 5, "p0"), Segment((2,) * 4, "x", SampleId.parse("x@0"))), reuse=reuse)
     assert planner.plan(request, LEASED).spans == (*LEASED, Span(6, 9, Source.COMPUTED))
     assert planner.plan(request, ()).spans == (Span(0, 9, Source.COMPUTED),)
+
+
+# plans, and prompts that share none ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(list(Source)), min_size=1))
+def test_spans_are_the_sources_joined(sources: list[Source]) -> None:
+    spans = spans_of(sources)
+    assert [span.source for span in spans for _ in range(len(span))] == sources
+    assert all(a.source is not b.source for a, b in zip(spans, spans[1:], strict=False))
+    plan = ReusePlan(spans)
+    assert plan.computed == [i for i, source in enumerate(sources) if source is Source.COMPUTED]
+    exact = sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources)
+    assert plan.exact_tokens == exact
+
+
+@pytest.mark.parametrize("edges", [[(1, 4)], [(0, 3), (4, 6)], [(0, 3), (2, 6)], [(0, 3), (3, 3)]])
+def test_gaps_and_overlaps_are_refused(edges: list[tuple[int, int]]) -> None:
+    with pytest.raises(PlanError):
+        ReusePlan(tuple(Span(a, b, Source.COMPUTED) for a, b in edges))
+
+
+def value(*tokens: int) -> Segment:
+    return Segment(tokens, "q", SampleId(ValueKind.INPUT, "q"), base_context=(8,), placeholder_text=(7, 7))
+
+
+PROMPT = GenerateRequest((Segment((1, 2), "p0"), value(50, 51), Segment((3, 4, 5), "p1")))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PROMPT, reuse=ReuseMode.TRANSLATE),
+        replace(PROMPT, guard=GuardOrders(withheld=frozenset("q"))),
+        replace(PROMPT, workflow=WorkflowId("other")),
+        replace(PROMPT, segments=(Segment((1, 9), "p0"), *PROMPT.segments[1:])),
+        replace(PROMPT, segments=(PROMPT.segments[0], replace(value(50, 51), base_context=(9,)), PROMPT.segments[2])),
+    ],
+)
+def test_other_modes_orders_and_templates_have_plans_of_their_own(other: GenerateRequest) -> None:
+    """Offsets that were measured against other base KV are not used either."""
+    assert plan_key(other) != plan_key(PROMPT)
+    assert plan_key(replace(PROMPT, segments=(PROMPT.segments[0], value(60), PROMPT.segments[2]))) == plan_key(PROMPT)

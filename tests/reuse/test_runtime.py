@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import mul
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import rows_of
 from kedge.anchors.store import AnchorStore
 from kedge.guard import GuardOrders
+from kedge.reuse import runtime
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.layout import layout, template_key
 from kedge.reuse.plan import ReusePlan
@@ -33,23 +37,10 @@ from kedge.types import (
     WorkflowId,
 )
 from tests.anchors.helpers import in_context, random_kv
+from tests.reuse.test_planner import ALWAYS, Cost
 
 CAPACITY, SIZE = 6, 12
 TENANT, FLOW = TenantId("tenant"), WorkflowId("flow")
-
-
-class Above(EngineCosts):
-    """Costs by which only values of more than so many tokens are worth translating."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self._tokens = tokens
-
-    def translation_pays(self, tokens: int, spared: float) -> bool:  # noqa: ARG002
-        return tokens > self._tokens
-
-    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
-        return readers * tokens > base_tokens
 
 
 def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
@@ -61,24 +52,13 @@ def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateReques
     )
 
 
-class ForReaders(Above):
-    """Costs by which base KV is worth computing from so many readers on."""
-
-    def __init__(self, readers: float) -> None:
-        super().__init__(0)
-        self._readers = readers
-
-    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:  # noqa: ARG002
-        return readers >= self._readers
-
-
 class Taught:
     """A runtime whose agent has seen so many values."""
 
     def __init__(self, values: int, costs: EngineCosts | None = None, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
         self.bases = BaseStore(1 << 30)
-        self.runtime = Runtime(self.anchors, self.bases, PlannerConstants(**policy), None, costs or Above(0))
+        self.runtime = Runtime(self.anchors, self.bases, PlannerConstants(**policy), None, costs or ALWAYS)
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
             view = SampleView(
@@ -129,7 +109,7 @@ def test_checks_teach_nothing() -> None:
 
 @pytest.mark.parametrize(("above", "pays"), [(SIZE - 1, True), (SIZE, False)])
 def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above: int, pays: bool) -> None:
-    runtime, asked = Taught(0, Above(above)).runtime, request(1)
+    runtime, asked = Taught(0, Cost(above)).runtime, request(1)
     plan: ReusePlan = runtime.plan(asked, ())
     assert runtime.wants_harvest(asked, plan) == pays
     assert [need.tokens for need in runtime.needs(asked)] == ([(1, 2, *asked.segments[1].tokens)] if pays else [])
@@ -138,7 +118,7 @@ def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above:
 
 
 def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholder() -> None:
-    runtime = Taught(CAPACITY, ForReaders(3)).runtime
+    runtime = Taught(CAPACITY, Cost(readers=3)).runtime
     assert runtime.needs(request(1)) == [] and runtime.prerequisites(request(1), 0) == [], "two are assumed"
     runtime.needs(request(1))
     assert len(runtime.needs(request(1))) == 1, "the third reader"
@@ -332,7 +312,7 @@ def test_where_nothing_is_moved_no_text_is_kept() -> None:
 
 
 def test_text_is_computed_where_moving_it_takes_longer() -> None:
-    assert ReadTwice(Above(len(TEXT))).moved(linked(1, "other")) == [(2, SIZE)]
+    assert ReadTwice(Cost(len(TEXT))).moved(linked(1, "other")) == [(2, SIZE)]
 
 
 def test_nothing_is_kept_for_a_prompt_without_a_run() -> None:
@@ -404,60 +384,36 @@ def test_an_agent_that_has_read_enough_answers_learns_no_more_from_them() -> Non
 # how many readers the next value of a placeholder is expected to have ------------------------------------------------
 
 
-def placeholder(name: str = "question", tenant: str = "tenant", flow: str = "flow") -> PoolKey:
-    return PoolKey(Namespace(TenantId(tenant)), WorkflowId(flow), name)
+def placeholder(name: str) -> PoolKey:
+    return PoolKey(Namespace(TENANT), FLOW, name)
 
 
-def read_all(readers: Readers, values: range, times: int, of: PoolKey | None = None) -> None:
-    """Let every value be read so often."""
-    for value in values:
-        for _ in range(times):
-            readers.read(of or placeholder(), (value,))
-
-
-def test_two_readers_or_the_most_so_far_are_assumed_until_something_is_known() -> None:
-    readers = Readers()
-    assert readers.expected(placeholder()) == UNKNOWN
-    read_all(readers, range(MAX_VALUES), 1)
-    assert readers.expected(placeholder()) == UNKNOWN, "all of them may have more readers yet"
-    read_all(readers, range(2), 2)
-    assert readers.expected(placeholder()) == 3, "while no count is final it is the highest one"
-
-
-def test_a_count_is_not_final_while_its_value_is_read_on() -> None:
-    """Neither order nor what lies between matters."""
-    readers = Readers()
-    for value in range(MAX_VALUES * 3):
-        readers.read(placeholder(), (value,))
-        readers.read(placeholder(), (-1,))
-    assert readers.expected(placeholder()) == pytest.approx(1.0), "the one with many readers still has some"
-    read_all(readers, range(-2 * MAX_VALUES, -MAX_VALUES), 1)
-    assert readers.expected(placeholder()) > 2.0, "and none since"
-
-
-def test_placeholders_are_counted_apart() -> None:
-    readers = Readers()
-    others = [placeholder("hint"), placeholder(tenant="another"), placeholder(flow="another")]
-    for times, of in enumerate(others, start=3):
-        read_all(readers, range(MAX_VALUES + 10), times, of)
-    assert [readers.expected(of) for of in others] == pytest.approx([3.0, 4.0, 5.0])
-    assert readers.expected(placeholder()) == UNKNOWN
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 6), (6, 1)])
-def test_a_change_is_followed(before: int, after: int) -> None:
-    readers = Readers()
-    read_all(readers, range(MAX_VALUES + 200), before)
-    read_all(readers, range(-MAX_VALUES - 300, 0), after)
-    assert readers.expected(placeholder()) == pytest.approx(after, abs=0.1)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6)), max_size=60))
+def test_a_value_has_as_many_readers_as_those_before_had_that_are_read_no_more(reads: list[tuple[str, int]]) -> None:
+    """Of each placeholder, the last ones first; until something is known the most so far, or two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "MAX_VALUES", 3)
+        readers = Readers()
+        for name, value in reads:
+            readers.read(placeholder(name), (value,))
+    for name in "abc":
+        counts, final, most = dict[int, int](), list[int](), 0
+        for value in (value for of, value in reads if of == name):
+            counts[value] = counts.pop(value, 0) + 1
+            most = max(most, counts[value])
+            if len(counts) > 3:
+                final.insert(0, counts.pop(next(iter(counts))))
+        shares = [0.98**age for age in range(len(final))]
+        known = sum(map(mul, final, shares)) / sum(shares) if final else max(UNKNOWN, most)
+        assert readers.expected(placeholder(name)) == pytest.approx(known)
 
 
 def test_the_placeholder_that_was_read_longest_ago_is_forgotten_first() -> None:
-    readers, kept = Readers(), placeholder("kept")
-    for of in (placeholder(), kept):
-        read_all(readers, range(MAX_VALUES + 10), 4, of)
+    readers = Readers()
+    for name in ("forgotten", "kept"):
+        for _ in range(4):
+            readers.read(placeholder(name), (0,))
     for at in range(ENTRIES - 1):
         readers.read(placeholder(f"another-{at}"), (1,))
-        readers.read(kept, (0,))
-    assert readers.expected(placeholder()) == UNKNOWN
-    assert readers.expected(kept) == pytest.approx(4.0)
+        readers.read(placeholder("kept"), (0,))
+    assert readers.expected(placeholder("forgotten")) == UNKNOWN and readers.expected(placeholder("kept")) > 4

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.workflow.export import Edge, columns, export, lanes, mermaid, step_edges
+from kedge.workflow.export import Edge, columns, export, mermaid
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
 
@@ -75,40 +75,23 @@ def test_a_workflow_read_back() -> None:
     assert {(start, to): is_loop for start, to, is_loop, *_ in found.edges} == {
         (start, to): start == "d" for start, to in reads
     }
+    assert columns(TEAM) == [["a"], ["b", "c"], ["d"]]
 
 
-@pytest.mark.parametrize("graph", [LOOPS, BRANCH], ids=lambda graph: graph.name)
-def test_a_step_graph_read_back(graph: StepGraph) -> None:
+@pytest.mark.parametrize(("graph", "labels"), [
+    (LOOPS, {
+        ("executor_1", "expresser", False): "alternative 1", ("executor_2", "expresser", False): "alternative 2",
+        ("executor_3", "expresser", False): "alternative 2", ("archive", "archive", True): "alternative 2",
+    }),
+    (BRANCH, {("reviewer", "planner", True): "30%", ("reviewer", "publisher", False): "70%"}),
+])  # fmt: skip
+def test_a_step_graph_read_back(graph: StepGraph, labels: dict[tuple[str, str, bool], str]) -> None:
     arrows = {(name, node.id, False) for node in graph.nodes for names in node.after for name in names}
     arrows |= {(name, node.id, True) for node in graph.nodes for names in node.loops for name in names}
     found = read_mermaid(export(graph))
     assert set(found.nodes) == set(graph.ids)
     assert {edge[:3] for edge in found.edges} == arrows
-
-
-def test_alternatives_are_numbered_where_there_are_several() -> None:
-    numbers = {edge[:3]: edge.alternative for edge in step_edges(LOOPS) if edge.to in ("expresser", "reviewer")}
-    assert numbers == {
-        ("executor_1", "expresser", False): 1,
-        ("executor_2", "expresser", False): 2,
-        ("executor_3", "expresser", False): 2,
-        ("expresser", "reviewer", False): None,
-        ("reviewer", "reviewer", True): None,
-    }
-    assert [edge.alternative for edge in step_edges(LOOPS) if edge.to == "archive" and edge.is_loop] == [1, 2]
-
-
-def test_odds_are_those_of_the_choice() -> None:
-    assert [edge.label for edge in step_edges(BRANCH)] == ["30%", "", "70%"]
-
-
-def test_columns_are_by_who_must_speak_before() -> None:
-    assert columns(TEAM) == [["a"], ["b", "c"], ["d"]]
-
-
-def test_lanes_are_the_steps_before_the_run() -> None:
-    nodes = (Node("late", after=["b"]), Node("a"), Node("b", after=["a"]), Node("x", after=["a", "b"]))
-    assert [[node.id for node in lane] for lane in lanes(StepGraph("g", nodes))] == [["a"], ["b", "x"], ["late"]]
+    assert {edge[:3]: edge[3] for edge in found.edges if edge[3]} == labels
 
 
 NAMES = st.text(min_size=1) | st.text('"\\&#;<>[]|-_@`%\n\té中🙂', min_size=1)

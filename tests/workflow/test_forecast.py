@@ -66,7 +66,7 @@ class NaiveBoard:
     def __init__(self) -> None:
         self.seq: dict[RunKey, float] = {}
         self.until: dict[RunKey, int] = {}
-        self.steps: dict[AgentKey, float] = {}
+        self.next_runs: dict[AgentKey, NextRun] = {}
         self.ignored = 0
 
     def expire(self, now: int) -> None:
@@ -75,7 +75,7 @@ class NaiveBoard:
             self._forget(run)
 
     def _forget(self, run: RunKey) -> None:
-        self.steps = {key: step for key, step in self.steps.items() if key[:3] != run}
+        self.next_runs = {key: one for key, one in self.next_runs.items() if key[:3] != run}
 
     def update(self, run: RunKey, seq: int, next_runs: dict[AgentId, NextRun], now: int) -> None:
         self.expire(now)
@@ -84,7 +84,7 @@ class NaiveBoard:
             return
         self._forget(run)
         self.seq[run], self.until[run] = seq, now + TTL
-        self.steps |= {AgentKey(*run, agent): one.steps for agent, one in next_runs.items()}
+        self.next_runs |= {AgentKey(*run, agent): one for agent, one in next_runs.items()}
 
     def done(self, run: RunKey, now: int) -> None:
         self.expire(now)
@@ -104,7 +104,7 @@ OPERATIONS = st.one_of(
 
 @given(st.lists(st.tuples(st.integers(0, 3), OPERATIONS), max_size=40))
 def test_the_board_is_the_naive_model(operations: list[tuple[int, tuple[Any, ...]]]) -> None:
-    board, naive, labels, now = ForecastBoard(TTL), NaiveBoard(), dict[AgentKey, float](), 0
+    board, naive, labels, now = ForecastBoard(TTL), NaiveBoard(), dict[AgentKey, NextRun](), 0
     for pause, (name, *arguments) in operations:
         now += pause
         changes: Changes = getattr(board, name)(*arguments, now)
@@ -112,8 +112,9 @@ def test_the_board_is_the_naive_model(operations: list[tuple[int, tuple[Any, ...
         for changed, next_run in changes.items():
             labels.pop(changed, None)
             if next_run is not None:
-                labels[changed] = next_run.steps
-        assert labels == board.steps == naive.steps
+                labels[changed] = next_run
+        assert labels == naive.next_runs
+        assert board.steps == {key: one.steps for key, one in labels.items()}
         assert board.ignored == naive.ignored
 
 

@@ -33,13 +33,6 @@ def flow(*agents: Agent, **kwargs: object) -> Workflow:
     return Workflow("test", agents, **kwargs)  # type: ignore[arg-type]
 
 
-def test_the_text_before_a_pick_is_bounded() -> None:
-    assert agent("a", pick="Answer:").pick == "Answer:"
-    for wrong in ("x" * (MAX_PICK + 1), 3, "\ud800"):
-        with pytest.raises(WorkflowError, match="pick"):
-            agent("a", pick=wrong)
-
-
 def test_order_is_topological_and_otherwise_as_declared() -> None:
     workflow = flow(agent("c", "agent_d_current"), agent("b"), agent("d"), agent("a", "agent_b_current"))
     assert workflow.order == ("b", "d", "c", "a")
@@ -134,6 +127,7 @@ def test_modes_may_be_given_as_their_values() -> None:
     [{"max_tokens": 0}, {"tool_seconds": 0}, {"tool_seconds": math.nan}, {"tool_seconds": math.inf},
      {"tool_seconds": "9"}, {"reuse": "x"}, {"guard": 1},
      *({"fidelity": budget} for budget in (0, math.nan, "fp8", True)),
+     *({"pick": text} for text in ("x" * (MAX_PICK + 1), 3, "\ud800")),
      *({key: value} for key in SAMPLED for value in IMPOSSIBLE_SAMPLING[key])],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip

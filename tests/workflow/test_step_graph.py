@@ -239,30 +239,16 @@ PYTHON = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 YAML = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_steps_of_a_workflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_s_examples_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {}
     exec(PYTHON[0], names)
     steps = names["graph"].steps(running={"analyst"}, done={"solver"})
     assert steps == {"solver": UNKNOWN, "analyst": 0, "programmer": 1, "inspector": 2, "final": 3}
-
-
-def test_python_and_yaml_say_the_same() -> None:
-    names: dict[str, Any] = {}
-    exec(PYTHON[1], names)
-    assert build_step_graph(yaml.safe_load(YAML[0])) == names["graph"]
-
-
-def test_the_lanes_that_inspect_draws() -> None:
-    drawn = [[node.id for node in lane] for lane in lanes(build_step_graph(yaml.safe_load(YAML[0])))]
-    assert " → ".join(f"[{' | '.join(lane)}]" for lane in drawn) in PAGE.splitlines()
-
-
-def test_following_a_run() -> None:
-    names: dict[str, Any] = {}
     exec(PYTHON[1] + PYTHON[2], names)
-    assert names["changes"][AgentKey(Namespace(TenantId("tenant")), "client", RunId("run-1"), AgentId("searcher"))] == (
-        0,
-        1.0,
-    )
-    assert names["board"].steps == {}
+    graph = build_step_graph(yaml.safe_load(YAML[0]))
+    assert graph == names["graph"]
+    searcher = AgentKey(Namespace(TenantId("tenant")), "client", RunId("run-1"), AgentId("searcher"))
+    assert names["changes"][searcher] == (0, 1.0) and names["board"].steps == {}
+    drawn = [[node.id for node in lane] for lane in lanes(graph)]
+    assert " → ".join(f"[{' | '.join(lane)}]" for lane in drawn) in PAGE.splitlines(), "as `kedge inspect` draws it"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
@@ -24,13 +23,9 @@ class Prompt:
 
 
 class Characters:
-    """Encodes characters; records what it was asked to encode."""
-
-    def __init__(self) -> None:
-        self.encoded: list[str] = []
+    """Encodes characters."""
 
     def encode(self, text: str, *, inside: bool = False) -> tuple[int, ...]:  # noqa: ARG002
-        self.encoded.append(text)
         return tuple(map(ord, text))
 
     def chat(self, system: str | None, user: str) -> str:
@@ -41,20 +36,9 @@ def text(tokens: tuple[int, ...]) -> str:
     return "".join(map(chr, tokens))
 
 
-def texts(many: Iterable[tuple[int, ...]]) -> list[str]:
-    return list(map(text, many))
-
-
 def values(**by_name: str) -> dict[Placeholder, Value]:
     tokens = {Placeholder.parse(name): tuple(map(ord, value)) for name, value in by_name.items()}
     return {placeholder: Value(ids, SampleId.parse(f"{placeholder.name}@0")) for placeholder, ids in tokens.items()}
-
-
-def compiled(user: str, system: str = "") -> list[tuple[str, str]]:
-    """Name and text of the segments, every placeholder filled with its own name in capitals."""
-    agent = compile_agents([Prompt("a", system, user)], Characters())["a"]
-    segments = agent.fill(values(**{p.name: p.name.upper() for p in agent.placeholders}))
-    return [(segment.name, text(segment.tokens)) for segment in segments]
 
 
 @pytest.mark.parametrize(
@@ -96,40 +80,36 @@ def test_parse_and_escapes() -> None:
     assert parse("") == ()
 
 
-@given(st.lists(st.one_of(st.text(), st.sampled_from([QUESTION, Placeholder(ValueKind.AGENT, "b", 3)]))))
-def test_parse_inverts_writing(parts: list[str | Placeholder]) -> None:
-    written = "".join(escape(part) if isinstance(part, str) else f"{{{part.name}}}" for part in parts)
-    read = parse(written)
+Parts = list[str | Placeholder]
+PARTS = st.lists(st.one_of(st.text(), st.sampled_from([QUESTION, Placeholder(ValueKind.AGENT, "b", 3)])))
+
+
+def written(parts: Parts) -> str:
+    return "".join(escape(part) if isinstance(part, str) else f"{{{part.name}}}" for part in parts)
+
+
+@given(PARTS)
+def test_parse_inverts_writing(parts: Parts) -> None:
+    read = parse(written(parts))
     assert all(part != "" for part in read)
     assert not any(isinstance(a, str) and isinstance(b, str) for a, b in zip(read, read[1:], strict=False))
     flat = [piece for part in parts for piece in (part if isinstance(part, str) else [part])]
     assert [piece for part in read for piece in (part if isinstance(part, str) else [part])] == flat
 
 
-def test_segments_in_order_with_their_names() -> None:
-    assert compiled("Q: {user_question}\nA: {agent_b_current}!", "be nice") == [
-        ("p0", "[be nice|Q: "),
-        ("user_question", "USER_QUESTION"),
-        ("p1", "\nA: "),
-        ("agent_b_current", "AGENT_B_CURRENT"),
-        ("p2", "!]"),
-    ]
-
-
-def test_adjacent_repeated_and_blank_between() -> None:
-    names = [name for name, _ in compiled("{a}{b} \n {a}{a}")]
-    assert names == ["p0", "a", "b", "p2", "a", "a", "p4"]
-    assert dict(compiled("{a}{b} \n {a}"))["p2"] == " \n "
-
-
-def test_placeholder_in_the_system_message_and_literal_braces() -> None:
-    assert compiled("{{x}} {a}", system="You are {b}, {{}}.") == [
-        ("p0", "[You are "),
-        ("b", "B"),
-        ("p1", ", {}.|{x} "),
-        ("a", "A"),
-        ("p2", "]"),
-    ]
+@given(PARTS, PARTS)
+@example(["<0:1> \ue000 \x00 😀 %s \\1"], [QUESTION, QUESTION, " \n ", QUESTION])
+def test_segments_are_the_chat_with_values_in_it(system: Parts, user: Parts) -> None:
+    agent = compile_agents([Prompt("a", written(system), written(user))], Characters())["a"]
+    segments = agent.fill(values(**{one.name: one.name.upper() for one in agent.placeholders}))
+    said = ["".join(part if isinstance(part, str) else part.name.upper() for part in parts) for parts in (system, user)]
+    assert "".join(text(one.tokens) for one in segments) == Characters().chat(said[0] or None, said[1])
+    names = iter(part.name for part in (*system, *user) if isinstance(part, Placeholder))
+    behind = 0
+    for one in segments:
+        assert one.tokens and one.name == (next(names) if one.is_placeholder else f"p{behind}")
+        behind += one.is_placeholder
+    assert next(names, None) is None
 
 
 def test_missing_value_is_named() -> None:
@@ -177,8 +157,3 @@ def test_a_chat_template_may_put_the_user_first() -> None:
 
     agent = compile_agents([Prompt("a", "S {x}", "U {y}")], Swapped())["a"]
     assert [placeholder.name for placeholder in agent.placeholders] == ["y", "x"]
-
-
-def test_text_may_hold_anything_but_lone_braces() -> None:
-    odd = "<0:1> \ue000 \x00 😀 %s \\1"
-    assert compiled(f"{odd}{{x}}{odd}") == [("p0", f"[{odd}"), ("x", "X"), ("p1", f"{odd}]")]

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.hints.actions import ActionOutcome, ActionResult
-from kedge.hints.values import MAX_KEPT_SECONDS
-from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
+from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, SessionTracker, Turn, TurnEnd
 from kedge.policies.sessions.ledger import GIVEN_UP, LATER, NAMELESS, UNKNOWN
 from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, TurnHints, WorkflowId
 from kedge.workflow.steps import NextRun
@@ -155,7 +154,7 @@ def test_the_policy_is_swapped_exactly_when_the_guard_changes_its_mind() -> None
 
 # what clients say of sessions between requests ------------------------------------------------------------------------
 
-APPLIED, CLIPPED, DEFERRED, REJECTED = ActionResult
+APPLIED, _, DEFERRED, REJECTED = ActionResult
 
 
 class Desk:
@@ -272,15 +271,11 @@ def test_nobody_speaks_for_another_tenant_or_for_nobody() -> None:
     assert desk.step(key) == before
 
 
-def test_a_time_that_is_too_long_is_clipped_and_every_outcome_has_a_reason() -> None:
+def test_every_outcome_has_a_reason() -> None:
     desk = Desk()
     desk.turn(MINE)
-    clipped = desk.ledger.advise(HERE, TurnHints("mine", keep_for=1e9))[0]
-    assert (clipped.outcome, f"{MAX_KEPT_SECONDS:g} s at most" in clipped.reason) == (CLIPPED, True)
-    later = desk.ledger.advise(HERE, TurnHints("other", keep_for=1e9))[0]
-    assert later.outcome is DEFERRED and later.reason.startswith(LATER) and "at most" in later.reason
-    said = TurnHints(keep_for=1.0, expects={"gone": 1.0})
-    assert [one.reason for one in desk.ledger.advise(HERE, said)] == [NAMELESS, UNKNOWN]
+    said = TurnHints("other", keep_for=1.0), TurnHints(keep_for=1.0, expects={"gone": 1.0})
+    assert [one.reason for each in said for one in desk.ledger.advise(HERE, each)] == [LATER, NAMELESS, UNKNOWN]
     ended = desk.ledger.advise(HERE, TurnHints("mine", is_last=True, returns_in=1.0))
     assert [(one.reason, one.outcome) for one in ended][0] == (GIVEN_UP, REJECTED)
 
@@ -312,38 +307,54 @@ def test_no_tenant_s_hints_push_out_those_of_others() -> None:
     assert desk.step(key) == desk.step(desk.turn(MINE)) == math.inf
 
 
-class Turns(RuleBasedStateMachine):
-    """Turns begin and end in any order: those in flight are always needed before all others."""
+class Traffic(RuleBasedStateMachine):
+    """Any order of turns: memory is bounded, steps are those of the ranks, and turns in flight go before all others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now, self.open = 0.0, list[Turn]()
         self.ledger = SessionLedger(64, lambda: self.now)
-        self.steps: dict[object, float] = {}
+        self.tracker = self.ledger.tracker = SessionTracker(capacity=4)
+        self.steps: dict[SessionKey, float] = {}
 
-    @rule(blocks=st.lists(st.integers(0, 2), min_size=1, max_size=4))
-    def arrive(self, blocks: list[int]) -> None:
-        self.open.append(self.ledger.arrive(HERE, chain(*blocks)))
+    @rule(blocks=st.lists(st.integers(0, 2), max_size=4), named=st.sampled_from(["", "", "x", "y"]))
+    def arrive(self, blocks: list[int], named: str) -> None:
+        self.open.append(self.ledger.arrive(HERE, chain(*blocks), SessionHints(session=named)))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), returns_in=st.sampled_from([None, 0.0, 5.0]))
-    def end(self, data: st.DataObject, returns_in: float | None) -> None:
+    @rule(data=st.data(), returns_in=st.sampled_from([None, 0.0, 5.0]), kept=st.sampled_from([None, 0.0, 3.0, 3600.0]))
+    def end_turn(self, data: st.DataObject, returns_in: float | None, kept: float | None) -> None:
         turn = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         if data.draw(st.booleans()):
-            self.ledger.answered(turn, [*turn.chain, 9], TurnEnd(returns_in=returns_in))
+            self.ledger.answered(turn, [*turn.chain, 9], TurnEnd(returns_in=returns_in, keep_for=kept))
         else:
             self.ledger.cancelled(turn)
 
-    @rule(seconds=st.floats(0, 1e4))
+    @rule(seconds=st.floats(0, 1e5))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    @rule(data=st.data(), seconds=st.just(math.inf) | st.floats(0, 1e5))
+    def expect(self, data: st.DataObject, seconds: float) -> None:
+        key = data.draw(st.sampled_from([*sorted(self.steps, key=str), SessionKey(HERE, "no one")]))
+        self.tracker.expect(key, self.now, seconds)
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.tracker.end(data.draw(st.sampled_from(sorted(self.steps, key=str))))
+
     @invariant()
-    def waiting_goes_first(self) -> None:
+    def is_sound(self) -> None:
         for key, next_run in self.ledger.advance().steps.items():
-            self.steps[key] = float("inf") if next_run is None else next_run[0]
+            if next_run is None:
+                self.steps.pop(key, None)
+            else:
+                self.steps[key] = next_run[0]
         assert self.ledger.advance().steps == {}
-        assert all(step >= 0 for key, step in self.steps.items() if key not in {turn.session for turn in self.open})
+        assert len(self.tracker) == len(self.steps) <= 4 and len(self.tracker._links._marks) <= 4
+        running = {turn.session for turn in self.open}
+        assert all(key in running if step < 0 else step == self.tracker.rank(key) for key, step in self.steps.items())
 
 
-TestTurns = Turns.TestCase
+TestTraffic = Traffic.TestCase

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, TurnEnd
-from kedge.policies.sessions.tracker import EDGES, KEPT, ReturnTimes, best_rate, bin_of
+from kedge.policies.sessions.tracker import BORROWED, EDGES, KEPT, PRIOR, ReturnTimes, best_rate, bin_of
 from kedge.policies.sessions.turns import UNKNOWN_END
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -127,59 +126,6 @@ def test_timers_of_idle_sessions_end_however_times_are_rounded(monkeypatch: pyte
         sessions.advance(since + edge)
 
 
-class Traffic(RuleBasedStateMachine):
-    """Any order of turns: memory is bounded, and the ranks add up to what is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracker, self.now = SessionTracker(capacity=4), 0.0
-        self.ranks: dict[SessionKey, float] = {}
-        self.open: list[tuple[SessionKey, list[int]]] = []
-
-    @rule(blocks=st.lists(st.integers(0, 2), max_size=4), named=st.sampled_from(["", "", "x", "y"]))
-    def arrive(self, blocks: list[int], named: str) -> None:
-        key = self.tracker.arrive(HERE, chain(*blocks), self.now, SessionHints(session=named))
-        self.open.append((key, blocks))
-
-    @rule(cancel=st.booleans(), kept=st.sampled_from([None, 0.0, 3.0, 3600.0]), data=st.data())
-    def end_turn(self, cancel: bool, kept: float | None, data: st.DataObject) -> None:
-        if self.open:
-            key, blocks = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-            if cancel:
-                self.tracker.cancelled(key, self.now)
-            else:
-                self.tracker.answered(key, chain(*blocks, 5), self.now, TurnEnd(keep_for=kept))
-
-    @rule(seconds=st.floats(0, 1e5))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(data=st.data(), seconds=st.just(math.inf) | st.floats(0, 1e5))
-    def expect(self, data: st.DataObject, seconds: float) -> None:
-        self.tracker.expect(
-            data.draw(st.sampled_from([*sorted(self.ranks, key=str), SessionKey(HERE, "no one")])), self.now, seconds
-        )
-
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        if self.ranks:
-            self.tracker.end(data.draw(st.sampled_from(sorted(self.ranks, key=str))))
-
-    @invariant()
-    def ranks_are_those_that_were_returned(self) -> None:
-        for key, rank in self.tracker.advance(self.now).items():
-            if rank is None:
-                self.ranks.pop(key, None)
-            else:
-                self.ranks[key] = rank
-        assert len(self.tracker) == len(self.ranks) <= 4
-        assert all(self.tracker.rank(key) == rank >= 0 for key, rank in self.ranks.items())
-        assert len(self.tracker._links._marks) <= 4
-
-
-TestTraffic = Traffic.TestCase
-
-
 def test_the_share_of_requests_that_sessions_come_back_with() -> None:
     tracker = SessionTracker()
     for number in range(100):
@@ -219,10 +165,28 @@ def test_a_bin_holds_its_idle_time(idle: float) -> None:
     assert EDGES[at] <= idle and (at + 1 == len(EDGES) or idle < EDGES[at + 1])
 
 
-def test_before_anything_was_seen_who_was_idle_for_less_is_worth_more() -> None:
+KINDS = ("tool", 1), ("tool", 2), ("user", 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, len(EDGES) - 2), st.booleans()), max_size=40))
+def test_what_is_worth_most_is_by_how_many_alike_ones_returned_in_each_bin(
+    spells: list[tuple[tuple[str, int], int, bool]],
+) -> None:
+    """One that is still in a bin counts half there; where few are alike, it is as in a wider class."""
     times = ReturnTimes()
-    rates = [times.rate(FAST, at) for at in range(len(EDGES))]
-    assert all(sooner > later for sooner, later in zip(rates, rates[1:], strict=False))
+    for kind, end, returned in spells:
+        idle(times, kind, end)
+        if returned:
+            times.observe(kind, end, returned=True)
+    for kind in (*KINDS, ("tool", 3), ("new", 1)):
+        shares = [PRIOR] * len(EDGES)
+        for depth in range(3):
+            ends = [(end, returned) for one, end, returned in spells if one[:depth] == kind[:depth]]
+            for at in range(len(EDGES)):
+                came = sum(returned for end, returned in ends if end == at)
+                there = sum(1 if end > at or returned else 0.5 for end, returned in ends if end >= at)
+                shares[at] = (came + BORROWED * shares[at]) / (there + BORROWED)
+        assert [times.rate(kind, at) for at in (0, 9)] == pytest.approx([best_rate(shares, at) for at in (0, 9)])
 
 
 def test_kinds_that_return_sooner_are_worth_more() -> None:
@@ -231,29 +195,6 @@ def test_kinds_that_return_sooner_are_worth_more() -> None:
     feed(times, SLOW, [rng.expovariate(1 / 500) for _ in range(200)])
     assert times.rate(FAST, 0) > 20 * times.rate(SLOW, 0)
     assert 1 / times.rate(FAST, 0) == pytest.approx(5, rel=0.3), "an exponential idle time has its mean as its price"
-
-
-def test_who_is_overdue_is_worth_less_than_who_is_not() -> None:
-    times = ReturnTimes()
-    feed(times, FAST, [10.0] * 100)
-    at = bin_of(10)
-    assert times.rate(FAST, at) > times.rate(FAST, 0) > times.rate(FAST, at + 1)
-
-
-def test_sessions_that_never_return_count() -> None:
-    """Half of all return after a second; of those that do not, nothing is expected."""
-    times = ReturnTimes()
-    for _ in range(200):
-        feed(times, FAST, [1.0])
-        idle(times, FAST, len(EDGES) - 1)
-    assert times.rate(FAST, bin_of(100)) < times.rate(FAST, 0) / 1000
-
-
-def test_a_new_kind_is_worth_what_its_wider_kind_is() -> None:
-    times = ReturnTimes()
-    feed(times, ("tool", 1), [5.0] * 300)
-    feed(times, ("user", 1), [5000.0] * 300)
-    assert times.rate(("tool", 7), 0) > 20 * times.rate(("user", 7), 0)
 
 
 @given(st.lists(st.floats(0, 1), min_size=len(EDGES), max_size=len(EDGES)), st.integers(0, len(EDGES) - 1))
@@ -272,12 +213,3 @@ def test_what_is_old_is_forgotten_slowly() -> None:
     feed(times, FAST, [1000.0] * 2000)
     feed(times, FAST, [2.0] * 8000)
     assert 1 / times.rate(FAST, 0) < 10
-
-
-def test_those_that_are_still_idle_count_from_when_they_are() -> None:
-    """A hundred have been idle for four minutes, and the first one returns: one in a hundred, and not all."""
-    times, at = ReturnTimes(), bin_of(240)
-    for _ in range(99):
-        idle(times, FAST, at)
-    feed(times, FAST, [240.0])
-    assert times.rate(FAST, at) < 1 / 2000

@@ -258,19 +258,6 @@ def test_every_budget_has_a_rung_of_its_own() -> None:
     assert len(proof.serving) < 10, "a client could else fill the memory"
 
 
-def test_an_agent_above_the_budget_is_rarely_served() -> None:
-    """By 20 % in the mean, with the spread of real divergences."""
-    rng, agents, served = numpy.random.default_rng(4), 100, 0
-    for _ in range(agents):
-        proof = Proof()
-        for divergence in rng.exponential(1.2 * BUDGET, 60):
-            observe(proof, RungFinding(0, float(divergence), 0.0))
-            if proof.choose(BUDGET, ALPHA) is not None:
-                served += 1
-                break
-    assert served <= 0.1 * agents
-
-
 def test_discarded_anchors_prove_nothing() -> None:
     proof = found(found(Proof(), 0, BUDGET / 5, computed=0.5), 1, BUDGET / 5)
     assert serving(proof) == 1

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kedge.hints.actions import ActionOutcome, ActionResult
-from kedge.hints.values import MAX_KEPT_SECONDS
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import SessionState, SessionTracker
 from kedge.policies.sessions.turns import (
@@ -181,19 +180,16 @@ class SessionLedger:
         is_known = state is SessionState.IDLE
         yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED) if is_known else _rejected("final")
 
-    def _keep(self, key: SessionKey, wanted: float, now: float) -> ActionOutcome:
+    def _keep(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
         """Keep a session from now on, and after each of its answers."""
-        seconds = min(wanted, MAX_KEPT_SECONDS)
         self._update(key, keep_for=seconds)
-        limit = f"; {MAX_KEPT_SECONDS:g} s at most" if wanted > seconds else ""
         if self.tracker.state(key) is not SessionState.IDLE:
-            return ActionOutcome("keep_for", LATER + limit, ActionResult.DEFERRED)
+            return ActionOutcome("keep_for", LATER, ActionResult.DEFERRED)
         self.tracker.keep(key, now, seconds)
         if obstacle := self._obstacle(key):
-            return ActionOutcome("keep_for", obstacle + limit, ActionResult.DEFERRED)
+            return ActionOutcome("keep_for", obstacle, ActionResult.DEFERRED)
         what = "is kept" if seconds else "goes before other KV"
-        result = ActionResult.CLIPPED if limit else ActionResult.APPLIED
-        return ActionOutcome("keep_for", f"{what} from now on, and after each of its answers{limit}", result)
+        return ActionOutcome("keep_for", f"{what} from now on, and after each of its answers", ActionResult.APPLIED)
 
     def _expect(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
         state, name = self.tracker.state(key), str(key.name)
