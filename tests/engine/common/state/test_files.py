@@ -23,6 +23,7 @@ from kedge.anchors.saving import Record
 from kedge.engine.common.state import files as state_files
 from kedge.engine.common.state.files import (
     MANIFEST,
+    PARTIAL,
     SUFFIX,
     Damage,
     Entry,
@@ -311,6 +312,7 @@ def test_wherever_a_snapshot_breaks_off_the_old_or_the_new_one_is_whole(
         values, damages = loaded(path)
         assert not damages
         seen.append(values)
+        (path / f"left over{PARTIAL}").touch()
         saved(path, NEW)
         assert names(path) == {"lock", MANIFEST, *(file.name for file in files_of(path).values())}, "nothing is left"
         if not died:

@@ -76,6 +76,16 @@ def test_expanding_is_worth_it_from_the_number_of_queries_on_that_takes_less_ari
             assert latent.is_worth_expanding(queries, context, rank + rotated) is (by_heads < by_rows)
 
 
+def test_latents_are_those_of_the_last_call_and_are_given_once(module: Expanding) -> None:
+    (first, rotated), (second, _) = inputs(), inputs()
+    module(first, rotated)
+    key, value = module(second, rotated)
+    _, rows = rows_of(module, key, value)
+    assert torch.equal(rows[:, 0, :RANK], second[0])
+    with pytest.raises(UnsupportedModel, match="follow from no latent"):
+        rows_of(module, key, value)
+
+
 @pytest.mark.parametrize(
     ("heads", "tokens", "dim"),
     [
